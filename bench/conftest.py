@@ -1,0 +1,26 @@
+"""Options of the benchmarks, and the alternation that makes ratios fair."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """--rounds: how often every implementation takes its turn."""
+    parser.addoption("--rounds", type=int, default=20, help="turns per implementation (default 20)")
+    parser.addoption("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
+    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
+
+
+@pytest.fixture(scope="session")
+def rounds(request: pytest.FixtureRequest) -> int:
+    """Turns per implementation."""
+    return request.config.getoption("--rounds")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _threads(request: pytest.FixtureRequest) -> None:
+    import torch
+
+    if request.config.getoption("--threads"):
+        torch.set_num_threads(request.config.getoption("--threads"))

@@ -1,0 +1,38 @@
+"""The measured limits: a bare C++ gather and a bare read-modify-write of rows, built for this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+class Limits:
+    """Bare loops over the same memory: `gather` for the forward, `update` for the row update."""
+
+    def __init__(self) -> None:
+        source = Path(__file__).with_name("gather_limit.cpp")
+        with tempfile.TemporaryDirectory() as folder:
+            library = Path(folder) / "limits.so"
+            flags = ["-O3", "-march=native", "-ffast-math", "-fopenmp", "-shared", "-fPIC"]
+            subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source), "-o", str(library)], check=True)
+            self._library = ctypes.CDLL(str(library))
+        self._omp = ctypes.CDLL("libgomp.so.1")
+        self._omp.omp_set_num_threads(torch.get_num_threads())
+
+    def gather(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
+        """out [n / bag, dim] = sums of `bag` rows each; rows [n] int64 are row numbers of the flat weights."""
+        pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
+        sizes = (ctypes.c_int64(rows.numel() // bag), ctypes.c_int64(bag), ctypes.c_int64(dim))
+        self._library.gather_sum(*pointers, *sizes, ctypes.c_void_p(out.data_ptr()))
+
+    def update(self, weights: Tensor, rows: Tensor, dim: int) -> None:
+        """Adds a number to every element of the given (unique, sorted) rows."""
+        pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
+        sizes = (ctypes.c_int64(rows.numel()), ctypes.c_int64(dim))
+        self._library.update_rows(*pointers, *sizes, ctypes.c_float(1e-6))

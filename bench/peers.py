@@ -1,0 +1,96 @@
+"""The ways a user could do the same today: torch, and FBGEMM where it is installed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+
+import torch
+from torch import Tensor
+
+from bench.shapes import Workload
+
+LR, EPS = 0.01, 1e-8
+
+
+class TorchTables:
+    """One torch.nn.functional.embedding_bag per table; sparse gradients and torch.optim.Adagrad for training."""
+
+    def __init__(self, w: Workload) -> None:
+        self.w = w
+        self.weights = [torch.nn.Parameter(torch.randn(w.rows, w.dim) * 0.01) for _ in range(w.tables)]
+        self.optimizer = torch.optim.Adagrad(self.weights, lr=LR, eps=EPS)
+        self.starts = torch.arange(0, w.batch * w.bag, w.bag)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        """T outputs [B, D]."""
+        bags = ids.view(self.w.tables, -1)
+        return [
+            torch.nn.functional.embedding_bag(i, weight, self.starts, mode="sum", sparse=True)
+            for i, weight in zip(bags, self.weights, strict=True)
+        ]
+
+    def train(self, ids: Tensor, grad: Tensor) -> None:
+        """Forward, backward, optimizer."""
+        outputs = self.forward(ids)
+        torch.autograd.backward(outputs, list(grad.view(self.w.batch, self.w.tables, -1).unbind(1)))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+class Fbgemm:
+    """FBGEMM's table-batched embedding with fused row-wise Adagrad."""
+
+    def __init__(self, w: Workload) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+                ComputeDevice,
+                EmbeddingLocation,
+                SplitTableBatchedEmbeddingBagsCodegen,
+            )
+        spec = (w.rows, w.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+        self.module = SplitTableBatchedEmbeddingBagsCodegen(
+            [spec] * w.tables, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
+        )
+        self.offsets = w.offsets()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T * D]."""
+        return self.module(ids, self.offsets)
+
+    def train(self, ids: Tensor, grad: Tensor) -> None:
+        """Forward, backward with the update fused in."""
+        self.forward(ids).backward(grad)
+
+
+class Ours:
+    """torch.ops.rec_kernels with fused row-wise Adagrad."""
+
+    def __init__(self, w: Workload) -> None:
+        self.weights = torch.randn(w.tables * w.rows * w.dim) * 0.01
+        self.sum, self.step = torch.zeros(w.tables * w.rows), torch.zeros((), dtype=torch.int64)
+        self.lr, self.token = torch.tensor(LR), torch.empty(0, requires_grad=True)
+        self.offsets, self.layout = w.offsets(), w.layout()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T * D]."""
+        return torch.ops.rec_kernels.embedding_bag(self.weights, ids, self.offsets, **self.layout)[0]
+
+    def train(self, ids: Tensor, grad: Tensor) -> None:
+        """Forward, backward with the update fused in."""
+        state = (self.weights, self.sum, self.step, self.lr, self.token)
+        out, _ = torch.ops.rec_kernels.embedding_bag_fused(*state, ids, self.offsets, **self.layout, eps=EPS)
+        out.backward(grad)
+
+
+def available() -> dict[str, type]:
+    """name -> implementation, ours first; FBGEMM only where it can be imported."""
+    found: dict[str, type] = {"ours": Ours, "torch": TorchTables}
+    try:
+        import fbgemm_gpu  # noqa: F401
+
+        found["fbgemm"] = Fbgemm
+    except (ImportError, OSError):
+        pass
+    return found

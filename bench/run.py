@@ -1,0 +1,133 @@
+"""Runs the benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from datetime import datetime, timezone
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
+    parser.add_argument("--op", action="append", help="benchmark only this op (repeatable; default: all)")
+    parser.add_argument(
+        "--passes", type=int, default=3, help="whole passes; the table shows medians over them (default 3)"
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="turns per implementation and pass (default 20)")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
+    parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<device>-<threads>threads.json)")
+    return parser.parse_args()
+
+
+def run_pytest(options: list[str]) -> None:
+    """Runs pytest from the repository's root; ends the program when it fails."""
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", *options], cwd=ROOT)
+    if done.returncode:
+        sys.exit(f"pytest {' '.join(options)} failed: no figures from kernels that are wrong")
+
+
+def one_pass(files: list[str], args: argparse.Namespace) -> dict[str, dict[str, dict]]:
+    """group -> implementation -> {"ms", "bytes"} of one pass over all benchmarks."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "pass.json"
+        options = [f"--rounds={args.rounds}", f"--threads={args.threads}", f"--device={args.device}"]
+        run_pytest([*files, *options, f"--benchmark-json={path}", "--benchmark-quiet", "-p", "no:cacheprovider"])
+        raw = json.loads(path.read_text())
+    groups: dict[str, dict[str, dict]] = defaultdict(dict)
+    for b in raw["benchmarks"]:
+        groups[b["group"]][b["params"]["name"]] = {
+            "ms": b["stats"]["median"] * 1e3,
+            "min_ms": b["stats"]["min"] * 1e3,
+            "bytes": b["extra_info"].get("bytes"),
+        }
+    return groups
+
+
+def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
+    """Medians over the passes; ratios are taken within a pass, where the machine was the same."""
+    merged: dict[str, dict[str, dict]] = {}
+    for group, members in passes[0].items():
+        merged[group] = {}
+        for name, first in members.items():
+            rows = [p[group][name] for p in passes]
+            ms = statistics.median(r["ms"] for r in rows)
+            merged[group][name] = {
+                "ms": ms,
+                "min_ms": min(r["min_ms"] for r in rows),
+                "gb_per_s": first["bytes"] / ms / 1e6 if first["bytes"] else None,
+                "over_ours": statistics.median(p[group][name]["ms"] / p[group]["ours"]["ms"] for p in passes),
+            }
+    return merged
+
+
+def table(groups: dict[str, dict[str, dict]]) -> str:
+    """A markdown table: time, rate and ratio of every implementation."""
+    lines = ["| benchmark | implementation | ms | GB/s | time over ours |", "|---|---|---:|---:|---:|"]
+    for group, members in groups.items():
+        for name, row in members.items():
+            rate = f"{row['gb_per_s']:.1f}" if row["gb_per_s"] else ""
+            lines.append(f"| {group} | {name} | {row['ms']:.4f} | {rate} | {row['over_ours']:.2f} |")
+    return "\n".join(lines)
+
+
+def machine(args: argparse.Namespace) -> dict[str, object]:
+    """Where and with what the figures were taken."""
+    import torch
+
+    import rec_kernels
+
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        "",
+    )
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    about = rec_kernels.build_info()
+    return {
+        "command": "python -m bench.run " + " ".join(sys.argv[1:]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit,
+        "cpu": cpu or platform.processor(),
+        "threads": args.threads or torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
+        **{key: about[key] for key in ("version", "torch", "python", "cpu_isa", "cuda_architectures")},
+    }
+
+
+def main() -> None:
+    """The command."""
+    args = arguments()
+    ops = args.op or sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
+    if args.device == "cuda":
+        ops = [op for op in ops if (ROOT / "csrc" / "cuda" / f"{op}.cu").exists()]
+    if not args.skip_tests:
+        tests = [f"python_tests/test_{op}.py" for op in ops]
+        run_pytest([t for t in tests if (ROOT / t).exists()])
+    files = [f"bench/bench_{op}.py" for op in ops]
+    groups = merge([one_pass(files, args) for _ in range(args.passes)])
+    about = machine(args)
+    where = about["gpu"] or about["cpu"]
+    print(f"\n{where}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
+    print(table(groups))
+    output = args.output or RESULTS / f"{args.device}-{about['threads']}threads.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps({"machine": about, "results": groups}, indent=1) + "\n")
+    print(f"\nsaved to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,72 @@
+"""The workloads, and the ids they look up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Batches of ids a benchmark cycles through: a training step never sees the same ids twice in a row, and rows of the
+#: last batch would otherwise still be in the cache.
+BATCHES = 6
+
+
+@dataclass(frozen=True)
+class Workload:
+    """T tables of E rows and D columns; B bags of L ids each per table."""
+
+    name: str
+    tables: int
+    batch: int
+    rows: int
+    dim: int
+    bag: int
+    zipf: float | None = None
+
+    def ids(self, seed: int) -> Tensor:
+        """[T * B * L] int64, key-major. Zipf ids get a random place in the table, the same for every seed."""
+        rng, n = np.random.default_rng(seed), self.batch * self.bag
+        if self.zipf is None:
+            return torch.from_numpy(rng.integers(0, self.rows, self.tables * n))
+        shares = np.cumsum(1.0 / np.arange(1, self.rows + 1) ** self.zipf)
+        ranks = np.searchsorted(shares / shares[-1], rng.random((self.tables, n)))
+        places = [np.random.default_rng(t).permutation(self.rows) for t in range(self.tables)]
+        return torch.from_numpy(
+            np.concatenate([p[np.minimum(r, self.rows - 1)] for p, r in zip(places, ranks, strict=True)])
+        )
+
+    def offsets(self) -> Tensor:
+        """[T * B + 1] int64."""
+        return torch.arange(0, self.tables * self.batch * self.bag + 1, self.bag)
+
+    def layout(self) -> dict[str, object]:
+        """The layout arguments of the embedding_bag ops, all tables in one flat tensor."""
+        table = torch.arange(self.tables)
+        return {
+            "weight_offsets": table * self.rows * self.dim,
+            "row_offsets": table * self.rows,
+            "num_embeddings": torch.full((self.tables,), self.rows),
+            "embedding_dims": torch.full((self.tables,), self.dim),
+            "output_offsets": table * self.dim,
+            "output_dim": self.tables * self.dim,
+        }
+
+    def forward_bytes(self) -> int:
+        """Rows read (every occurrence) + ids + pooled output written."""
+        n = self.tables * self.batch * self.bag
+        return n * self.dim * 4 + n * 8 + self.tables * self.batch * self.dim * 4
+
+    def backward_bytes(self, unique_rows: int) -> int:
+        """Gradient rows read (every occurrence) + touched rows and their state read and written + ids."""
+        n = self.tables * self.batch * self.bag
+        return n * self.dim * 4 + unique_rows * (self.dim + 1) * 8 + n * 8
+
+
+WORKLOADS = [
+    Workload("d128-uniform", 8, 512, 100_000, 128, 20),
+    Workload("d128-zipf", 8, 512, 100_000, 128, 20, zipf=1.15),
+    Workload("criteo-like", 26, 2048, 100_000, 16, 1, zipf=1.15),
+    Workload("d64-large", 8, 2048, 1_000_000, 64, 8),
+]

@@ -1,0 +1,140 @@
+"""Test AUC of rec_kernels against plain torch over seeds, on Complete Journey.
+
+Both train one model with row-wise Adagrad on the same batches from the same initial weights; "torch" uses
+nn.EmbeddingBag(sparse=True) and a row-wise Adagrad in plain torch. Finished (implementation, seed) pairs
+in the result file are kept, so an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from pathlib import Path
+
+import torch
+from train_step import RESULTS, RecipeDLRM, environment, positive
+
+from rec_kernels.dlrm import DLRM, Dataset, TrainConfig, load_completejourney
+from rec_kernels.dlrm.report import score
+from rec_kernels.dlrm.train import fit, predict
+
+IMPLEMENTATIONS = ("ours", "torch")
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    """Row-wise Adagrad for sparse gradients: state += mean(g^2), row -= lr g / (sqrt(state) + eps)."""
+
+    def __init__(self, params, lr: float, eps: float = 1e-8):
+        super().__init__(params, {"lr": lr, "eps": eps})
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self.state[weight]["sum"] = torch.zeros(weight.shape[0])
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                grad = weight.grad.coalesce()
+                rows, values = grad.indices()[0], grad.values()
+                state = self.state[weight]["sum"]
+                state[rows] += values.square().mean(dim=1)
+                rate = group["lr"] / (state[rows].sqrt() + group["eps"])
+                weight[rows] -= rate.unsqueeze(1) * values
+
+
+class Together:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer):
+        self.optimizers = optimizers
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def run(implementation: str, config: TrainConfig, data: Dataset) -> dict:
+    """Train and test one implementation; returns its scores."""
+    kind = DLRM if implementation == "ours" else RecipeDLRM
+    model = kind(data.num_embeddings, embedding_dim=config.embedding_dim, seed=config.seed)
+    optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
+    if implementation == "torch":
+        optimizer = Together(optimizer, RowwiseAdagrad(model.table_parameters(), lr=config.lr))
+    fit(model, optimizer, data, config, on_window=lambda record: None)
+    return score(data.label[data.train_rows :], predict(model, data))
+
+
+def read_finished(path: Path, settings: dict) -> list[dict]:
+    """Pairs in ``path``; exits with the reason if they were trained with other settings."""
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text())
+    if found["settings"] != settings:
+        raise SystemExit(
+            f"error: {path} holds runs with {found['settings']}, asked for {settings}: choose another --out"
+        )
+    return found["runs"]
+
+
+def summarise(runs: list[dict]) -> dict:
+    """Mean AUC of each implementation and the differences ours - torch, over the seeds that both finished."""
+    aucs = {name: {} for name in IMPLEMENTATIONS}
+    for entry in runs:
+        aucs[entry["implementation"]][entry["seed"]] = entry["auc"]
+    paired = sorted(set(aucs["ours"]) & set(aucs["torch"]))
+    differences = [aucs["ours"][seed] - aucs["torch"][seed] for seed in paired]
+    return {
+        "seeds": paired,
+        "mean_auc": {name: statistics.mean(aucs[name][seed] for seed in paired) for name in aucs if paired},
+        "differences": differences,
+        "mean_difference": statistics.mean(differences) if differences else None,
+    }
+
+
+def write(path: Path, settings: dict, runs: list[dict]) -> None:
+    """Replace the result file in one step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".tmp")
+    content = {"environment": environment(), "settings": settings, "summary": summarise(runs), "runs": runs}
+    fresh.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(fresh, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--seeds", type=positive, default=5, help="seeds 0 .. N-1 (default: 5)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
+    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train_quality.json", help="result file")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    data = load_completejourney(options.weeks, options.data_dir, progress=True)
+    base = TrainConfig(weeks=options.weeks)
+    settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
+    runs = read_finished(options.out, settings)
+    for seed in range(options.seeds):
+        for name in IMPLEMENTATIONS:
+            if any(entry["implementation"] == name and entry["seed"] == seed for entry in runs):
+                continue
+            scores = run(name, TrainConfig(weeks=options.weeks, seed=seed), data)
+            runs.append({"implementation": name, "seed": seed} | scores)
+            print(f"seed {seed} {name:<6} AUC {scores['auc']:.5f}  log loss {scores['log_loss']:.5f}")
+            write(options.out, settings, runs)
+    summary = summarise(runs)
+    for name, mean in summary["mean_auc"].items():
+        print(f"mean AUC of {name:<6} {mean:.5f} over {len(summary['seeds'])} seeds")
+    print(f"ours - torch       {summary['mean_difference']:+.5f}\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

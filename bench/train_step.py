@@ -1,0 +1,233 @@
+"""One DLRM training step of rec_kernels against plain torch, on Complete Journey.
+
+Three implementations train the same model from the same initial weights on the same batches, in interleaved
+rounds:
+
+ours    fused lookups and row-wise Adagrad of rec_kernels; one history bag per basket
+recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history bag per row, torch's Adagrad
+tuned   one concatenated table, one history bag per basket, torch's Adagrad
+
+The batch builder, the MLPs, the interaction and Adam are shared. torch's sparse Adagrad is element-wise:
+it keeps D numbers of state per row where the row-wise one keeps one. Batches are built inline, not on the
+trainer's background thread, so that every part of a step can be timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import platform
+import shlex
+import statistics
+import sys
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
+from tqdm import tqdm
+
+from rec_kernels.dlrm import DLRM, Batch, Batches, load_completejourney
+from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
+
+PARTS = ("batch", "forward", "backward", "optimizer")
+RESULTS = Path(__file__).parent / "results"
+
+
+def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
+    """Weight [E, D] of each table of ``model``."""
+    bags = (model.embeddings.embedding_bags, model.history.embedding_bags)
+    return {name: tables[name].weight.detach() for tables in bags for name in tables}
+
+
+class RecipeDLRM(DLRM):
+    """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
+
+    def __init__(self, num_embeddings: dict[str, int], **options):
+        super().__init__(num_embeddings, **options)
+        weights = _initial_weights(self)
+        self.tables = nn.ModuleDict(
+            {
+                feature: nn.EmbeddingBag.from_pretrained(
+                    weight.clone(),
+                    freeze=False,
+                    sparse=True,
+                    mode="mean" if feature == HISTORY else "sum",
+                )
+                for feature, weight in weights.items()
+            }
+        )
+        del self.embeddings, self.history
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """Weights of the tables, for an optimizer that takes sparse gradients."""
+        return list(self.tables.parameters())
+
+    def pooled(self, batch: Batch) -> torch.Tensor:
+        ids = batch.features.values().view(len(FEATURES), -1)
+        offsets = torch.arange(ids.shape[1], dtype=ids.dtype)
+        one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
+        values, offsets = batch.history.values(), batch.history.offsets()
+        history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
+        if batch.inverse is not None:
+            history = history.index_select(0, batch.inverse)
+        return torch.cat([*one_hot, history], dim=1)
+
+
+class TunedDLRM(DLRM):
+    """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
+
+    def __init__(self, num_embeddings: dict[str, int], **options):
+        super().__init__(num_embeddings, **options)
+        names = [*FEATURES, HISTORY]
+        weights = _initial_weights(self)
+        self.table = nn.Parameter(torch.cat([weights[name] for name in names]))
+        rows = torch.tensor([0, *(num_embeddings[name] for name in names)])
+        self.shift = rows.cumsum(0)[: len(FEATURES), None]
+        self.history_shift = int(rows[: len(names)].sum())
+        del self.embeddings, self.history
+
+    def table_parameters(self) -> list[nn.Parameter]:
+        """The one table, for an optimizer that takes sparse gradients."""
+        return [self.table]
+
+    def pooled(self, batch: Batch) -> torch.Tensor:
+        ids = batch.features.values().view(len(FEATURES), -1) + self.shift
+        one_hot = embedding(ids.T, self.table, sparse=True).flatten(1)
+        values = batch.history.values().long() + self.history_shift
+        offsets = batch.history.offsets()[:-1].long()
+        history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
+        return torch.cat([one_hot, history.index_select(0, batch.inverse)], dim=1)
+
+
+class Stepper:
+    """One implementation and its optimizers."""
+
+    def __init__(self, model: DLRM, batches: Batches, table_optimizer: torch.optim.Optimizer | None):
+        self.model, self.batches = model, batches
+        dense_optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.001, fused=True)
+        self.optimizers = [dense_optimizer] + ([table_optimizer] if table_optimizer else [])
+
+    def step(self, index: int) -> list[float]:
+        """Train on batch ``index``; returns the seconds of each of ``PARTS``."""
+        ticks = [time.perf_counter()]
+        batch = self.batches.batch(index)
+        ticks.append(time.perf_counter())
+        loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
+        ticks.append(time.perf_counter())
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        ticks.append(time.perf_counter())
+        for optimizer in self.optimizers:
+            optimizer.step()
+        ticks.append(time.perf_counter())
+        return [after - before for before, after in itertools.pairwise(ticks)]
+
+
+def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: str | None) -> dict[str, Stepper]:
+    """The three implementations, from the same initial weights."""
+    data = load_completejourney(weeks, data_dir, progress=True)
+    unique, repeated = (Batches(data, batch_size, unique_history=flag) for flag in (True, False))
+    ours, recipe, tuned = (
+        model(data.num_embeddings, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
+    )
+    return {
+        "ours": Stepper(ours, unique, None),
+        "recipe": Stepper(recipe, repeated, torch.optim.Adagrad(recipe.table_parameters(), lr=0.05)),
+        "tuned": Stepper(tuned, unique, torch.optim.Adagrad(tuned.table_parameters(), lr=0.05)),
+    }
+
+
+def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dict[str, list[list[float]]]:
+    """Median milliseconds of each part per round, after one warm-up round that is not returned."""
+    timings = {name: [] for name in implementations}
+    for number in tqdm(range(rounds + 1), desc="rounds"):
+        for name, stepper in implementations.items():
+            indices = (index % len(stepper.batches) for index in range(number * steps, (number + 1) * steps))
+            parts = zip(*(stepper.step(index) for index in indices), strict=True)
+            if number:
+                timings[name].append([1000 * statistics.median(part) for part in parts])
+    return timings
+
+
+def summarise(timings: dict[str, list[list[float]]], batch_size: int) -> dict[str, dict]:
+    """Median over rounds of each part, of the step, and of its ratio to ours within the round."""
+    step = {name: [sum(parts) for parts in rounds] for name, rounds in timings.items()}
+    summary = {}
+    for name, rounds in timings.items():
+        milliseconds = statistics.median(step[name])
+        ratios = [other / ours for other, ours in zip(step[name], step["ours"], strict=True)]
+        summary[name] = {
+            "examples_per_second": batch_size / milliseconds * 1000,
+            "step_ms": milliseconds,
+            "parts_ms": {part: statistics.median(r[i] for r in rounds) for i, part in enumerate(PARTS)},
+            "speedup_of_ours": statistics.median(ratios),
+            "speedup_of_ours_range": [min(ratios), max(ratios)],
+        }
+    return summary
+
+
+def table(summary: dict[str, dict]) -> str:
+    """The summary as text."""
+    lines = [f"{'':<8}{'examples/s':>12}{'ms/step':>9}" + "".join(f"{p:>11}" for p in PARTS) + f"{'ours is':>10}"]
+    for name, row in summary.items():
+        parts = "".join(f"{row['parts_ms'][part]:>11.2f}" for part in PARTS)
+        whole = f"{row['examples_per_second']:>12,.0f}{row['step_ms']:>9.2f}"
+        lines.append(f"{name:<8}{whole}{parts}{row['speedup_of_ours']:>9.2f}x")
+    return "\n".join(lines)
+
+
+def environment() -> dict:
+    """What a result depends on besides the code."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "torch": torch.__version__,
+        "cpu": models[0] if models else platform.processor(),
+        "threads": torch.get_num_threads(),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", "bench/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+    }
+
+
+def positive(text: str) -> int:
+    """Type of command line options that count something."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rounds", type=positive, default=7, help="measured rounds (default: 7)")
+    parser.add_argument(
+        "--steps", type=positive, default=40, help="steps of each implementation per round (default: 40)"
+    )
+    parser.add_argument("--batch-size", type=positive, default=2048, help="rows per step (default: 2048)")
+    parser.add_argument("--embedding-dim", type=positive, default=16, help="columns of every table (default: 16)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
+    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "train_step.json", help="result file")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    implementations = steppers(options.batch_size, options.embedding_dim, options.weeks, options.data_dir)
+    summary = summarise(measure(implementations, options.rounds, options.steps), options.batch_size)
+    print(table(summary))
+    settings = {key: getattr(options, key) for key in ("rounds", "steps", "batch_size", "embedding_dim", "weeks")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"environment": environment(), "settings": settings, "results": summary}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

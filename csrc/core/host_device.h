@@ -1,0 +1,40 @@
+// Marks maths that CPU and CUDA kernels share, and names the namespace it is compiled into.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define RK_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define RK_HOST_DEVICE inline __attribute__((always_inline))
+#endif
+
+// Every instruction set compiles the same CPU kernels. Without a namespace of its own, the linker would keep one
+// copy of each inline function and might hand AVX-512 code to a machine that has none.
+#ifndef RK_ISA
+#define RK_ISA baseline
+#endif
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+RK_HOST_DEVICE float fused_multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return fmaf(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
+}
+
+RK_HOST_DEVICE float square_root(float x) {
+#if defined(__CUDA_ARCH__)
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
+RK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

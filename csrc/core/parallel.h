@@ -1,0 +1,75 @@
+// Work on torch's own CPU threads (torch.set_num_threads is obeyed).
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "core/stable.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace rec_kernels {
+
+// Denormals count as what they are while this lives: torch.set_flush_denormal sets the calling thread only, so a
+// result would otherwise depend on which thread computed it.
+class KeepDenormals {
+ public:
+#if defined(__SSE2__)
+  KeepDenormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~0x8040u); }
+  ~KeepDenormals() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#elif defined(__aarch64__)
+  KeepDenormals() {
+    asm volatile("mrs %0, fpcr" : "=r"(saved_));
+    asm volatile("msr fpcr, %0" ::"r"(saved_ & ~(uint64_t{1} << 24)));
+  }
+  ~KeepDenormals() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
+
+ private:
+  uint64_t saved_;
+#endif
+ public:
+  KeepDenormals(const KeepDenormals&) = delete;
+  KeepDenormals& operator=(const KeepDenormals&) = delete;
+};
+
+// body(worker) once for each of `workers` workers, at the same time where threads allow.
+template <class Body>
+void parallel_workers(int64_t workers, const Body& body) {
+  if (workers <= 1) {
+    KeepDenormals guard;
+    body(int64_t{0});
+    return;
+  }
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    KeepDenormals guard;
+    for (int64_t w = begin; w < end; ++w) body(w);
+  });
+}
+
+// How many workers `items` are worth when each should have at least `grain` of them.
+inline int64_t workers_for(int64_t items, int64_t grain) {
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t useful = items / grain;
+  return useful < 1 ? 1 : (useful < threads ? useful : threads);
+}
+
+// body(begin, end, worker) over [0, items) in pieces of `piece`, handed out as workers come free: pieces cost unequal
+// time (long bags, cold rows). What is computed must not depend on who computes it.
+template <class Body>
+void parallel_pieces(int64_t items, int64_t piece, int64_t workers, const Body& body) {
+  std::atomic<int64_t> next{0};
+  parallel_workers(workers, [&](int64_t worker) {
+    for (;;) {
+      const int64_t begin = next.fetch_add(piece, std::memory_order_relaxed);
+      if (begin >= items) return;
+      body(begin, begin + piece < items ? begin + piece : items, worker);
+    }
+  });
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,99 @@
+// Vec: one register of float32 lanes of the instruction set this file is compiled for.
+// Elementwise operations round each lane exactly as the scalar operation does, so that results do not depend on
+// the width. `partial` forms touch the first n lanes only (0 < n < kWidth); absent lanes load as zero.
+#pragma once
+
+#include "core/host_device.h"
+
+#if defined(__AVX512F__) || defined(__AVX2__) || defined(__SSE2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+#if defined(__AVX512F__) && defined(__AVX512VL__)
+
+struct Vec {
+  static constexpr int kWidth = 16;
+  __m512 v;
+
+  static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
+  static Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(mask(n), p)}; }
+  void store(float* p) const { _mm512_storeu_ps(p, v); }
+  void store_partial(float* p, int n) const { _mm512_mask_storeu_ps(p, mask(n), v); }
+};
+RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+struct Vec {
+  static constexpr int kWidth = 8;
+  __m256 v;
+
+  static __m256i mask(int n) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  }
+  static Vec broadcast(float x) { return {_mm256_set1_ps(x)}; }
+  static Vec load(const float* p) { return {_mm256_loadu_ps(p)}; }
+  static Vec load_partial(const float* p, int n) { return {_mm256_maskload_ps(p, mask(n))}; }
+  void store(float* p) const { _mm256_storeu_ps(p, v); }
+  void store_partial(float* p, int n) const { _mm256_maskstore_ps(p, mask(n), v); }
+};
+RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+
+#else
+
+// Four lanes: SSE4.2 (which has no fused multiply-add: libm's exact one stands in, slower, the same bits), NEON
+// (GCC and Clang lower the vector type to it), or whatever the compiler makes of it elsewhere.
+typedef float Float4 __attribute__((vector_size(16), aligned(4)));
+
+struct Vec {
+  static constexpr int kWidth = 4;
+  Float4 v;
+
+  static Vec broadcast(float x) { return {Float4{x, x, x, x}}; }
+  static Vec load(const float* p) { return {*reinterpret_cast<const Float4*>(p)}; }
+  static Vec load_partial(const float* p, int n) {
+    return {Float4{p[0], n > 1 ? p[1] : 0.0f, n > 2 ? p[2] : 0.0f, 0.0f}};
+  }
+  void store(float* p) const { *reinterpret_cast<Float4*>(p) = v; }
+  void store_partial(float* p, int n) const {
+    for (int i = 0; i < n; ++i) p[i] = v[i];
+  }
+};
+RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
+RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
+RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__ARM_NEON)
+  return {vfmaq_f32(c.v, a.v, b.v)};
+#else
+  Float4 r;
+  for (int i = 0; i < 4; ++i) r[i] = __builtin_fmaf(a.v[i], b.v[i], c.v[i]);
+  return {r};
+#endif
+}
+
+#endif
+
+inline void prefetch_line(const void* p) { __builtin_prefetch(p, 0, 3); }
+
+// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is.
+inline void prefetch_bytes(const void* p, int64_t bytes) {
+  const char* line = static_cast<const char*>(p);
+  for (int64_t i = 0; i < bytes; i += 64) prefetch_line(line + i);
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

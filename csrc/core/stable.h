@@ -1,0 +1,109 @@
+// The only door to torch: the LibTorch stable ABI (torch >= 2.10), and the checks that every op's arguments pass.
+#pragma once
+
+#include <torch/csrc/stable/accelerator.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <initializer_list>
+#include <optional>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+// The test-only emulated build registers the same kernels under a namespace of its own.
+#ifndef RK_LIBRARY
+#define RK_LIBRARY rec_kernels
+#endif
+
+// Checks live in the CPU library, where the schemas are; the CUDA library calls them there.
+#define RK_EXPORT __attribute__((visibility("default")))
+
+namespace rec_kernels {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+template <class... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError.
+template <class... Parts>
+void check_value(bool ok, const Parts&... parts) {
+  if (__builtin_expect(!ok, 0)) throw std::invalid_argument(join(parts...));
+}
+
+inline const char* dtype_name(ScalarType t) {
+  switch (t) {
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    default:
+      return "another dtype";
+  }
+}
+
+inline std::string shape_of(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  return s + "]";
+}
+
+inline void check_dtype(const Tensor& t, ScalarType want, const char* name) {
+  check_value(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ", dtype_name(t.scalar_type()));
+}
+
+inline void check_integer(const Tensor& t, const char* name) {
+  const ScalarType d = t.scalar_type();
+  check_value(d == ScalarType::Int || d == ScalarType::Long, name, " must be int32 or int64, got ", dtype_name(d));
+}
+
+inline void check_rank(const Tensor& t, int64_t rank, const char* name) {
+  if (t.dim() != rank) check_value(false, name, " must have ", rank, " dimension(s), got shape ", shape_of(t));
+}
+
+inline void check_shape(const Tensor& t, std::initializer_list<int64_t> want, const char* name) {
+  bool same = t.dim() == static_cast<int64_t>(want.size());
+  int64_t i = 0;
+  for (int64_t w : want) same = same && t.size(i++) == w;
+  if (same) return;
+  std::string text;
+  for (int64_t w : want) text += (text.empty() ? "" : ", ") + std::to_string(w);
+  check_value(false, name, " must have shape [", text, "], got ", shape_of(t));
+}
+
+// Tensors that are written, or too large to copy behind the caller's back, must be contiguous.
+inline void check_contiguous(const Tensor& t, const char* name) {
+  check_value(t.is_contiguous(), name, " must be contiguous; call .contiguous() on it");
+}
+
+inline void check_same_device(const Tensor& t, const Tensor& other, const char* name, const char* other_name) {
+  const bool same = t.is_cuda() == other.is_cuda() && t.is_cpu() == other.is_cpu() &&
+                    t.get_device_index() == other.get_device_index();
+  check_value(same, name, " must be on the same device as ", other_name);
+}
+
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
+inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
+  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, dtype);
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,147 @@
+// embedding_bag on the CPU: forward and the gradient of per_sample_weights.
+#include <cstring>
+#include <vector>
+
+#include "core/parallel.h"
+#include "cpu/embedding_bag_input.h"
+
+namespace rec_kernels {
+namespace {
+
+// Floats read per piece of work and, at least, per worker: a piece is large beside the cost of fetching it (one atomic
+// add), small enough that a long bag in one piece leaves the others balanced.
+constexpr int64_t kPieceFloats = 32768;
+
+struct Split {
+  int64_t bags_per_piece;
+  int64_t workers;
+};
+
+Split split_work(const BagInput& in) {
+  const int64_t floats = in.bags.num_ids * in.max_dim + in.num_bags * 16;
+  const int64_t pieces = 1 + floats / kPieceFloats;
+  return {ceil_div(in.num_bags, pieces), workers_for(pieces, 1)};
+}
+
+// Runs body(begin, end, &bounds) over all bags and returns the bounds of all workers.
+template <class Body>
+Bounds for_bags(const BagInput& in, const Body& body) {
+  const Split split = split_work(in);
+  Bounds one[64];
+  std::vector<Bounds> more;
+  Bounds* bounds = one;
+  if (split.workers > 64) {
+    more.resize(static_cast<size_t>(split.workers));
+    bounds = more.data();
+  }
+  parallel_pieces(in.num_bags, split.bags_per_piece, split.workers,
+                  [&](int64_t begin, int64_t end, int64_t worker) { body(begin, end, bounds + worker); });
+  Bounds all;
+  for (int64_t w = 0; w < split.workers; ++w) {
+    all.position = bounds[w].position < all.position ? bounds[w].position : all.position;
+    all.skipped += bounds[w].skipped;
+  }
+  return all;
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
+  Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
+  Tensor status = new_tensor(weights, {2}, ScalarType::Long);
+  const PoolArgs args{in.features.get(), in.bags, weights.const_data_ptr<float>(), output.mutable_data_ptr<float>(),
+                      in.output_dim};
+  const auto pool = kernels<EmbeddingBagKernels>().pool;
+  const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
+  in.raise(bounds);
+  int64_t* report = status.mutable_data_ptr<int64_t>();
+  report[0] = bounds.position;
+  report[1] = bounds.skipped;
+  return {output, status};
+}
+
+// torch's offsets name where each bag starts and leave the end of the last one out.
+Tensor with_last_offset(const Tensor& starts_in, int64_t last) {
+  check_rank(starts_in, 1, "offsets");
+  check_integer(starts_in, "offsets");
+  const Tensor starts = as_contiguous(starts_in);
+  const int64_t n = starts.numel();
+  Tensor out = new_tensor(starts, {n + 1}, starts.scalar_type());
+  std::memcpy(out.mutable_data_ptr(), starts.const_data_ptr(), static_cast<size_t>(n) * starts.element_size());
+  if (starts.scalar_type() == ScalarType::Long) out.mutable_data_ptr<int64_t>()[n] = last;
+  else out.mutable_data_ptr<int32_t>()[n] = static_cast<int32_t>(last);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
+                                             const OptionalTensor& per_sample_weights,
+                                             const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+                                             const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+                                             const OptionalTensor& output_offsets, const OptionalTensor& mean,
+                                             int64_t output_dim, const std::string& pooling, int64_t padding_idx,
+                                             const std::string& bounds_check, bool, bool include_last_offset) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
+                           output_offsets, mean,        output_dim};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  if (include_last_offset)
+    return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
+  return forward(weights, read_bags(values, with_last_offset(offsets, values.numel()), per_sample_weights, layout,
+                                    options, weights));
+}
+
+// The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag.py.
+std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
+    const Tensor& weights, const std::vector<Tensor>&, const Tensor& values, const Tensor& offsets,
+    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool sparse) {
+  return embedding_bag_cpu(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
+                           embedding_dims, output_offsets, mean, output_dim, pooling, padding_idx, bounds_check, sparse,
+                           true);
+}
+
+std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
+    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const std::string& optimizer, double) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
+                           output_offsets, mean,        output_dim};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_update(weights, sum, step, lr, parse_optimizer(optimizer));
+  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
+}
+
+Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const OptionalTensor& weight_offsets,
+                                   const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+                                   const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+                                   const OptionalTensor& mean, int64_t output_dim, const std::string& pooling,
+                                   int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
+                           output_offsets, mean,        output_dim};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
+  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  const Tensor grad = as_contiguous(grad_in);
+  Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
+  const PoolArgs args{in.features.get(), in.bags, weights.const_data_ptr<float>(), nullptr, in.output_dim};
+  const float* grad_data = grad.const_data_ptr<float>();
+  float* out_data = out.mutable_data_ptr<float>();
+  const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;
+  in.raise(for_bags(
+      in, [&](int64_t begin, int64_t end, Bounds* found) { kernel(args, grad_data, out_data, begin, end, found); }));
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
+  m.impl("embedding_bag", TORCH_BOX(&embedding_bag_cpu));
+  m.impl("embedding_bag_tables", TORCH_BOX(&embedding_bag_tables_cpu));
+  m.impl("embedding_bag_fused", TORCH_BOX(&embedding_bag_fused_cpu));
+  m.impl("embedding_bag_backward_per_sample_weights", TORCH_BOX(&per_sample_weights_gradient));
+}
+
+}  // namespace rec_kernels

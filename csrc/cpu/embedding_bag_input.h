@@ -1,0 +1,41 @@
+// From the tensors of an embedding_bag call to the plain structs that its kernels read.
+#pragma once
+
+#include <memory>
+
+#include "cpu/embedding_bag.h"
+#include "ops/embedding_bag.h"
+
+namespace rec_kernels {
+
+// Owns what the structs point to (contiguous copies where the caller's tensors were not).
+struct BagInput {
+  Tensor values;
+  Tensor offsets;
+  OptionalTensor per_sample_weights;
+  std::unique_ptr<Feature[]> features;
+  int64_t num_features;
+  int64_t num_bags;  // F * B
+  int64_t num_rows;  // linear rows: above every row number
+  int64_t output_dim;
+  int64_t max_dim;
+  Bags bags;
+  BagOptions options;
+
+  // Throws for a bad position when the caller asked for it.
+  void raise(const Bounds& bounds) const;
+};
+
+// `rows` and `columns` describe the single table of a call without a layout; with one, rows is the number of floats in
+// `weights` and columns is ignored. Every feature's range is checked against it.
+BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns);
+
+inline BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                          const TableLayout& layout, const BagOptions& options, const Tensor& weights) {
+  check_weights(weights, values, layout);
+  return read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
+                   layout.embedding_dims ? 1 : weights.size(1));
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,208 @@
+// Forward of embedding_bag. Compiled once per instruction set: no torch header and no std template here.
+//
+// A bag's columns are pooled in blocks of up to eight registers: accumulators stay in registers over the whole bag,
+// rows are prefetched a fixed number of ids ahead (also across bags), and a row is read exactly once.
+#include "core/row_statistics.h"
+#include "cpu/embedding_bag.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+namespace {
+
+constexpr int W = Vec::kWidth;
+constexpr int kBlockVecs = 8;
+constexpr int kBlock = kBlockVecs * W;
+// Ids between a row's prefetch and its use: about 8 KiB of rows in flight covers DRAM latency at D = 128; more evicts
+// them again from the first-level cache before they are used.
+constexpr int64_t kPrefetchBytes = 8192;
+
+int64_t prefetch_distance(int64_t row_bytes) {
+  const int64_t rows = kPrefetchBytes / row_bytes;
+  return rows < 8 ? 8 : (rows > 64 ? 64 : rows);
+}
+
+// Bags [begin, end) of one feature, columns [column, column + NV * W) of it.
+struct Block {
+  const Bags* bags;
+  const Feature* feature;
+  int64_t begin, end;    // bags of all F * B
+  int64_t first_sample;  // sample (row of the output) of bag `begin`
+  int64_t column;
+  int tail;              // lanes of the last register when it is partial
+  const float* weights;  // of the feature's table
+  float* output;         // [B, output_dim], at the feature's first column
+  int64_t output_dim;
+  Bounds* bounds;
+};
+
+void note_bad(const Block& k, int64_t position) {
+  // Columns come in blocks: count an id once.
+  if (k.column != 0) return;
+  if (position < k.bounds->position) k.bounds->position = position;
+  ++k.bounds->skipped;
+}
+
+template <bool kTail>
+Vec load_last(const float* p, int tail) {
+  return kTail ? Vec::load_partial(p, tail) : Vec::load(p);
+}
+
+template <class Id, int NV, bool kTail, bool kWeighted>
+void pool_block(const Block& k) {
+  const Bags& bags = *k.bags;
+  const Feature& f = *k.feature;
+  const Id* ids = static_cast<const Id*>(bags.ids);
+  const int64_t D = f.embedding_dim, last = bags.offset(k.end);
+  const int64_t ahead = prefetch_distance(D * 4);
+  const uintptr_t rows = reinterpret_cast<uintptr_t>(k.weights + k.column);
+  const float* columns = k.weights + k.column;
+  float* out = k.output + k.first_sample * k.output_dim + k.column;
+  int64_t start = bags.offset(k.begin);
+  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.output_dim) {
+    const int64_t stop = bags.offset(bag + 1);
+    Vec sum[NV];
+    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
+    int64_t counted = 0;
+    for (int64_t i = start; i < stop; ++i) {
+      if (i + ahead < last) {
+        const uintptr_t next = rows + static_cast<uintptr_t>(static_cast<int64_t>(ids[i + ahead])) * D * 4;
+        for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(next) + line);
+      }
+      const int64_t id = static_cast<int64_t>(ids[i]);
+      if (!bags.in_range(id, f)) {
+        note_bad(k, i);
+        continue;
+      }
+      if (id == bags.padding_idx) continue;
+      const float* row = columns + id * D;
+      ++counted;
+      if (kWeighted) {
+        const Vec weight = Vec::broadcast(bags.per_sample_weights[i]);
+        for (int v = 0; v < NV - 1; ++v) sum[v] = fused_multiply_add(weight, Vec::load(row + v * W), sum[v]);
+        sum[NV - 1] = fused_multiply_add(weight, load_last<kTail>(row + (NV - 1) * W, k.tail), sum[NV - 1]);
+      } else {
+        for (int v = 0; v < NV - 1; ++v) sum[v] = sum[v] + Vec::load(row + v * W);
+        sum[NV - 1] = sum[NV - 1] + load_last<kTail>(row + (NV - 1) * W, k.tail);
+      }
+    }
+    if (f.mean && counted > 1) {
+      const Vec n = Vec::broadcast(static_cast<float>(counted));
+      for (int v = 0; v < NV; ++v) sum[v] = sum[v] / n;
+    }
+    for (int v = 0; v < NV - 1; ++v) sum[v].store(out + v * W);
+    if (kTail) sum[NV - 1].store_partial(out + (NV - 1) * W, k.tail);
+    else sum[NV - 1].store(out + (NV - 1) * W);
+    start = stop;
+  }
+}
+
+template <class Id, int NV, bool kTail>
+void pool_weighted(const Block& k) {
+  if (k.bags->per_sample_weights) pool_block<Id, NV, kTail, true>(k);
+  else pool_block<Id, NV, kTail, false>(k);
+}
+
+template <class Id, int NV>
+void pool_tail(const Block& k) {
+  if (k.tail) pool_weighted<Id, NV, true>(k);
+  else pool_weighted<Id, NV, false>(k);
+}
+
+template <int NV>
+void pool_id(const Block& k) {
+  if (k.bags->ids64) pool_tail<int64_t, NV>(k);
+  else pool_tail<int32_t, NV>(k);
+}
+
+void pool_registers(const Block& k, int registers) {
+  switch (registers) {
+    case 1:
+      return pool_id<1>(k);
+    case 2:
+      return pool_id<2>(k);
+    case 3:
+      return pool_id<3>(k);
+    case 4:
+      return pool_id<4>(k);
+    case 5:
+      return pool_id<5>(k);
+    case 6:
+      return pool_id<6>(k);
+    case 7:
+      return pool_id<7>(k);
+    default:
+      return pool_id<8>(k);
+  }
+}
+
+// Bags [begin, end) with offsets known to be good.
+void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t first_sample,
+                  Bounds* bounds) {
+  Block k{&a.bags,      &f,    begin, end, first_sample, 0, 0, a.weights + f.weight_offset, a.output + f.output_offset,
+          a.output_dim, bounds};
+  for (; k.column < f.embedding_dim; k.column += kBlock) {
+    const int64_t columns = f.embedding_dim - k.column;
+    const int64_t here = columns < kBlock ? columns : kBlock;
+    k.tail = static_cast<int>(here % W);
+    pool_registers(k, static_cast<int>((here + W - 1) / W));
+  }
+}
+
+bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) {
+  const int64_t bad = bags.bad_offset(begin, end);
+  if (bad < bounds->position) bounds->position = bad;
+  return bad == kNoBadPosition;
+}
+
+template <class Body>
+void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const int64_t feature = begin / a.bags.batch, next = (feature + 1) * a.bags.batch;
+    const int64_t stop = next < end ? next : end;
+    body(a.features[feature], begin, stop, begin - feature * a.bags.batch);
+    begin = stop;
+  }
+}
+
+void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
+  if (!offsets_good(a.bags, begin, end, bounds)) return;
+  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t sample) {
+    pool_feature(a, f, from, to, sample, bounds);
+  });
+}
+
+void weight_gradient_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t sample,
+                             const float* grad, float* out, Bounds* bounds) {
+  const int64_t D = f.embedding_dim;
+  const float* weights = a.weights + f.weight_offset;
+  const float* g = grad + sample * a.output_dim + f.output_offset;
+  for (int64_t bag = begin; bag < end; ++bag, g += a.output_dim) {
+    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
+    int64_t counted = 0;
+    for (int64_t i = start; i < stop; ++i) {
+      const int64_t id = a.bags.id(i);
+      const bool in_range = a.bags.in_range(id, f), counts = in_range && id != a.bags.padding_idx;
+      if (!in_range && i < bounds->position) bounds->position = i;
+      counted += counts;
+      out[i] = counts ? row_dot(g, weights + id * D, D) : 0.0f;
+    }
+    if (!f.mean || counted < 2) continue;
+    const float each = 1.0f / static_cast<float>(counted);
+    for (int64_t i = start; i < stop; ++i) out[i] *= each;
+  }
+}
+
+void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
+  if (!offsets_good(a.bags, begin, end, bounds)) return;
+  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t sample) {
+    weight_gradient_feature(a, f, from, to, sample, grad, out, bounds);
+  });
+}
+
+}  // namespace
+}  // namespace RK_ISA
+
+template <>
+const EmbeddingBagKernels EmbeddingBagKernels::table<CpuIsa::RK_ISA> = {RK_ISA::pool, RK_ISA::weight_gradient};
+
+}  // namespace rec_kernels

@@ -1,0 +1,54 @@
+// What the CPU library knows of itself: the instruction sets compiled in and the one in use.
+#include <atomic>
+#include <string>
+
+#include "core/cpu_isa.h"
+#include "core/stable.h"
+
+namespace rec_kernels {
+namespace {
+
+constexpr const char* kNames[] = {"baseline", "v3", "v4"};
+
+CpuIsa best_isa() {
+#if defined(__x86_64__)
+  // What x86-64-v4 adds to v3 (whose features every such machine has).
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2"))
+    return CpuIsa::v4;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    return CpuIsa::v3;
+#endif
+  return CpuIsa::baseline;
+}
+
+std::atomic<CpuIsa>& current() {
+  static std::atomic<CpuIsa> isa{best_isa()};
+  return isa;
+}
+
+std::string get_cpu_isa() { return kNames[static_cast<int>(cpu_isa())]; }
+
+// For tests and benchmarks: run the kernels of an older instruction set. Returns the one in use before.
+std::string set_cpu_isa(std::string name) {
+  for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
+    if (name == kNames[i]) return kNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
+  throw std::invalid_argument(join("name must be an instruction set of this machine (up to \"",
+                                   kNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
+}
+
+}  // namespace
+
+CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
+
+STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
+  m.def("_get_cpu_isa() -> str");
+  m.def("_set_cpu_isa(str name) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("_get_cpu_isa", TORCH_BOX(&get_cpu_isa));
+  m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,133 @@
+#include "ops/embedding_bag.h"
+
+namespace rec_kernels {
+namespace {
+
+// What the schemas have in common, once. The defaults describe one table, weights [E, D].
+const std::string kLayout =
+    "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
+    "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
+    "str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
+
+void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
+                         ScalarType dtype) {
+  check_value(t.has_value(), name, " is missing: embedding_dims is given, so the layout of every feature must be");
+  check_shape(*t, {features}, name);
+  check_dtype(*t, dtype, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, values, name, "values");
+}
+
+}  // namespace
+
+BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
+  const bool raise = bounds_check == "error", ignore = bounds_check == "ignore";
+  check_value(raise || ignore || bounds_check == "none",
+              "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bounds_check, "\"");
+  return {pooling == "mean", padding_idx, raise || ignore, raise};
+}
+
+Optimizer parse_optimizer(const std::string& name) {
+  if (name == "sgd") return Optimizer::kSgd;
+  check_value(name == "rowwise_adagrad", "optimizer must be \"sgd\" or \"rowwise_adagrad\", got \"", name, "\"");
+  return Optimizer::kRowwiseAdagrad;
+}
+
+int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                   const TableLayout& layout) {
+  check_rank(values, 1, "values");
+  check_integer(values, "values");
+  check_rank(offsets, 1, "offsets");
+  check_integer(offsets, "offsets");
+  check_same_device(offsets, values, "offsets", "values");
+  check_value(offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
+  if (per_sample_weights) {
+    check_shape(*per_sample_weights, {values.numel()}, "per_sample_weights");
+    check_dtype(*per_sample_weights, ScalarType::Float, "per_sample_weights");
+    check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
+  }
+  if (!layout.embedding_dims) return 1;
+  check_rank(*layout.embedding_dims, 1, "embedding_dims");
+  const int64_t features = layout.embedding_dims->numel();
+  check_layout_tensor(layout.weight_offsets, features, values, "weight_offsets", ScalarType::Long);
+  check_layout_tensor(layout.row_offsets, features, values, "row_offsets", ScalarType::Long);
+  check_layout_tensor(layout.num_embeddings, features, values, "num_embeddings", ScalarType::Long);
+  check_layout_tensor(layout.embedding_dims, features, values, "embedding_dims", ScalarType::Long);
+  check_layout_tensor(layout.output_offsets, features, values, "output_offsets", ScalarType::Long);
+  if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
+  const int64_t bags = offsets.numel() - 1;
+  check_value(features == 0 ? bags == 0 : bags % features == 0,
+              "offsets must have num_features * batch + 1 elements, got ", offsets.numel(), " for ", features,
+              " features");
+  return features;
+}
+
+void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout) {
+  check_dtype(weights, ScalarType::Float, "weights");
+  check_contiguous(weights, "weights");
+  check_same_device(weights, values, "weights", "values");
+  check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
+}
+
+void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim) {
+  check_shape(grad, {batch, output_dim}, "grad");
+  check_dtype(grad, ScalarType::Float, "grad");
+  check_same_device(grad, values, "grad", "values");
+}
+
+void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                  Optimizer optimizer) {
+  check_rank(step, 0, "step");
+  check_dtype(step, ScalarType::Long, "step");
+  check_same_device(step, weights, "step", "weights");
+  check_rank(lr, 0, "lr");
+  check_dtype(lr, ScalarType::Float, "lr");
+  check_same_device(lr, weights, "lr", "weights");
+  check_value(sum.has_value() == (optimizer == Optimizer::kRowwiseAdagrad),
+              "sum must be given for optimizer \"rowwise_adagrad\" and for no other");
+  if (!sum) return;
+  check_rank(*sum, 1, "sum");
+  check_dtype(*sum, ScalarType::Float, "sum");
+  check_contiguous(*sum, "sum");
+  check_same_device(*sum, weights, "sum", "weights");
+}
+
+void throw_bad_position(const BadPosition& bad) {
+  if (bad.position >= 0)
+    throw std::out_of_range(join("values[", bad.position, "] = ", bad.value, " (feature ", bad.feature, ", bag ",
+                                 bad.bag, ") is out of range: ids of this feature must be in [0, ", bad.limit, ")"));
+  const int64_t i = -1 - bad.position;
+  const std::string where = join("offsets[", i, "] = ", bad.value, " (feature ", bad.feature, ", bag ", bad.bag, ")");
+  if (bad.value < bad.previous)
+    throw std::invalid_argument(join(where, " is below the offset before it, ", bad.previous));
+  throw std::invalid_argument(join(where, " must be in [0, ", bad.limit, "], the number of values"));
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  const std::string bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
+  const std::string shape = "SymInt[] weights_shape, Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
+  const std::string optimizer = ", str optimizer=\"rowwise_adagrad\", float eps=1e-08";
+  m.def(("embedding_bag(Tensor weights, " + bags + kLayout +
+         ", bool sparse=False, bool include_last_offset=True) -> (Tensor output, Tensor status)")
+            .c_str());
+  m.def(("embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + kLayout +
+         ", bool sparse=False) -> (Tensor output, Tensor status)")
+            .c_str());
+  m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + kLayout +
+         optimizer + ") -> (Tensor output, Tensor status)")
+            .c_str());
+  m.def(
+      ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
+       bags + kLayout + optimizer + ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()")
+          .c_str());
+  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + kLayout + ") -> Tensor").c_str());
+  m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + kLayout +
+         ") -> (Tensor rows, Tensor row_grads, Tensor row_counts)")
+            .c_str());
+  m.def(("embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
+         kLayout + ") -> Tensor")
+            .c_str());
+}
+
+}  // namespace rec_kernels

