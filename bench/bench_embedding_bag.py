@@ -48,7 +48,7 @@ class Subject:
         if name != "limit":
             subject = self.built(name)
             return lambda i: subject.forward(self.batches[i])
-        w, weights = self.workload, self.built("ours").weights
+        w, weights = self.workload, self.built("ours").module._weights
         out = torch.empty(w.tables * w.batch, w.dim)
         return lambda i: self.limits.gather(weights, self.linear[i], w.bag, w.dim, out)
 
@@ -57,7 +57,7 @@ class Subject:
         if name != "limit":
             subject = self.built(name)
             return lambda i: subject.train(self.batches[i], self.grad)
-        gather, weights = self.forward("limit"), self.built("ours").weights
+        gather, weights = self.forward("limit"), self.built("ours").module._weights
 
         def least(i: int) -> None:
             gather(i)

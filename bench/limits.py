@@ -29,7 +29,8 @@ class Limits:
         """out [n / bag, dim] = sums of `bag` rows each; rows [n] int64 are row numbers of the flat weights."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         sizes = (ctypes.c_int64(rows.numel() // bag), ctypes.c_int64(bag), ctypes.c_int64(dim))
-        self._library.gather_sum(*pointers, *sizes, ctypes.c_void_p(out.data_ptr()))
+        if not self._library.gather_sum(*pointers, *sizes, ctypes.c_void_p(out.data_ptr())):
+            raise ValueError(f"dim = {dim} must be 16, 64 or 128")
 
     def update(self, weights: Tensor, rows: Tensor, dim: int) -> None:
         """Adds a number to every element of the given (unique, sorted) rows."""

@@ -8,6 +8,7 @@ import io
 import torch
 from torch import Tensor
 
+import rec_kernels as rk
 from bench.shapes import Workload
 
 LR, EPS = 0.01, 1e-8
@@ -65,23 +66,20 @@ class Fbgemm:
 
 
 class Ours:
-    """torch.ops.rec_kernels with fused row-wise Adagrad."""
+    """rec_kernels.EmbeddingBagCollection with fused row-wise Adagrad."""
 
     def __init__(self, w: Workload) -> None:
-        self.weights = torch.randn(w.tables * w.rows * w.dim) * 0.01
-        self.sum, self.step = torch.zeros(w.tables * w.rows), torch.zeros((), dtype=torch.int64)
-        self.lr, self.token = torch.tensor(LR), torch.empty(0, requires_grad=True)
-        self.offsets, self.layout = w.offsets(), w.layout()
+        tables = [rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"]) for t in range(w.tables)]
+        self.module = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=LR, eps=EPS))
+        self.keys, self.offsets = self.module.feature_names, w.offsets()
 
     def forward(self, ids: Tensor) -> Tensor:
         """[B, T * D]."""
-        return torch.ops.rec_kernels.embedding_bag(self.weights, ids, self.offsets, **self.layout)[0]
+        return self.module(rk.KeyedJaggedTensor(self.keys, ids, offsets=self.offsets)).values()
 
     def train(self, ids: Tensor, grad: Tensor) -> None:
         """Forward, backward with the update fused in."""
-        state = (self.weights, self.sum, self.step, self.lr, self.token)
-        out, _ = torch.ops.rec_kernels.embedding_bag_fused(*state, ids, self.offsets, **self.layout, eps=EPS)
-        out.backward(grad)
+        self.forward(ids).backward(grad)
 
 
 def available() -> dict[str, type]:

@@ -41,18 +41,6 @@ class Workload:
         """[T * B + 1] int64."""
         return torch.arange(0, self.tables * self.batch * self.bag + 1, self.bag)
 
-    def layout(self) -> dict[str, object]:
-        """The layout arguments of the embedding_bag ops, all tables in one flat tensor."""
-        table = torch.arange(self.tables)
-        return {
-            "weight_offsets": table * self.rows * self.dim,
-            "row_offsets": table * self.rows,
-            "num_embeddings": torch.full((self.tables,), self.rows),
-            "embedding_dims": torch.full((self.tables,), self.dim),
-            "output_offsets": table * self.dim,
-            "output_dim": self.tables * self.dim,
-        }
-
     def forward_bytes(self) -> int:
         """Rows read (every occurrence) + ids + pooled output written."""
         n = self.tables * self.batch * self.bag

@@ -62,6 +62,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
 Tensor with_last_offset(const Tensor& starts_in, int64_t last) {
   check_rank(starts_in, 1, "offsets");
   check_integer(starts_in, "offsets");
+  check_value(starts_in.scalar_type() == ScalarType::Long || last <= INT32_MAX, "offsets must be int64 for ", last,
+              " values: int32 cannot count them");
   const Tensor starts = as_contiguous(starts_in);
   const int64_t n = starts.numel();
   Tensor out = new_tensor(starts, {n + 1}, starts.scalar_type());

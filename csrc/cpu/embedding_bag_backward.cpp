@@ -3,6 +3,7 @@
 #include "cpu/embedding_bag_backward.h"
 
 #include <algorithm>
+#include <utility>
 #include <vector>
 
 #include "core/parallel.h"
@@ -15,20 +16,39 @@ namespace {
 // Floats of gradient read per piece of work.
 constexpr int64_t kPieceFloats = 16384;
 
-// Features share a table or have nothing in common; a partial overlap would make a row's width ambiguous.
-void check_tables_apart(const BagInput& in) {
-  std::vector<const Feature*> order;
-  for (int64_t i = 0; i < in.num_features; ++i) order.push_back(&in.features[i]);
-  std::sort(order.begin(), order.end(),
-            [](const Feature* a, const Feature* b) { return a->row_offset < b->row_offset; });
-  for (size_t i = 1; i < order.size(); ++i) {
-    const Feature &a = *order[i - 1], &b = *order[i];
-    const bool same = a.row_offset == b.row_offset && a.weight_offset == b.weight_offset &&
-                      a.num_embeddings == b.num_embeddings && a.embedding_dim == b.embedding_dim;
-    check_value(same || a.row_offset + a.num_embeddings <= b.row_offset, "row_offsets[", &b - in.features.get(),
-                "] = ", b.row_offset, " lies in the table of feature ", &a - in.features.get(),
-                ": features share a whole table or no row");
+// What a feature's table occupies: rows of state, or floats of `weights`.
+struct Extent {
+  int64_t begin, end;
+  const Feature* feature;
+};
+
+bool same_table(const Feature& a, const Feature& b) {
+  return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
+         a.embedding_dim == b.embedding_dim;
+}
+
+void check_extents_apart(const BagInput& in, std::vector<Extent> extents, const char* name) {
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
+  for (size_t i = 1; i < extents.size(); ++i) {
+    const Extent &a = extents[i - 1], &b = extents[i];
+    check_value(a.end <= b.begin || same_table(*a.feature, *b.feature), name, "[", b.feature - in.features.get(),
+                "] = ", b.begin, " lies in the table of feature ", a.feature - in.features.get(),
+                ": features share a whole table or nothing");
   }
+}
+
+// Features share a table or have nothing in common: a partial overlap would make a row's width ambiguous, and two
+// threads would write the same weights.
+void check_tables_apart(const BagInput& in) {
+  std::vector<Extent> rows, floats;
+  for (int64_t i = 0; i < in.num_features; ++i) {
+    const Feature& f = in.features[i];
+    if (f.num_embeddings == 0) continue;  // occupies nothing
+    rows.push_back({f.row_offset, f.row_offset + f.num_embeddings, &f});
+    floats.push_back({f.weight_offset, f.weight_offset + f.num_embeddings * f.embedding_dim, &f});
+  }
+  check_extents_apart(in, std::move(rows), "row_offsets");
+  check_extents_apart(in, std::move(floats), "weight_offsets");
 }
 
 // Everything the kernels read about sorted occurrences.
@@ -268,6 +288,7 @@ SparseLayout sparse_layout(const BagInput& in, const RowSort& sort) {
   int64_t previous_end = -1;
   for (const int64_t f : order) {
     const Feature& table = in.features[f];
+    if (table.num_embeddings == 0) continue;
     const int64_t first = runs_before(table.row_offset), end = runs_before(table.row_offset + table.num_embeddings);
     const auto i = static_cast<size_t>(f);
     out.row_counts[i] = end - first;

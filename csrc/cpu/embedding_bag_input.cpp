@@ -83,8 +83,9 @@ void BagInput::raise(const Bounds& bounds) const {
   const int64_t position = bounds.position;
   if (position == kNoBadPosition) return;
   if (position < 0) {
-    const int64_t i = -1 - position, bag = i > 0 ? i - 1 : 0;
-    throw_bad_position({position, bags.batch ? bag / bags.batch : 0, bags.batch ? bag % bags.batch : 0, bags.offset(i),
+    // Every worker stops at a bad offset of its own: name the first of all.
+    const int64_t first = bags.bad_offset(0, num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
+    throw_bad_position({first, bags.batch ? bag / bags.batch : 0, bags.batch ? bag % bags.batch : 0, bags.offset(i),
                         bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
   }
   if (!options.raise) return;

@@ -53,7 +53,8 @@ void pool_block(const Block& k) {
   const Feature& f = *k.feature;
   const Id* ids = static_cast<const Id*>(bags.ids);
   const int64_t D = f.embedding_dim, last = bags.offset(k.end);
-  const int64_t ahead = prefetch_distance(D * 4);
+  const int64_t ahead = prefetch_distance(D * 4), padding = bags.padding_idx;
+  const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.num_embeddings) : UINT64_MAX;
   const uintptr_t rows = reinterpret_cast<uintptr_t>(k.weights + k.column);
   const float* columns = k.weights + k.column;
   float* out = k.output + k.first_sample * k.output_dim + k.column;
@@ -62,20 +63,20 @@ void pool_block(const Block& k) {
     const int64_t stop = bags.offset(bag + 1);
     Vec sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
-    int64_t counted = 0;
+    int64_t counted = stop - start;
     for (int64_t i = start; i < stop; ++i) {
       if (i + ahead < last) {
         const uintptr_t next = rows + static_cast<uintptr_t>(static_cast<int64_t>(ids[i + ahead])) * D * 4;
         for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(next) + line);
       }
       const int64_t id = static_cast<int64_t>(ids[i]);
-      if (!bags.in_range(id, f)) {
-        note_bad(k, i);
+      // Compared unsigned, so that a negative id is out of range too.
+      if (__builtin_expect(static_cast<uint64_t>(id) >= limit || id == padding, 0)) {
+        if (static_cast<uint64_t>(id) >= limit) note_bad(k, i);
+        --counted;
         continue;
       }
-      if (id == bags.padding_idx) continue;
       const float* row = columns + id * D;
-      ++counted;
       if (kWeighted) {
         const Vec weight = Vec::broadcast(bags.per_sample_weights[i]);
         for (int v = 0; v < NV - 1; ++v) sum[v] = fused_multiply_add(weight, Vec::load(row + v * W), sum[v]);

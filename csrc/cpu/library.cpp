@@ -1,4 +1,8 @@
 // What the CPU library knows of itself: the instruction sets compiled in and the one in use.
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
 #include <atomic>
 #include <string>
 
@@ -37,6 +41,22 @@ std::string set_cpu_isa(std::string name) {
                                    kNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
 }
 
+// Asks the system to back a large tensor with huge pages: a random row then costs a page walk far less often. Advice
+// only; false where the system has none to take or the tensor is too small to gain.
+bool advise_huge_pages([[maybe_unused]] const Tensor& t) {
+#if defined(__linux__)
+  constexpr uintptr_t kPage = 4096;
+  constexpr size_t kWorthIt = size_t{32} << 20;
+  const size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
+  if (bytes < kWorthIt) return false;
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr()), end = begin + bytes;
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  return madvise(reinterpret_cast<void*>(first), (end - first) / kPage * kPage, MADV_HUGEPAGE) == 0;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
@@ -44,11 +64,14 @@ CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
 STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
   m.def("_get_cpu_isa() -> str");
   m.def("_set_cpu_isa(str name) -> str");
+  m.def("_advise_huge_pages(Tensor t) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
   m.impl("_get_cpu_isa", TORCH_BOX(&get_cpu_isa));
   m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa));
 }
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("_advise_huge_pages", TORCH_BOX(&advise_huge_pages)); }
 
 }  // namespace rec_kernels

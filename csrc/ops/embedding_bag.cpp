@@ -99,7 +99,7 @@ void throw_bad_position(const BadPosition& bad) {
                                  bad.bag, ") is out of range: ids of this feature must be in [0, ", bad.limit, ")"));
   const int64_t i = -1 - bad.position;
   const std::string where = join("offsets[", i, "] = ", bad.value, " (feature ", bad.feature, ", bag ", bad.bag, ")");
-  if (bad.value < bad.previous)
+  if (i > 0 && bad.value < bad.previous)
     throw std::invalid_argument(join(where, " is below the offset before it, ", bad.previous));
   throw std::invalid_argument(join(where, " must be in [0, ", bad.limit, "], the number of values"));
 }

@@ -167,7 +167,7 @@ class EmbeddingBagCollection(nn.Module):
         self._num_rows = rows[-1]
 
     def _make_weights(self, device: torch.device | str | None) -> None:
-        self.register_buffer("_weights", torch.zeros(self._starts[-1], device=device), persistent=False)
+        self.register_buffer("_weights", _zeros(self._starts[-1], device), persistent=False)
         for table in self.tables:
             self.embedding_bags[table.name].weight = nn.Parameter(torch.empty(0), requires_grad=self.optimizer is None)
         self._token = torch.empty(0, device=device, requires_grad=True)
@@ -292,6 +292,14 @@ class EmbeddingBagCollection(nn.Module):
         """Tables and optimizer, for printing."""
         tables = ", ".join(f"{t.name}: {t.num_embeddings} x {t.embedding_dim} {t.pooling}" for t in self.tables)
         return f"{tables}; optimizer={self.optimizer}"
+
+
+def _zeros(size: int, device: torch.device | str | None) -> Tensor:
+    """[size] float32 zeros; in the CPU's memory on huge pages, where the system offers them."""
+    flat = torch.empty(size, device=device)
+    if flat.device.type == "cpu":
+        _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
+    return flat.zero_()
 
 
 def _retie_after_load(collection: EmbeddingBagCollection, _) -> None:

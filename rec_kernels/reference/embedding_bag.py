@@ -110,5 +110,5 @@ def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor]
     lr32, eps32 = torch.tensor(lr), torch.tensor(eps)
     for row, g in gradients.items():
         state[row] = state[row] + numerics.row_dot(g[None], g[None])[0] / len(g)
-        factor = -(lr32 / (state[row].sqrt() + eps32))
+        factor = -(lr32 / (numerics.square_root(state[row]) + eps32))
         weight[row] = numerics.fused_multiply_add(factor, g, weight[row])

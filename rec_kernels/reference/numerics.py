@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,11 @@ def fused_multiply_add(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     toward_zero = (error > 0) != (total > 0)
     odd = torch.where(toward_zero, bits - 1, bits + 1)
     return torch.where(inexact, odd, bits).view(torch.float64).float()
+
+
+def square_root(x: Tensor) -> Tensor:
+    """Correctly rounded float32 square root. torch's own may call a vector library that is off by one unit."""
+    return torch.as_tensor(np.sqrt(x.numpy()))
 
 
 def chunked_sum(terms: Tensor, coefficients: Tensor | None = None) -> Tensor:

@@ -1,0 +1,121 @@
+"""What the documentation says is so: its examples run, its commands and links exist, its generated parts are fresh."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [
+    "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
+]
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+OPS_PAGE = (ROOT / "docs" / "ops.md").read_text()
+
+
+def _load_generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate_ops", ROOT / "docs" / "generate_ops.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+generator = _load_generator()
+
+
+def make_targets_named(text: str) -> set[str]:
+    """The first word after every `make`, wherever it stands, and every further target of a command in code."""
+    named = set(re.findall(r"\bmake +(?:[A-Z_]+=(?:\"[^\"]*\"|\S+) +)*([a-z][a-z-]*)", text))
+    for code in re.findall(r"`(make [^`]+)`|^ {4}(make .+)$", text, re.MULTILINE):
+        words = shlex.split("".join(code), comments=True)[1:]
+        named |= {word for word in words if "=" not in word}
+    return named
+
+
+def makefile_targets() -> set[str]:
+    """Targets that the Makefile has a rule for."""
+    return set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("number", range(len(EXAMPLES)))
+def test_readme_example_runs(number: int) -> None:
+    """Each python block of README, by itself."""
+    torch._dynamo.reset()
+    exec(compile(EXAMPLES[number], f"README.md, example {number + 1}", "exec"), {"__name__": "example"})
+
+
+def test_readme_examples_are_found() -> None:
+    """No fenced python block escapes the test above; two of them are compiled as one graph."""
+    text = (ROOT / "README.md").read_text()
+    assert len(EXAMPLES) == text.count("```python") >= 2
+    assert sum("fullgraph=True" in example for example in EXAMPLES) >= 2
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
+def test_make_targets_exist(page: str) -> None:
+    """Every `make X` is a target; the verb, in prose, needs another word."""
+    assert make_targets_named((ROOT / page).read_text()) <= makefile_targets()
+
+
+def test_make_targets_are_found() -> None:
+    """The search sees plain commands, variables and lists of targets."""
+    assert {"train", "test", "bench", "wheel"} <= make_targets_named((ROOT / "README.md").read_text())
+    assert make_targets_named('`make A=1 B="x y" one`\n    make two three  # why\nmake four') == {
+        "one",
+        "two",
+        "three",
+        "four",
+    }
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    """Every relative link names a file or folder of the repository."""
+    links = re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text())
+    missing = [to for to in links if "://" not in to and not ((ROOT / page).parent / to.split("#")[0]).exists()]
+    assert not missing
+
+
+def test_generated_parts_are_fresh(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """`python docs/generate_ops.py --check` passes."""
+    monkeypatch.setattr("sys.argv", ["generate_ops.py", "--check"])
+    assert generator.main() == 0, capsys.readouterr().err
+
+
+def test_generator_mends_what_is_stale() -> None:
+    """A schema or a table that was changed by hand comes back as it was."""
+    for old, new in (('pooling="sum"', 'pooling="max"'), ("| `scale_rows` | yes |", "| `scale_rows` | - |")):
+        assert old in OPS_PAGE
+        assert generator.generate(OPS_PAGE.replace(old, new)) == OPS_PAGE
+
+
+def test_generator_refuses_unknown_parts() -> None:
+    """A block for an op that does not exist ends the program with its name."""
+    with pytest.raises(SystemExit, match="schema nothing"):
+        generator.generate("<!-- generated: schema nothing -->\n<!-- end generated -->")
+
+
+def test_registrations_agree_with_torch() -> None:
+    """What the generator reads in csrc is what the loaded CPU library registered."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    registered = {op for op in generator.op_names() if has_kernel(generator.NAMESPACE + op, "CPU")}
+    assert generator.registrations()["CPU"] == registered
+
+
+@pytest.mark.parametrize("op", generator.op_names())
+def test_every_argument_is_explained(op: str) -> None:
+    """The op has a heading or a line, and each argument and named result appears in the text outside the schemas."""
+    prose = re.sub(r"```.*?```", "", OPS_PAGE, flags=re.DOTALL)
+    assert f"`{op}`" in prose if op.startswith("_") else re.search(rf"^##+ {op}$", prose, re.MULTILINE)
+    schema = generator.schema(op)
+    names = [a.name for a in schema.arguments] + [r.name for r in schema.returns if r.name and r.name != "output"]
+    assert [name for name in names if f"`{name}`" not in prose] == []
