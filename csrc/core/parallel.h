@@ -31,6 +31,8 @@ class KeepDenormals {
 
  private:
   uint64_t saved_;
+#else
+  KeepDenormals() {}
 #endif
  public:
   KeepDenormals(const KeepDenormals&) = delete;

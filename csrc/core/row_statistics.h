@@ -1,7 +1,6 @@
 // Sums over the columns of a row, in the one order of docs/numerics.md ("Row statistics"): partial p of 128 takes the
 // columns c = p (mod 128) in ascending order with a fused multiply-add; groups of four partials are added pairwise;
-// the 32 results meet in an xor butterfly 16, 8, 4, 2, 1. Partials beyond the row's width are zeros and are skipped
-// (a partial is never -0, so adding +0 would change nothing).
+// the 32 results meet in an xor butterfly 16, 8, 4, 2, 1. Partials beyond the row's width are +0.
 #pragma once
 
 #include "core/simd.h"
@@ -76,12 +75,12 @@ inline float row_dot(const float* a, const float* b, int64_t columns) {
     Vec sum = Vec::broadcast(0.0f);
     int64_t c = p;
     for (; c + W <= columns; c += kRowPartials) sum = fused_multiply_add(Vec::load(a + c), Vec::load(b + c), sum);
-    if (c < columns) {
-      // Absent lanes multiply zeros: fmaf(0, 0, s) = s.
-      const int n = static_cast<int>(columns - c);
-      sum = fused_multiply_add(Vec::load_partial(a + c, n), Vec::load_partial(b + c, n), sum);
-    }
     sum.store(partials + p);
+    if (c < columns) {
+      // Lanes past the end keep their partial: fmaf(0, 0, -0) would turn an underflow's -0 into +0.
+      const int n = static_cast<int>(columns - c);
+      fused_multiply_add(Vec::load_partial(a + c, n), Vec::load_partial(b + c, n), sum).store_partial(partials + p, n);
+    }
   }
   return reduce_partials(partials, columns);
 }

@@ -1,6 +1,7 @@
 // Vec: one register of float32 lanes of the instruction set this file is compiled for.
 // Elementwise operations round each lane exactly as the scalar operation does, so that results do not depend on
 // the width. `partial` forms touch the first n lanes only (0 < n < kWidth); absent lanes load as zero.
+// first(n) makes the lanes from n on zero.
 #pragma once
 
 #include "core/host_device.h"
@@ -26,6 +27,7 @@ struct Vec {
   static Vec load_partial(const float* p, int n) { return {_mm512_maskz_loadu_ps(mask(n), p)}; }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_partial(float* p, int n) const { _mm512_mask_storeu_ps(p, mask(n), v); }
+  Vec first(int n) const { return {_mm512_maskz_mov_ps(mask(n), v)}; }
 };
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -46,6 +48,7 @@ struct Vec {
   static Vec load_partial(const float* p, int n) { return {_mm256_maskload_ps(p, mask(n))}; }
   void store(float* p) const { _mm256_storeu_ps(p, v); }
   void store_partial(float* p, int n) const { _mm256_maskstore_ps(p, mask(n), v); }
+  Vec first(int n) const { return {_mm256_and_ps(v, _mm256_castsi256_ps(mask(n)))}; }
 };
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
@@ -71,6 +74,7 @@ struct Vec {
   void store_partial(float* p, int n) const {
     for (int i = 0; i < n; ++i) p[i] = v[i];
   }
+  Vec first(int n) const { return {Float4{v[0], n > 1 ? v[1] : 0.0f, n > 2 ? v[2] : 0.0f, 0.0f}}; }
 };
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }

@@ -1,5 +1,5 @@
 // embedding_bag on the CPU: forward and the gradient of per_sample_weights.
-#include <cstring>
+#include <algorithm>
 #include <vector>
 
 #include "core/parallel.h"
@@ -58,21 +58,6 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
   return {output, status};
 }
 
-// torch's offsets name where each bag starts and leave the end of the last one out.
-Tensor with_last_offset(const Tensor& starts_in, int64_t last) {
-  check_rank(starts_in, 1, "offsets");
-  check_integer(starts_in, "offsets");
-  check_value(starts_in.scalar_type() == ScalarType::Long || last <= INT32_MAX, "offsets must be int64 for ", last,
-              " values: int32 cannot count them");
-  const Tensor starts = as_contiguous(starts_in);
-  const int64_t n = starts.numel();
-  Tensor out = new_tensor(starts, {n + 1}, starts.scalar_type());
-  std::memcpy(out.mutable_data_ptr(), starts.const_data_ptr(), static_cast<size_t>(n) * starts.element_size());
-  if (starts.scalar_type() == ScalarType::Long) out.mutable_data_ptr<int64_t>()[n] = last;
-  else out.mutable_data_ptr<int32_t>()[n] = static_cast<int32_t>(last);
-  return out;
-}
-
 std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
                                              const OptionalTensor& per_sample_weights,
                                              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
@@ -83,22 +68,49 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor
   const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
                            output_offsets, mean,        output_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  if (include_last_offset)
-    return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
-  return forward(weights, read_bags(values, with_last_offset(offsets, values.numel()), per_sample_weights, layout,
-                                    options, weights));
+  return forward(weights,
+                 read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset));
+}
+
+// The backward hands out gradients by the tables' places in `weights`, so every feature must name one of these places.
+void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, const BagInput& in) {
+  std::vector<Feature> places;
+  int64_t start = 0, row = 0;
+  for (const Tensor& t : tables) {
+    check_rank(t, 2, "tables");
+    places.push_back({start, row, t.size(0), t.size(1), 0, false});
+    start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
+    row += t.size(0);
+  }
+  check_value(weights.numel() == start, "weights must have ", start,
+              " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
+  for (int64_t i = 0; i < in.num_features; ++i) {
+    const Feature& f = in.features[i];
+    auto p = std::partition_point(places.begin(), places.end(),
+                                  [&](const Feature& q) { return q.row_offset < f.row_offset; });
+    bool known = false;
+    for (; !known && p != places.end() && p->row_offset == f.row_offset; ++p)
+      known = p->weight_offset == f.weight_offset && p->num_embeddings == f.num_embeddings &&
+              p->embedding_dim == f.embedding_dim;
+    check_value(known, "weight_offsets[", i, "] = ", f.weight_offset, ", row_offsets[", i, "] = ", f.row_offset, " (",
+                f.num_embeddings, " x ", f.embedding_dim, ") is the place of none of the tables");
+  }
 }
 
 // The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag.py.
 std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
-    const Tensor& weights, const std::vector<Tensor>&, const Tensor& values, const Tensor& offsets,
+    const Tensor& weights, const std::vector<Tensor>& tables, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check, bool sparse) {
-  return embedding_bag_cpu(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
-                           embedding_dims, output_offsets, mean, output_dim, pooling, padding_idx, bounds_check, sparse,
-                           true);
+    const std::string& bounds_check, bool) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
+                           output_offsets, mean,        output_dim};
+  check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
+  check_tables(weights, tables, in);
+  return forward(weights, in);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(

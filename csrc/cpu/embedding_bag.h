@@ -26,6 +26,7 @@ struct Bags {
   const void* offsets;
   const float* per_sample_weights;  // or null
   int64_t num_ids;
+  int64_t num_offsets;  // stored; the offset after the last stored one is num_ids
   int64_t batch;
   int64_t padding_idx;  // -1: none
   bool ids64;
@@ -34,6 +35,7 @@ struct Bags {
 
   // Always inlined: an out-of-line copy would be shared by every instruction set (core/host_device.h).
   RK_HOST_DEVICE int64_t offset(int64_t i) const {
+    if (__builtin_expect(i >= num_offsets, 0)) return num_ids;
     return offsets64 ? static_cast<const int64_t*>(offsets)[i] : static_cast<const int32_t*>(offsets)[i];
   }
   RK_HOST_DEVICE int64_t id(int64_t i) const {

@@ -367,6 +367,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const bool overflowed = scalar_or(found_inf, weights, "found_inf", 0.0f) != 0.0f;
   if (overflowed || forward_found_bad_ids(status, weights, options)) return;
 
+  const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   RowTarget target{};

@@ -275,6 +275,8 @@ struct FinishNarrow {
     sum_columns<NV, kTail>(terms, column, tail, g);
     if (inverse_scale != 1.0f)
       for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
+    // Zero times an infinite coefficient has made the absent lanes NaN.
+    if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
     const float mean_square = Target::kNeedsMeanSquare ? square_sum<NV>(g, D) / static_cast<float>(D) : 0.0f;
     Target::template put<NV, kTail>(target.open(run, number, mean_square), column, g, tail);
   }

@@ -41,14 +41,15 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
 }  // namespace
 
 BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns) {
-  const int64_t features = check_bags(values, offsets, per_sample_weights, layout);
+                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
+                   bool include_last_offset) {
+  const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
   BagInput in{as_contiguous(values),
               as_contiguous(offsets),
               std::nullopt,
               nullptr,
               features,
-              offsets.numel() - 1,
+              offsets.numel() - (include_last_offset ? 1 : 0),
               0,
               0,
               0,
@@ -69,6 +70,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   b.offsets = in.offsets.const_data_ptr();
   b.per_sample_weights = per_sample_weights ? in.per_sample_weights->const_data_ptr<float>() : nullptr;
   b.num_ids = in.values.numel();
+  b.num_offsets = offsets.numel();
   b.batch = features ? in.num_bags / features : 0;
   b.padding_idx = options.padding_idx;
   b.ids64 = values.scalar_type() == ScalarType::Long;

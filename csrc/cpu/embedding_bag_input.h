@@ -27,15 +27,18 @@ struct BagInput {
 };
 
 // `rows` and `columns` describe the single table of a call without a layout; with one, rows is the number of floats in
-// `weights` and columns is ignored. Every feature's range is checked against it.
+// `weights` and columns is ignored. Without include_last_offset, offsets name where bags start and the last one ends
+// with the ids, as torch has it. Every feature's range is checked against it.
 BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns);
+                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
+                   bool include_last_offset = true);
 
 inline BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                          const TableLayout& layout, const BagOptions& options, const Tensor& weights) {
+                          const TableLayout& layout, const BagOptions& options, const Tensor& weights,
+                          bool include_last_offset = true) {
   check_weights(weights, values, layout);
   return read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
-                   layout.embedding_dims ? 1 : weights.size(1));
+                   layout.embedding_dims ? 1 : weights.size(1), include_last_offset);
 }
 
 }  // namespace rec_kernels

@@ -35,19 +35,25 @@ Optimizer parse_optimizer(const std::string& name) {
 }
 
 int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                   const TableLayout& layout) {
+                   const TableLayout& layout, bool include_last_offset) {
   check_rank(values, 1, "values");
   check_integer(values, "values");
   check_rank(offsets, 1, "offsets");
   check_integer(offsets, "offsets");
   check_same_device(offsets, values, "offsets", "values");
-  check_value(offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
+  check_value(offsets.numel() >= 1 || !include_last_offset,
+              "offsets must have num_features * batch + 1 elements, got none");
   if (per_sample_weights) {
     check_shape(*per_sample_weights, {values.numel()}, "per_sample_weights");
     check_dtype(*per_sample_weights, ScalarType::Float, "per_sample_weights");
     check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
   }
-  if (!layout.embedding_dims) return 1;
+  if (!layout.embedding_dims) {
+    check_value(!layout.weight_offsets && !layout.row_offsets && !layout.num_embeddings && !layout.output_offsets &&
+                    !layout.mean && layout.output_dim == 0,
+                "embedding_dims is missing: other layout arguments mean nothing without it");
+    return 1;
+  }
   check_rank(*layout.embedding_dims, 1, "embedding_dims");
   const int64_t features = layout.embedding_dims->numel();
   check_layout_tensor(layout.weight_offsets, features, values, "weight_offsets", ScalarType::Long);
@@ -56,7 +62,7 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   check_layout_tensor(layout.embedding_dims, features, values, "embedding_dims", ScalarType::Long);
   check_layout_tensor(layout.output_offsets, features, values, "output_offsets", ScalarType::Long);
   if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
-  const int64_t bags = offsets.numel() - 1;
+  const int64_t bags = offsets.numel() - (include_last_offset ? 1 : 0);
   check_value(features == 0 ? bags == 0 : bags % features == 0,
               "offsets must have num_features * batch + 1 elements, got ", offsets.numel(), " for ", features,
               " features");

@@ -20,6 +20,10 @@
 
 namespace rec_kernels {
 
+// Where embedding_bag_tables expects its tables in `weights`: each at the next multiple of so many elements
+// (TABLE_ALIGNMENT in rec_kernels/ops/embedding_bag.py).
+constexpr int64_t kTableAlignment = 16;
+
 // The layout arguments, as they arrive. All absent: one table, weights [E, D].
 struct TableLayout {
   const OptionalTensor& weight_offsets;
@@ -47,7 +51,7 @@ RK_EXPORT Optimizer parse_optimizer(const std::string& name);
 
 // Shapes, dtypes and devices of everything but `weights`; returns the number of features F.
 RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                             const TableLayout& layout);
+                             const TableLayout& layout, bool include_last_offset);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,

@@ -214,10 +214,7 @@ class EmbeddingBagCollection(nn.Module):
         self._token = torch.empty(0, device=self._weights.device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
-            self._fused_optimizer.param_groups[0]["lr"] = self.lr
-            self._fused_optimizer.param_groups[0]["params"] = [
-                self.embedding_bags[n].weight for n in self.embedding_bags
-            ]
+            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
         return self
 
     def __setstate__(self, state: dict) -> None:

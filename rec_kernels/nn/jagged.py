@@ -143,7 +143,7 @@ def select_keys(kjt, keys: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
     if missing:
         raise KeyError(f"features {missing} are not among the input's keys {have}")
     batch = (offsets.shape[0] - 1) // len(have)
-    order = torch.tensor([have.index(k) for k in keys], device=offsets.device)
+    order = torch.tensor([have.index(k) for k in keys], dtype=torch.int64, device=offsets.device)
     bags = (order[:, None] * batch + torch.arange(batch, device=offsets.device)).reshape(-1)
     lengths = offsets.diff()[bags]
     new_offsets = _to_offsets(lengths)

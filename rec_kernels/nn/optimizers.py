@@ -42,15 +42,36 @@ class RowwiseAdagrad:
         _check_positive("eps", self.eps, zero_allowed=True)
 
 
+class _Group(dict):
+    """A parameter group whose "lr" stays the tensor that the kernels read: assigning a number writes into it."""
+
+    def __setitem__(self, key: str, value: object) -> None:
+        if key == "lr" and isinstance(self.get("lr"), Tensor):
+            self["lr"].fill_(value)
+        else:
+            super().__setitem__(key, value)
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers.
 
-    ``param_groups[0]["lr"]`` is the 0-dim float32 tensor that the kernels read, so a scheduler changes the learning
-    rate without recompiling anything. ``step`` and ``zero_grad`` do nothing: the update happened in the backward.
+    ``param_groups[0]["lr"]`` is the 0-dim float32 tensor that the kernels read, so a scheduler (or an assignment of a
+    number) changes the learning rate without recompiling anything. ``step`` and ``zero_grad`` do nothing: the update happened in the backward.
     """
 
     def __init__(self, tables: list[Tensor], lr: Tensor) -> None:
-        super().__init__(tables, {"lr": lr})
+        super().__init__([_Group(params=tables, lr=lr)], {"lr": lr})
+
+    def retie(self, tables: list[Tensor], lr: Tensor) -> None:
+        """Other tensors from now on: those of the collection after it has moved."""
+        self.param_groups[0] = _Group({**self.param_groups[0], "params": tables, "lr": lr})
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Loads the learning rate into the tensor that the kernels read."""
+        lr = self.param_groups[0]["lr"]
+        super().load_state_dict(state_dict)
+        lr.fill_(self.param_groups[0]["lr"])
+        self.retie(self.param_groups[0]["params"], lr)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Nothing to do; returns closure's value if one is given."""

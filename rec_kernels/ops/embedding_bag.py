@@ -15,6 +15,9 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
@@ -75,6 +78,8 @@ def embedding_bag(
         IndexError: an id outside [0, E), with its position, bag and the allowed range.
         ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
     """
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
         raise NotImplementedError(
             "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
@@ -141,6 +146,7 @@ def _named(op: str, inputs: tuple, given: dict | None = None) -> dict:
 
 def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     a = _named(op, inputs, given)
+    check_one_device(a.values())
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
     batch = bags if dims is None else bags // max(dims.shape[0], 1)
@@ -165,17 +171,19 @@ def _(*inputs, **given):
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_")
 def _(*inputs, **given):
-    return None
+    check_one_device((*inputs, *given.values()))
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_dense")
 def _(grad, weights_shape, *inputs, **given):
+    check_one_device((grad, *inputs, *given.values()))
     return grad.new_empty(weights_shape)
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse")
 def _(*inputs, **given):
     a = _named("embedding_bag_backward_sparse", inputs, given)
+    check_one_device(a.values())
     context = torch.library.get_ctx()
     rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
     features = 1 if a.get("embedding_dims") is None else a["embedding_dims"].shape[0]
@@ -186,6 +194,7 @@ def _(*inputs, **given):
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights")
 def _(grad, weights, values, offsets, *inputs, **given):
+    check_one_device((grad, weights, values, offsets, *inputs, *given.values()))
     return grad.new_empty(values.shape)
 
 
@@ -263,10 +272,13 @@ def _backward_tables(ctx, grad: Tensor, _):
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
     """One coalesced sparse gradient per table, in table order, from those of all features."""
-    touched = dict(zip(row_offsets.tolist(), row_counts.tolist(), strict=True))
+    touched: dict[int, int] = {}
+    for first_row, count in zip(row_offsets.tolist(), row_counts.tolist(), strict=True):
+        # A table without rows has its row number in common with the next one.
+        touched[first_row] = max(count, touched.get(first_row, 0))
     grads, first_row, row, element = [], 0, 0, 0
     for shape in shapes:
-        count = touched.get(first_row, 0)
+        count = touched.get(first_row, 0) if shape[0] else 0
         values = row_grads[element : element + count * shape[1]]
         grads.append(_sparse(rows[row : row + count], values, shape))
         first_row, row, element = first_row + shape[0], row + count, element + count * shape[1]
@@ -306,7 +318,7 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
         setup(ctx, inputs + defaults[len(inputs) :], output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
     function = type(f"{op}_autograd", (torch.autograd.Function,), methods)
 
     def kernel(*inputs):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.fakes import check_one_device
+
 
 def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
     """Multiplies each row by its own factor: ``y[n, :] = scale[n] * x[n, :]``.
@@ -25,11 +27,13 @@ def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
 
 @torch.library.register_fake("rec_kernels::scale_rows")
 def _scale_rows_fake(x: Tensor, scale: Tensor) -> Tensor:
+    check_one_device((x, scale))
     return x.new_empty(x.shape)
 
 
 @torch.library.register_fake("rec_kernels::row_dot")
 def _row_dot_fake(a: Tensor, b: Tensor) -> Tensor:
+    check_one_device((a, b))
     return a.new_empty(a.shape[:1])
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -55,11 +53,10 @@ def chunked_sum(terms: Tensor, coefficients: Tensor | None = None) -> Tensor:
 def row_dot(a: Tensor, b: Tensor) -> Tensor:
     """[N, D] x [N, D] -> [N]: 128 partial sums, fours added pairwise, then the xor butterfly 16, 8, 4, 2, 1."""
     rows, columns = a.shape
-    padded = max(math.ceil(columns / PARTIALS), 1) * PARTIALS
     partials = torch.zeros(rows, PARTIALS)
-    a, b = (torch.nn.functional.pad(t, (0, padded - columns)) for t in (a, b))
-    for c in range(0, padded, PARTIALS):
-        partials = fused_multiply_add(a[:, c : c + PARTIALS], b[:, c : c + PARTIALS], partials)
+    for c in range(0, columns, PARTIALS):
+        here = min(PARTIALS, columns - c)
+        partials[:, :here] = fused_multiply_add(a[:, c : c + here], b[:, c : c + here], partials[:, :here])
     s = partials.view(rows, 32, 4)
     t = (s[..., 0] + s[..., 1]) + (s[..., 2] + s[..., 3])
     lanes = torch.arange(32)

@@ -1,0 +1,34 @@
+"""What holds for every test: uninitialised memory is poisoned, hypothesis is reproducible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+# The same examples in every run and no time limit per example: a test fails because of the code or not at all.
+settings.register_profile("rec_kernels", derandomize=True, deadline=None, database=None, print_blob=True)
+settings.load_profile("rec_kernels")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _poison_uninitialised_memory() -> Iterator[None]:
+    """Every new tensor that nobody has written starts as NaN (integers: the largest one).
+
+    With deterministic algorithms on, ``aten::empty`` and all that is built on it fill what they allocate. The compiled
+    ops take their outputs from ``aten::new_empty``, so that an element which a kernel forgets to write is a NaN in the
+    result and not whatever was in memory. test_embedding_bag.py checks that this reaches the ops' buffers. Scratch
+    memory of the kernels does not come from torch; the sanitizer build watches over that.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(before)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)

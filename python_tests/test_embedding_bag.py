@@ -1,0 +1,197 @@
+"""embedding_bag against its reference, bit for bit: every instruction set, 1 to 3 threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from embedding_bag_cases import Case, cases, every_backend, make_case
+from hypothesis import given, settings
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+INT64_MAX = torch.iinfo(torch.int64).max
+
+
+def _check_forward(case: Case) -> None:
+    expected = case.expected_output()
+    for backend in every_backend():
+        output, status = ops.embedding_bag(case.weights, *case.jagged, **case.layout)
+        assert same_bits(output, expected), backend
+        assert status.tolist() == [INT64_MAX, 0]
+
+
+def _check_gradients(case: Case) -> None:
+    dense, factors = case.expected_dense_gradient(), case.expected_factor_gradient()
+    touched = sorted(case.row_gradients)
+    for backend in every_backend():
+        shape = list(case.weights.shape)
+        found = ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+        assert same_bits(found, dense), backend
+        rows, row_grads, counts = ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **case.layout)
+        assert rows.tolist() == [row for _, row in touched], backend
+        assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.features], backend
+        expected = [case.row_gradients[key] for key in touched]
+        assert same_bits(row_grads, torch.cat([torch.zeros(0), *expected])), backend
+        values, offsets, _ = case.jagged
+        found = ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **case.layout)
+        assert same_bits(found, factors), backend
+
+
+def _check_updates(case: Case) -> None:
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        weights, state = case.expected_update(optimizer)
+        for backend in every_backend():
+            found, found_state, step = case.update(optimizer)
+            # The gaps between tables are NaN, and stay what they are.
+            assert same_bits(found, weights), (backend, optimizer)
+            assert same_bits(found_state, state if optimizer == "rowwise_adagrad" else case.sum), (backend, optimizer)
+            assert step.item() == 7
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_forward(case: Case) -> None:
+    """Any tables, features, pooling, weights, integer widths, padding and unused ids."""
+    _check_forward(case)
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_gradients(case: Case) -> None:
+    """Dense and sparse gradients of the weights, and the gradient of per_sample_weights."""
+    _check_gradients(case)
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_fused_updates(case: Case) -> None:
+    """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
+    _check_updates(case)
+
+
+@pytest.mark.parametrize("dim", [1, 3, 15, 16, 17, 64, 100, 128, 129, 256, 300, 4096])
+@pytest.mark.parametrize("mean", [False, True])
+def test_dimensions(dim: int, mean: bool) -> None:
+    """Each width by itself, with duplicate ids in a bag, an empty bag, weights, and 32-bit ids."""
+    case = make_case(
+        [(3, dim)], [0], [5, 0, 1, 4], mean=[mean], weighted=True, ids_dtype=torch.int32, seed=dim, gaps=[1]
+    )
+    _check_forward(case)
+    _check_gradients(case)
+    _check_updates(case)
+
+
+@pytest.mark.parametrize("occurrences", [63, 64, 65, 128, 129, 4096, 4097, 4200])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_hot_row(occurrences: int, weighted: bool) -> None:
+    """A row with more than 64, and more than 64 * 64, occurrences: chunk sums of one level and of two."""
+    lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4]
+    case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
+    _check_gradients(case)
+    _check_updates(case)
+
+
+def test_hot_row_among_features() -> None:
+    """The occurrences of a shared table's row come from two features with different columns of the gradient."""
+    lengths = [40, 30, 0, 50, 60, 20]
+    for mean in ([False, False, False], [True, False, True]):
+        case = make_case([(2, 5), (3, 2)], [0, 1, 0], lengths, mean=mean, seed=5)
+        _check_gradients(case)
+        _check_updates(case)
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_empty_bags_only(batch: int) -> None:
+    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
+    case = make_case([(4, 5), (2, 3)], [0, 1], [0] * 2 * batch)
+    _check_forward(case)
+    _check_gradients(case)
+    _check_updates(case)
+    assert torch.equal(case.expected_output(), torch.zeros(batch, 8))
+
+
+def test_no_features() -> None:
+    """Zero tables: everything is empty."""
+    none = torch.zeros(0, dtype=torch.int64)
+    names = ("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets")
+    layout = dict.fromkeys(names, none)
+    offsets, weights = torch.zeros(1, dtype=torch.int64), torch.zeros(0)
+    output, status = ops.embedding_bag(weights, none, offsets, **layout)
+    assert output.shape == (0, 0)
+    assert status.tolist() == [INT64_MAX, 0]
+    assert ops.embedding_bag_backward_dense(output, [0], none, offsets, **layout).shape == (0,)
+    assert [t.shape[0] for t in ops.embedding_bag_backward_sparse(output, [0], none, offsets, **layout)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 1], [1, 0, 1], [1, 1, 0]])
+def test_empty_table(order: list[int]) -> None:
+    """A table without rows shares its row number with the next one and takes nothing from it."""
+    dims = torch.tensor([2, 3])[order]
+    lengths = torch.tensor([0, 2])[order]
+    layout = {
+        "weight_offsets": torch.zeros(3, dtype=torch.int64),
+        "row_offsets": torch.zeros(3, dtype=torch.int64),
+        "num_embeddings": torch.tensor([0, 4])[order],
+        "embedding_dims": dims,
+        "output_offsets": dims.cumsum(0) - dims,
+        "output_dim": 8,
+    }
+    jagged = torch.tensor([1, 3, 3, 3]), torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    output, _ = ops.embedding_bag(torch.arange(12.0), *jagged, **layout)
+    blocks = output[0].split(dims.tolist())
+    assert torch.equal(blocks[order.index(0)], torch.zeros(2))
+    assert torch.equal(
+        torch.cat([b for b, t in zip(blocks, order, strict=True) if t]), torch.tensor([12.0, 14, 16, 18, 20, 22])
+    )
+
+    grad = torch.ones(1, 8)
+    dense = ops.embedding_bag_backward_dense(grad, [12], *jagged, **layout)
+    assert torch.equal(dense.view(4, 3), torch.tensor([[0.0], [1], [0], [3]]).expand(4, 3))
+    rows, row_grads, counts = ops.embedding_bag_backward_sparse(grad, [12], *jagged, **layout)
+    assert rows.tolist() == [1, 3]
+    assert torch.equal(row_grads, torch.tensor([1.0] * 3 + [3.0] * 3))
+    assert counts.tolist() == [2 * t for t in order]
+
+
+def test_one_table_without_layout() -> None:
+    """weights [E, D] and no layout is the same as a layout of one table; include_last_offset=False adds the end."""
+    case = make_case([(6, 20)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
+    table = case.weights.view(6, 20)
+    for pooling in ("sum", "mean"):
+        case.mean[0] = pooling == "mean"
+        expected = case.expected_output()
+        options = {"pooling": pooling, "padding_idx": 2}
+        assert torch.equal(ops.embedding_bag(table, *case.jagged, **options)[0], expected)
+        values, offsets, factors = case.jagged
+        for starts in (offsets[:-1], offsets[:-1].int()):
+            output, _ = ops.embedding_bag(table, values, starts, factors, **options, include_last_offset=False)
+            assert torch.equal(output, expected)
+
+
+class _Allocations(TorchDispatchMode):
+    """Copies of every tensor that aten::new_empty returned, made before anybody could write to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fresh: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten.new_empty.default:
+            self.fresh.append(result.clone())
+        return result
+
+
+def test_outputs_are_poisoned_before_they_are_written() -> None:
+    """What conftest.py says about uninitialised memory holds for the buffers of a compiled op."""
+    case = make_case([(5, 4)], [0], [2, 1])
+    cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    with _Allocations() as seen:
+        # Past the mode itself, straight to the kernel: what the kernel calls is still seen.
+        output, status = ops.embedding_bag.default.redispatch(cpu, case.weights, *case.jagged, **case.layout)
+    assert [t.shape for t in seen.fresh] == [output.shape, status.shape]
+    assert seen.fresh[0].isnan().all()
+    assert (seen.fresh[1] == INT64_MAX).all()
+    assert not output.isnan().any()

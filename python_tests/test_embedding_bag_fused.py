@@ -1,0 +1,195 @@
+"""embedding_bag with an optimizer in the backward: when it updates, when it must not, and what autograd sees of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from embedding_bag_cases import EPS, LR, Case, every_backend, make_case
+
+from rec_kernels.testing import flush_denormals, same_bits
+
+ops = torch.ops.rec_kernels
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
+INT64_MAX = torch.iinfo(torch.int64).max
+
+
+def _case(**options) -> Case:
+    arguments = {"mean": [False, True, False], "weighted": True, "seed": 3, "gaps": [0, 4]} | options
+    return make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], **arguments)
+
+
+def _unchanged(case: Case, result: tuple) -> bool:
+    weights, state, step = result
+    return same_bits(weights, case.weights) and same_bits(state, case.sum) and step.item() == 6
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_found_inf(optimizer: str) -> None:
+    """found_inf != 0: weights, state and step stay. 0: as if it were absent."""
+    case = _case()
+    plain = case.update(optimizer)
+    assert not _unchanged(case, plain)
+    assert _unchanged(case, case.update(optimizer, found_inf=torch.tensor(1.0)))
+    for zero in (torch.tensor(0.0), torch.zeros(1)):
+        assert all(map(same_bits, case.update(optimizer, found_inf=zero), plain))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_status(optimizer: str) -> None:
+    """A forward that found a bad id: skipped under "error", not under "ignore", where the id is left out again."""
+    case = _case()
+    plain = case.update(optimizer)
+    good, bad = torch.tensor([INT64_MAX, 0]), torch.tensor([3, 1])
+    assert all(map(same_bits, case.update(optimizer, status=good), plain))
+    assert _unchanged(case, case.update(optimizer, status=bad))
+    assert all(map(same_bits, case.update(optimizer, status=bad, bounds_check="ignore"), plain))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("exponent", [-3, 1, 16])
+def test_grad_scale_power_of_two(optimizer: str, exponent: int) -> None:
+    """A gradient scaled by 2^k and grad_scale = 2^k give the bits of the unscaled gradient."""
+    case, scale = _case(), 2.0**exponent
+    plain = case.update(optimizer)
+    scaled = case.update(optimizer, grad=case.grad * scale, grad_scale=torch.tensor(scale))
+    assert all(map(same_bits, scaled, plain))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_grad_scale_any(optimizer: str) -> None:
+    """Other scales multiply the summed gradient by the rounded 1 / scale."""
+    case, scale = _case(), torch.tensor([3.7])
+    weights, state = case.expected_update(optimizer, scale=(1 / scale).item())
+    for backend in every_backend():
+        found, found_state, _ = case.update(optimizer, grad_scale=scale)
+        assert same_bits(found, weights), backend
+        assert same_bits(found_state, case.sum if optimizer == "sgd" else state), backend
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_gradient_layouts(optimizer: str) -> None:
+    """Expanded, transposed and strided gradients are read as what they are."""
+    case = _case()
+    columns = case.layout["output_dim"]
+    for grad in (
+        torch.tensor(2.0).expand(case.batch, columns),
+        case.grad.t().contiguous().t(),
+        torch.stack([case.grad, -case.grad], dim=2)[:, :, 0],
+    ):
+        assert not grad.is_contiguous()
+        expected = case.update(optimizer, grad=grad.contiguous())
+        assert all(map(same_bits, case.update(optimizer, grad=grad), expected))
+
+
+@pytest.mark.parametrize("dim", [3, 12, 15, 16, 20, 33, 130])
+@pytest.mark.parametrize("factor", [torch.inf, -torch.inf, torch.nan])
+def test_bad_factors_stay_in_their_rows(dim: int, factor: float) -> None:
+    """An infinite or NaN weight spoils the row of its id, with the same bits everywhere, and no other."""
+    case = make_case([(40, dim)], [0], [1, 3, 1, 1], weighted=True, seed=dim)
+    case.values.copy_(torch.tensor([7, 0, 11, 5, 30, 2]))
+    case.per_sample_weights[2] = factor
+    clean = make_case([(40, dim)], [0], [1, 3, 1, 1], weighted=True, seed=dim)
+    clean.values.copy_(case.values)
+    output, _ = ops.embedding_bag(case.weights, *case.jagged, **case.layout)
+    assert not output[1].isfinite().any()
+    assert same_bits(output, case.expected_output())
+    assert same_bits(output[[0, 2, 3]], clean.expected_output()[[0, 2, 3]])
+    others = torch.arange(40) != 11
+    for optimizer in OPTIMIZERS:
+        weights, state = case.expected_update(optimizer)
+        clean_weights = clean.expected_update(optimizer)[0].view(40, dim)
+        for backend in every_backend():
+            found, found_state, _ = case.update(optimizer)
+            assert same_bits(found, weights), (backend, optimizer)
+            assert same_bits(found_state, case.sum if optimizer == "sgd" else state), (backend, optimizer)
+            assert same_bits(found.view(40, dim)[others], clean_weights[others]), (backend, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_flush_denormal_changes_nothing(optimizer: str) -> None:
+    """torch.set_flush_denormal(True) sets the calling thread only; results depend neither on it nor on the thread."""
+    case = make_case([(300, 7), (20, 40)], [0, 1], [9] * 2000, seed=4)
+    case.weights.mul_(2.0**-136)  # denormal, most of them
+    case.grad.mul_(2.0**-134)
+    case.sum.mul_(0)
+    shape = list(case.weights.shape)
+    small = (case.weights != 0) & (case.weights.abs() < torch.finfo(torch.float32).tiny)
+    assert small.float().mean() > 0.5
+
+    scaled = {"grad": case.grad * 2.0**100, "grad_scale": torch.tensor(2.0**127)}  # whose inverse is denormal
+
+    def everything() -> list[torch.Tensor]:
+        output, _ = ops.embedding_bag(case.weights, *case.jagged, **case.layout)
+        dense = ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+        return [output, dense, *case.update(optimizer), *case.update(optimizer, **scaled)]
+
+    expected = everything()
+    for backend in every_backend():
+        with flush_denormals():
+            found = everything()
+        assert all(map(same_bits, found, expected)), backend
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_autograd(optimizer: str) -> None:
+    """The backward of embedding_bag_fused updates in place; the token's gradient is empty, that of weights none."""
+    case = _case()
+    weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
+    token = torch.empty(0, requires_grad=True)
+    values, offsets, factors = case.jagged
+    factors = factors.clone().requires_grad_()
+    output, _ = ops.embedding_bag_fused(
+        weights,
+        None if optimizer == "sgd" else state,
+        step,
+        torch.tensor(LR),
+        token,
+        values,
+        offsets,
+        factors,
+        **case.layout,
+        optimizer=optimizer,
+        eps=EPS,
+    )
+    assert same_bits(output, case.expected_output())
+    assert same_bits(weights, case.weights)
+    output.backward(case.grad)
+    expected = case.update(optimizer)
+    assert all(map(same_bits, (weights, state, step), expected))
+    assert token.grad.shape == (0,)
+    # Of the rows that were looked up, not of the updated ones.
+    assert same_bits(factors.grad, case.expected_factor_gradient())
+
+
+def test_no_gradient_no_update() -> None:
+    """Under no_grad, and for a token that asks for nothing, the op is a lookup and no more."""
+    case = _case()
+    weights = case.weights.clone()
+    for requires_grad in (True, False):
+        token = torch.empty(0, requires_grad=requires_grad)
+        state = (weights, None, torch.tensor(6), torch.tensor(LR), token)
+        with torch.set_grad_enabled(not requires_grad):
+            output, _ = ops.embedding_bag_fused(*state, *case.jagged, **case.layout, optimizer="sgd")
+        assert not output.requires_grad
+        assert same_bits(output, case.expected_output())
+    assert same_bits(weights, case.weights)
+
+
+def test_two_uses_in_one_graph() -> None:
+    """Two forwards, then both backwards: two updates, the second from the state that the first left."""
+    case = _case()
+    weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
+    arguments = (weights, state, step, torch.tensor(LR), torch.empty(0, requires_grad=True), *case.jagged)
+    first, _ = ops.embedding_bag_fused(*arguments, **case.layout, eps=EPS)
+    second, _ = ops.embedding_bag_fused(*arguments, **case.layout, eps=EPS)
+    (first * case.grad + second * (2 * case.grad)).sum().backward()
+    assert step.item() == 8
+    results = []
+    for factors in ((1, 2), (2, 1)):  # autograd does not say which comes first
+        expected = (case.weights.clone(), case.sum.clone(), torch.tensor(6))
+        for factor in factors:
+            ops.embedding_bag_backward_fused_(
+                *expected, torch.tensor(LR), case.grad * factor, *case.jagged, **case.layout, eps=EPS
+            )
+        results.append(all(map(same_bits, (weights, state, step), expected)))
+    assert any(results)

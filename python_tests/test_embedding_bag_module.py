@@ -1,0 +1,298 @@
+"""EmbeddingBagCollection in real training loops: moved, copied, saved, scheduled, reordered."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import rec_kernels as rk
+
+KEYS = ["f", "g", "h"]
+
+
+def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
+    """Two tables, the first shared by f and g, the second averaged; the names are those of nn.Module's methods."""
+    torch.manual_seed(0)
+    tables = [
+        rk.EmbeddingBagConfig(50, 6, name="type", feature_names=["f", "g"]),
+        rk.EmbeddingBagConfig(70, 20, name="keys", feature_names=["h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def batch(keys: list[str] = KEYS, seed: int = 0, size: int = 5) -> rk.KeyedJaggedTensor:
+    """Bags of 0 to 3 ids below 50 for each key; a key's bags are the same wherever it stands."""
+    parts = []
+    for key in keys:
+        generator = torch.Generator().manual_seed(seed * 100 + KEYS.index(key) if key in KEYS else 99)
+        lengths = torch.randint(0, 4, (size,), generator=generator)
+        parts.append((torch.randint(0, 50, (int(lengths.sum()),), generator=generator), lengths))
+    return rk.KeyedJaggedTensor(keys, torch.cat([v for v, _ in parts]), lengths=torch.cat([n for _, n in parts]))
+
+
+def train(collection: rk.EmbeddingBagCollection, steps: int = 3) -> None:
+    """A few backwards of a loss that is not linear."""
+    for step in range(steps):
+        collection(batch(seed=step)).values().square().sum().backward()
+
+
+def is_tied(collection: rk.EmbeddingBagCollection) -> bool:
+    """Every table's weight is a view of the flat tensor."""
+    low = collection._weights.data_ptr()
+    high = low + collection._weights.numel() * 4
+    return all(low <= p.data_ptr() < high for p in collection.parameters())
+
+
+def assert_same(a: rk.EmbeddingBagCollection, b: rk.EmbeddingBagCollection) -> None:
+    """Same weights and state, bit for bit."""
+    for (name, x), (other, y) in zip(a.state_dict().items(), b.state_dict().items(), strict=True):
+        assert name == other
+        assert torch.equal(x, y), name
+
+
+def test_sgd_equals_torch_sgd() -> None:
+    """Fused SGD against dense gradients and torch.optim.SGD on the same tables."""
+    plain, fused = make(), make(rk.SGD(lr=0.1))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        assert torch.equal(plain(batch(seed=step)).values(), fused(batch(seed=step)).values())
+        optimizer.zero_grad()
+        plain(batch(seed=step)).values().square().sum().backward()
+        fused(batch(seed=step)).values().square().sum().backward()
+        optimizer.step()
+    for a, b in zip(plain.parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.requires_grad
+        assert not b.requires_grad
+        assert b.grad is None
+
+
+def test_names() -> None:
+    """What named_parameters, state_dict and memory_report call things."""
+    collection = make(rk.RowwiseAdagrad())
+    assert [n for n, _ in collection.named_parameters()] == ["embedding_bags.type.weight", "embedding_bags.keys.weight"]
+    assert set(collection.state_dict()) == {
+        "step",
+        "embedding_bags.type.weight",
+        "embedding_bags.type.sum",
+        "embedding_bags.keys.weight",
+        "embedding_bags.keys.sum",
+    }
+    assert collection.memory_report()[1] == {
+        "name": "keys",
+        "num_embeddings": 70,
+        "embedding_dim": 20,
+        "format": "fp32",
+        "weight_bytes": 70 * 20 * 4,
+        "state_bytes": 70 * 4,
+    }
+    assert "type: 50 x 6 sum" in repr(collection)
+
+
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "state_dict", "assign", "file"])
+def test_copies_go_on_alike(way: str) -> None:
+    """A copy, however made, trains on to the same bits, and by itself."""
+    original = make(rk.RowwiseAdagrad(lr=0.1))
+    train(original)
+    if way == "deepcopy":
+        other = copy.deepcopy(original)
+    elif way == "pickle":
+        other = pickle.loads(pickle.dumps(original))
+    else:
+        other, state = make(rk.RowwiseAdagrad(lr=0.1)), original.state_dict()
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=way == "assign")
+    assert is_tied(other)
+    assert_same(original, other)
+    before = original._weights.clone()
+    train(other)
+    assert torch.equal(original._weights, before)
+    train(original)
+    assert_same(original, other)
+
+
+@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double])
+def test_casts_leave_tables_alone(cast) -> None:
+    """A parent's cast changes its dense layers, not tables, state or the learning rate."""
+    parent = torch.nn.ModuleList([make(rk.RowwiseAdagrad(lr=0.1)), torch.nn.Linear(2, 2)])
+    cast(parent)
+    assert parent[1].weight.dtype != torch.float32
+    assert {t.dtype for t in parent[0].state_dict().values()} == {torch.float32, torch.int64}
+    assert is_tied(parent[0])
+    train(parent[0])
+
+
+def test_moves_to_meta_and_back() -> None:
+    """`.to` moves flat tensors and views together."""
+    collection = make(rk.RowwiseAdagrad()).to("meta")
+    assert collection._weights.is_meta
+    assert all(p.is_meta for p in collection.parameters())
+    collection.to_empty(device="cpu")
+    assert is_tied(collection)
+
+
+def test_schedule() -> None:
+    """A torch scheduler drives the tensor that the kernels read; a copy follows its own."""
+    collection = make(rk.SGD(lr=0.5))
+    schedule = torch.optim.lr_scheduler.StepLR(collection.fused_optimizer, 1, 0.5)
+    collection.fused_optimizer.step()
+    schedule.step()
+    assert collection.lr.item() == 0.25
+    before = collection.embedding_bags["type"].weight[3].clone()
+    one = rk.KeyedJaggedTensor(KEYS, torch.tensor([3]), lengths=torch.tensor([1, 0, 0]))
+    collection(one).values().sum().backward()
+    assert torch.equal(collection.embedding_bags["type"].weight[3], before - 0.25)
+    with pytest.raises(ValueError, match="optimizer=None"):
+        _ = make().fused_optimizer
+
+
+def test_two_forwards_before_backward() -> None:
+    """A module used twice in one graph applies its updates one after the other."""
+    collection = make(rk.RowwiseAdagrad(lr=0.1))
+    out = collection(batch(seed=0)).values().sum() + collection(batch(seed=1)).values().sum()
+    out.backward()
+    assert collection.step.item() == 2
+
+
+def test_no_grad_changes_nothing() -> None:
+    """Inference neither builds a graph nor updates."""
+    collection = make(rk.RowwiseAdagrad())
+    before = collection._weights.clone()
+    with torch.no_grad():
+        assert not collection(batch()).values().requires_grad
+    assert torch.equal(collection._weights, before)
+    assert collection.step.item() == 0
+
+
+def test_any_order_and_superset() -> None:
+    """Features are found by name; others in the input are ignored."""
+    collection = make()
+    expected = collection(batch()).values()
+    assert torch.equal(collection(batch(["h", "f", "g"])).values(), expected)
+    assert torch.equal(collection(batch(["x", "h", "y", "f", "g"])).values(), expected)
+    with pytest.raises(KeyError, match=r"\['h'\]"):
+        collection(batch(["f", "g"]))
+
+
+class OtherJagged:
+    """Somebody else's KeyedJaggedTensor: only the methods that TorchRec's has."""
+
+    def __init__(self, kjt: rk.KeyedJaggedTensor) -> None:
+        self._kjt = kjt
+
+    def keys(self) -> list[str]:
+        """Names."""
+        return list(self._kjt.keys())
+
+    def values(self) -> torch.Tensor:
+        """Ids."""
+        return self._kjt.values()
+
+    def offsets(self) -> torch.Tensor:
+        """Offsets."""
+        return self._kjt.offsets()
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """Weights."""
+        return self._kjt.weights_or_none()
+
+
+def test_duck_typed_input() -> None:
+    """Anything with TorchRec's methods is accepted."""
+    assert torch.equal(make()(OtherJagged(batch())).values(), make()(batch()).values())
+
+
+def test_feature_of_two_tables() -> None:
+    """Its outputs are told apart as TorchRec does."""
+    tables = [rk.EmbeddingBagConfig(9, d, name=f"t{d}", feature_names=["f"]) for d in (3, 5)]
+    out = rk.EmbeddingBagCollection(tables)(
+        rk.KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2, 0]))
+    )
+    assert out.keys() == ["f@t3", "f@t5"]
+    assert out.length_per_key() == [3, 5]
+    assert out["f@t5"].shape == (2, 5)
+    assert list(out.to_dict()) == ["f@t3", "f@t5"]
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.RowwiseAdagrad(lr=0.1)], ids=str)
+def test_failed_step_changes_nothing(optimizer) -> None:
+    """An id out of range names feature and bag, and leaves weights, state and step as they were."""
+    collection = make(optimizer)
+    train(collection, steps=1)
+    before = copy.deepcopy(collection.state_dict())
+    bad = rk.KeyedJaggedTensor(KEYS, torch.tensor([1, 2, 70]), lengths=torch.tensor([1, 0, 1, 0, 0, 1]))
+    with pytest.raises(IndexError, match=r"values\[2\] = 70 \(feature 2, bag 1\).*\[0, 70\)"):
+        collection(bad).values().sum().backward()
+    for name, value in collection.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_ignored_ids_train_nothing() -> None:
+    """bounds_check="ignore": a bad id gives zeros and does not train row 0 in its place."""
+    collection = make(rk.SGD(lr=1.0), bounds_check="ignore")
+    before = collection._weights.clone()
+    bad = rk.KeyedJaggedTensor(KEYS, torch.tensor([99, -3]), lengths=torch.tensor([1, 0, 1]))
+    out = collection(bad).values()
+    assert not out.any()
+    out.sum().backward()
+    assert torch.equal(collection._weights, before)
+
+
+def test_bad_configurations() -> None:
+    """Each is refused at construction, by name."""
+    table = rk.EmbeddingBagConfig(5, 4, name="t", feature_names=["f"])
+    with pytest.raises(ValueError, match="names must differ"):
+        rk.EmbeddingBagCollection([table, table])
+    with pytest.raises(ValueError, match="bounds_check must be"):
+        rk.EmbeddingBagCollection([table], bounds_check="sometimes")
+    with pytest.raises(ValueError, match="optimizer must be"):
+        rk.EmbeddingBagCollection([table], optimizer="adagrad")
+    for options, message in (
+        ({"num_embeddings": 0}, "at least 1"),
+        ({"name": "a.b"}, "without dots"),
+        ({"feature_names": "f"}, "list of names"),
+        ({"pooling": "max"}, "'sum' or 'mean'"),
+        ({"format": "int3"}, "'fp32'"),
+    ):
+        arguments = {"num_embeddings": 5, "embedding_dim": 4, "name": "t", "feature_names": ["f"]} | options
+        sizes = (arguments.pop("num_embeddings"), arguments.pop("embedding_dim"))
+        with pytest.raises(ValueError, match=message):
+            rk.EmbeddingBagConfig(*sizes, **arguments)
+    with pytest.raises(ValueError, match="lr = -1"):
+        rk.SGD(lr=-1)
+
+
+def test_bad_jagged_tensors() -> None:
+    """Sizes that do not fit together are refused where they are made."""
+    values = torch.arange(4)
+    with pytest.raises(ValueError, match="exactly one"):
+        rk.KeyedJaggedTensor(["f"], values)
+    with pytest.raises(ValueError, match="must differ"):
+        rk.KeyedJaggedTensor(["f", "f"], values, lengths=torch.tensor([2, 2]))
+    with pytest.raises(ValueError, match="not a multiple of the 2 keys"):
+        rk.KeyedJaggedTensor(["f", "g"], values, lengths=torch.tensor([1, 1, 2]))
+    with pytest.raises(ValueError, match="weights must have"):
+        rk.KeyedJaggedTensor(["f"], values, lengths=torch.tensor([4]), weights=torch.ones(3))
+    jagged = rk.KeyedJaggedTensor(["f", "g"], values, lengths=torch.tensor([1, 0, 2, 1], dtype=torch.int32))
+    assert jagged["g"].lengths().tolist() == [2, 1]
+    assert [t.tolist() for t in jagged["g"].to_dense()] == [[1, 2], [3]]
+    assert jagged.offsets().dtype == torch.int32
+
+
+def test_no_tables_and_empty_batch() -> None:
+    """Nothing in, nothing out."""
+    empty = rk.KeyedJaggedTensor(KEYS, torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64))
+    collection = make(rk.RowwiseAdagrad())
+    out = collection(empty).values()
+    assert out.shape == (0, 32)
+    out.sum().backward()
+    none = rk.KeyedJaggedTensor([], torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64))
+    assert rk.EmbeddingBagCollection([])(none).values().numel() == 0

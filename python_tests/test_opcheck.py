@@ -1,0 +1,176 @@
+"""Every registered op: torch.library.opcheck without a failure list, and its recorded schema."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import rec_kernels as rk
+
+RECORDED = Path(__file__).with_name("schemas.json")
+ops = torch.ops.rec_kernels
+
+B, TABLES, FEATURE_TABLES = 3, ((11, 4), (7, 6)), (0, 1, 1)
+DIMS = [TABLES[t][1] for t in FEATURE_TABLES]
+
+
+def registered() -> dict[str, str]:
+    """Public op name -> schema."""
+    names = [n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
+    return {n: str(getattr(ops, n).default._schema) for n in sorted(names) if not n.startswith("_")}
+
+
+def layout() -> dict[str, object]:
+    """Two tables, the second shared by two features, one of them mean."""
+    starts, rows = [0, 48], [0, 11]
+    return {
+        "weight_offsets": torch.tensor([starts[t] for t in FEATURE_TABLES]),
+        "row_offsets": torch.tensor([rows[t] for t in FEATURE_TABLES]),
+        "num_embeddings": torch.tensor([TABLES[t][0] for t in FEATURE_TABLES]),
+        "embedding_dims": torch.tensor(DIMS),
+        "output_offsets": torch.tensor([sum(DIMS[:f]) for f in range(len(DIMS))]),
+        "mean": torch.tensor([False, True, False]),
+        "output_dim": sum(DIMS),
+    }
+
+
+def jagged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """values, offsets, per_sample_weights of the three features."""
+    lengths = torch.tensor([2, 0, 3, 1, 2, 1, 0, 1, 2])
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+    return torch.arange(int(offsets[-1])) % 7, offsets, torch.rand(int(offsets[-1]))
+
+
+def weights(requires_grad: bool = False) -> torch.Tensor:
+    """Flat tables: 44 floats and 4 of padding, 42 and 6."""
+    return torch.randn(96, requires_grad=requires_grad)
+
+
+def _fused(values, offsets, factors) -> tuple[tuple, dict]:
+    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
+    token = torch.empty(0, requires_grad=True)
+    return (*state, token, values, offsets, factors.requires_grad_()), layout()
+
+
+def samples(op: str) -> list[tuple[tuple, dict]]:
+    """Arguments to check an op with. A new op without an entry here fails its test."""
+    values, offsets, factors = jagged()
+    grad, shape = torch.randn(B, sum(DIMS)), [96]
+    x, scale = torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
+    single = (torch.randn(9, 5, requires_grad=True), values, offsets)
+    tables = [torch.randn(t, requires_grad=True) for t in TABLES]
+    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
+    table = {
+        "scale_rows": [((x, scale), {})],
+        "row_dot": [((x, torch.randn(5, 7, requires_grad=True)), {})],
+        "embedding_bag": [
+            ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),
+            (single, {"pooling": "mean", "padding_idx": 2}),
+            ((*single[:2], offsets[:-1]), {"include_last_offset": False}),
+        ],
+        "embedding_bag_tables": [((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout())],
+        "embedding_bag_fused": [_fused(values, offsets, factors.clone())],
+        "embedding_bag_backward_fused_": [
+            ((*state, grad, values, offsets, factors), layout()),
+            ((state[0], None, *state[2:], grad, values, offsets), layout() | {"optimizer": "sgd"}),
+        ],
+        "embedding_bag_backward_dense": [((grad, shape, values, offsets, factors), layout())],
+        "embedding_bag_backward_sparse": [((grad, shape, values, offsets, factors), layout())],
+        "embedding_bag_backward_per_sample_weights": [((grad, weights(), values, offsets), layout())],
+    }
+    return table[op]
+
+
+@pytest.mark.parametrize("op", registered())
+def test_opcheck(op: str) -> None:
+    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
+    for args, kwargs in samples(op):
+        torch.library.opcheck(getattr(ops, op).default, args, kwargs)
+
+
+def test_every_op_is_recorded() -> None:
+    """`python python_tests/test_opcheck.py` records new schemas."""
+    assert set(registered()) == set(json.loads(RECORDED.read_text()))
+
+
+@pytest.mark.parametrize(("op", "schema"), json.loads(RECORDED.read_text()).items())
+def test_schema_stays_compatible(op: str, schema: str) -> None:
+    """Whoever calls the recorded schema can call today's."""
+    now = torch._C.parse_schema(registered()[op])
+    assert now.is_backward_compatible_with(torch._C.parse_schema(schema)), (str(now), schema)
+
+
+def test_version_is_development() -> None:
+    """Schemas may change until 0.1.0; from then on this file's record binds."""
+    assert rk.__version__.startswith("0.1.0")
+
+
+STEPS = 20
+
+
+def _collection(optimizer) -> rk.EmbeddingBagCollection:
+    torch.manual_seed(0)
+    tables = [
+        rk.EmbeddingBagConfig(50, 6, name="a", feature_names=["f", "g"]),
+        rk.EmbeddingBagConfig(70, 20, name="b", feature_names=["h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+
+
+def _loss(collection, values, offsets, factors) -> torch.Tensor:
+    batch = rk.KeyedJaggedTensor(["f", "g", "h"], values, offsets=offsets, weights=factors)
+    return collection(batch).values().square().sum()
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1)], ids=str)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training(optimizer, backend: str) -> None:
+    """Compiled equals eager, bit for bit, over steps with new ids and a schedule; compiled once."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    step: Callable = torch.compile(_loss, backend=counter, fullgraph=True)
+    eager, compiled = _collection(optimizer), _collection(optimizer)
+    schedules = []
+    if optimizer is not None:
+        schedules = [torch.optim.lr_scheduler.StepLR(c.fused_optimizer, 1, 0.9) for c in (eager, compiled)]
+    offsets = torch.arange(0, 61, 2)
+    for _ in range(STEPS if backend == "aot_eager" else 4):
+        values, factors = torch.randint(0, 50, (60,)), torch.rand(60)
+        losses = []
+        for collection, loss in ((eager, _loss), (compiled, step)):
+            losses.append(loss(collection, values, offsets, factors))
+            losses[-1].backward()
+        torch.testing.assert_close(losses[0], losses[1])
+        for schedule in schedules:
+            schedule.optimizer.step()
+            schedule.step()
+    assert counter.frame_count == 1
+    for a, b in zip(eager.parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+        if optimizer is None:
+            torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_dynamic_batch() -> None:
+    """A second batch size recompiles once, with symbolic sizes; further ones never."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(_loss, backend=counter, fullgraph=True)
+    collection = _collection(rk.RowwiseAdagrad(lr=0.1))
+    for batch in (4, 7, 9, 12):
+        step(collection, torch.randint(0, 50, (6 * batch,)), torch.arange(0, 6 * batch + 1, 2), None).backward()
+    assert counter.frame_count <= 2
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(json.dumps(registered(), indent=1) + "\n")
+    sys.stdout.write(f"recorded {len(registered())} schemas in {RECORDED.name}\n")

@@ -1,0 +1,88 @@
+"""scale_rows and row_dot, the template op: reference, gradients, odd sizes, bad input. Copy this file for a new op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import rec_kernels as rk
+from rec_kernels import testing
+from rec_kernels.reference import scale_rows as reference
+
+SIZES = [(0, 4), (4, 0), (1, 1), (5, 3), (7, 15), (7, 16), (3, 17), (4, 64), (2, 127), (2, 128), (3, 129), (2, 1000)]
+ops = torch.ops.rec_kernels
+
+
+@pytest.mark.parametrize("isa", testing.cpu_isas())
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_matches_reference(size: tuple[int, int], isa: str) -> None:
+    """Bit for bit, on every instruction set."""
+    x, other, scale = torch.randn(size), torch.randn(size), torch.randn(size[0])
+    with testing.use_cpu_isa(isa):
+        assert torch.equal(rk.scale_rows(x, scale), reference.scale_rows(x, scale))
+        assert torch.equal(ops.row_dot(x, other), reference.row_dot(x, other))
+
+
+def test_gradients() -> None:
+    """Against torch's own autograd: the scale's gradient differs in the order of summation only."""
+    x, scale = torch.randn(6, 100, requires_grad=True), torch.randn(6, requires_grad=True)
+    weight = torch.randn(6, 100)
+    found = torch.autograd.grad((rk.scale_rows(x, scale) * weight).sum(), (x, scale))
+    expected = torch.autograd.grad((x * scale[:, None] * weight).sum(), (x, scale))
+    assert torch.equal(found[0], expected[0])
+    # 100 products of standard normals: each partial sum rounds by at most 2^-24 of its size.
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=100 * 2.0**-24 * 40)
+
+
+def test_second_gradients() -> None:
+    """The backward is made of differentiable ops."""
+    x, scale = torch.randn(3, 5, requires_grad=True), torch.randn(3, requires_grad=True)
+    (gx,) = torch.autograd.grad(rk.scale_rows(x, scale).square().sum(), x, create_graph=True)
+    (found,) = torch.autograd.grad(gx.sum(), scale)
+    torch.testing.assert_close(found, 4 * scale.detach() * x.detach().sum(1))
+
+
+def test_large_is_independent_of_threads() -> None:
+    """Enough rows for every thread to get some."""
+    x, scale = torch.randn(5000, 33), torch.randn(5000)
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append((rk.scale_rows(x, scale), ops.row_dot(x, x)))
+    finally:
+        torch.set_num_threads(threads)
+    for scaled, dots in results[1:]:
+        assert torch.equal(scaled, results[0][0])
+        assert torch.equal(dots, results[0][1])
+
+
+def test_strided_inputs_are_read_right() -> None:
+    """Non-contiguous arguments are accepted and mean what they say."""
+    x, scale = torch.randn(8, 12)[::2, 1::3], torch.randn(8)[::2]
+    assert torch.equal(rk.scale_rows(x, scale), x * scale[:, None])
+
+
+def test_nan_and_inf_propagate() -> None:
+    """Only in their own row."""
+    x = torch.ones(3, 4)
+    out = rk.scale_rows(x, torch.tensor([1.0, torch.nan, torch.inf]))
+    assert torch.equal(out[0], x[0])
+    assert out[1].isnan().all()
+    assert out[2].isinf().all()
+
+
+@pytest.mark.parametrize(
+    ("x", "scale", "message"),
+    [
+        (torch.ones(3), torch.ones(3), r"x must have 2 dimension\(s\), got shape \[3\]"),
+        (torch.ones(3, 2), torch.ones(2), r"scale must have shape \[3\], got \[2\]"),
+        (torch.ones(3, 2).double(), torch.ones(3), "x must be float32, got float64"),
+        (torch.ones(3, 2), torch.ones(3).half(), "scale must be float32, got float16"),
+    ],
+)
+def test_bad_input(x: torch.Tensor, scale: torch.Tensor, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        rk.scale_rows(x, scale)
