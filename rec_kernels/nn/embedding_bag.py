@@ -197,21 +197,31 @@ class EmbeddingBagCollection(nn.Module):
         for table, start in zip(self.tables, self._starts, strict=False):
             holder, size = self.embedding_bags[table.name], table.num_embeddings * table.embedding_dim
             view = self._weights[start : start + size].view(table.num_embeddings, table.embedding_dim)
+            grad = holder.weight.grad
             if torch._has_compatible_shallow_copy_type(holder.weight, view):
                 holder.weight.data = view
             else:
                 holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
+            if grad is not None and grad.device != view.device:
+                holder.weight.grad = grad.to(view.device)
             if self._sum is not None:
                 holder.register_buffer("sum", self._sum[row : row + table.num_embeddings])
             row += table.num_embeddings
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingBagCollection:
         # Moved, never cast: the flat tensors first, then the tables as views of them.
+        was_meta = self._weights.is_meta
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
-        self._token = torch.empty(0, device=self._weights.device, requires_grad=True)
+        device = self._weights.device
+        self._token = torch.empty(0, device=device, requires_grad=True)
+        if was_meta and not self._weights.is_meta:
+            # to_empty(): what no state_dict brings has to be made anew.
+            self._make_layout(device)
+            if self.optimizer is not None:
+                self.lr.fill_(self.optimizer.lr)
         self._tie_tables()
         if self._fused_optimizer is not None:
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)

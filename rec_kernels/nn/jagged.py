@@ -14,6 +14,12 @@ def _to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def _place(key: str, keys: list[str]) -> int:
+    if key not in keys:
+        raise KeyError(f"{key!r} is not among the keys {keys}")
+    return keys.index(key)
+
+
 class JaggedTensor:
     """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
 
@@ -107,7 +113,7 @@ class KeyedJaggedTensor:
         return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        i, batch = self._keys.index(key), self.stride()
+        i, batch = _place(key, self._keys), self.stride()
         offsets = self._offsets[i * batch : (i + 1) * batch + 1]
         first, last = int(offsets[0]), int(offsets[-1])
         weights = None if self._weights is None else self._weights[first:last]
@@ -176,7 +182,7 @@ class KeyedTensor:
         return self._lengths
 
     def __getitem__(self, key: str) -> Tensor:
-        i = self._keys.index(key)
+        i = _place(key, self._keys)
         start = sum(self._lengths[:i])
         return self._values[:, start : start + self._lengths[i]]
 

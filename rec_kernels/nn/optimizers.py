@@ -55,8 +55,9 @@ class _Group(dict):
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers.
 
-    ``param_groups[0]["lr"]`` is the 0-dim float32 tensor that the kernels read, so a scheduler (or an assignment of a
-    number) changes the learning rate without recompiling anything. ``step`` and ``zero_grad`` do nothing: the update happened in the backward.
+    ``param_groups[0]["lr"]`` is the 0-dim float32 tensor that the kernels read, so a scheduler, or the assignment of a
+    number, changes the learning rate without recompiling anything. ``step`` and ``zero_grad`` do nothing: the update
+    happened in the backward.
     """
 
     def __init__(self, tables: list[Tensor], lr: Tensor) -> None:

@@ -204,9 +204,11 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
     if not a.get("include_last_offset", True):
         offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
-    # The rows themselves are needed for one gradient only.
+    # The rows themselves are needed for one gradient only. The tables, whose memory is that of the weights, go with
+    # them because a change of theirs between forward and backward shows in their own version counters.
     wants_rows = op != "embedding_bag_fused" and factors is not None and factors.requires_grad
-    ctx.save_for_backward(values, offsets, factors, a["weights"] if wants_rows else None)
+    rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
+    ctx.save_for_backward(values, offsets, factors, *rows)
     ctx.layout = {name: a[name] for name in _LAYOUT}
     ctx.shape, ctx.names = a["weights"].shape, list(a)
     return a
@@ -232,7 +234,7 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _):
-    values, offsets, factors, weights = ctx.saved_tensors
+    values, offsets, factors, weights = ctx.saved_tensors[:4]
     arguments = (grad, ctx.shape, values, offsets, factors)
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.sparse:
@@ -257,7 +259,7 @@ def _setup_tables(ctx, inputs, output) -> None:
 
 
 def _backward_tables(ctx, grad: Tensor, _):
-    values, offsets, factors, weights = ctx.saved_tensors
+    values, offsets, factors, weights = ctx.saved_tensors[:4]
     arguments = (grad, ctx.shape, values, offsets, factors)
     shapes = ctx.table_shapes
     if ctx.sparse:
