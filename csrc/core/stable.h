@@ -41,8 +41,14 @@ void check_value(bool ok, const Parts&... parts) {
 
 inline const char* dtype_name(ScalarType t) {
   switch (t) {
+    case ScalarType::Bool:
+      return "bool";
     case ScalarType::Byte:
       return "uint8";
+    case ScalarType::Char:
+      return "int8";
+    case ScalarType::Short:
+      return "int16";
     case ScalarType::Int:
       return "int32";
     case ScalarType::Long:

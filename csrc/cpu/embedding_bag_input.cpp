@@ -11,7 +11,8 @@ Feature read_feature(const TableLayout& l, int64_t i, bool mean) {
 
 // A feature's table must lie inside `weights`: the kernels trust what passes here.
 void check_feature(const Feature& f, int64_t i, int64_t weights, int64_t output_column) {
-  check_value(f.embedding_dim >= 1, "embedding_dims[", i, "] = ", f.embedding_dim, " must be at least 1");
+  check_value(f.embedding_dim >= 1 && f.embedding_dim <= INT32_MAX, "embedding_dims[", i, "] = ", f.embedding_dim,
+              " must be in [1, 2^31)");
   check_value(f.num_embeddings >= 0, "num_embeddings[", i, "] = ", f.num_embeddings, " must not be negative");
   check_value(f.row_offset >= 0 && f.row_offset <= INT64_MAX - f.num_embeddings, "row_offsets[", i,
               "] = ", f.row_offset, " must be in [0, 2^63 - num_embeddings[", i, "])");

@@ -1,0 +1,360 @@
+"""What embedding_bag says to wrong arguments: name, value, place and allowed range; and nothing changes."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from embedding_bag_cases import make_case
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+FAMILY = [
+    "embedding_bag",
+    "embedding_bag_tables",
+    "embedding_bag_fused",
+    "embedding_bag_backward_fused_",
+    "embedding_bag_backward_dense",
+    "embedding_bag_backward_sparse",
+    "embedding_bag_backward_per_sample_weights",
+]
+INT64_MAX = torch.iinfo(torch.int64).max
+LAYOUT = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets"]
+
+
+def arguments() -> dict[str, object]:
+    """A good call of any op of the family, by argument name: features of 5, 3 and 5 rows, two bags each, 7 ids."""
+    case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
+    case.values.copy_(torch.tensor([4, 0, 1, 2, 3, 3, 4]))
+    layout = case.layout | {"row_offsets": torch.tensor([0, 5, 0])}  # embedding_bag_tables wants no unused row
+    return layout | {
+        "padding_idx": -1,
+        "weights": case.weights,
+        "weights_shape": [len(case.weights)],
+        "tables": case.split(case.weights),
+        "values": case.values,
+        "offsets": case.offsets,
+        "per_sample_weights": case.per_sample_weights,
+        "grad": case.grad,
+        "sum": torch.ones(8),
+        "step": torch.tensor(3),
+        "lr": torch.tensor(0.1),
+        "token": torch.empty(0, requires_grad=True),
+        "status": torch.tensor([INT64_MAX, 0]),
+        "grad_scale": torch.tensor(1.0),
+        "found_inf": torch.tensor(0.0),
+    }
+
+
+def call(op: str, given: dict[str, object]) -> object:
+    """Calls an op with those of the arguments that its schema has."""
+    names = [a.name for a in getattr(ops, op).default._schema.arguments]
+    return getattr(ops, op)(**{name: given[name] for name in names if name in given})
+
+
+def takers(name: str) -> list[str]:
+    """The ops that have an argument."""
+    return [op for op in FAMILY if name in [a.name for a in getattr(ops, op).default._schema.arguments]]
+
+
+def check_refused(op: str, changes: dict[str, object], error: type[Exception], message: str) -> None:
+    """The call raises, the message is the whole one, and nothing that an op could write has changed."""
+    given = arguments() | changes
+    written = {name: given[name] for name in ("weights", "sum", "step") if given.get(name) is not None}
+    before = {name: t.clone() for name, t in written.items() if not t.is_meta}
+    with pytest.raises(error, match=re.escape(message)):
+        call(op, given)
+    assert all(same_bits(written[name], t) for name, t in before.items())
+
+
+def test_the_call_to_be_spoilt_is_good() -> None:
+    """All of the family accept the arguments that the tests below change."""
+    for op in FAMILY:
+        call(op, arguments())
+
+
+def _ids(position: int, value: int) -> dict[str, object]:
+    values = arguments()["values"].clone()
+    values[position] = value
+    return {"values": values}
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "place"),
+    [
+        (0, 5, "values[0] = 5 (feature 0, bag 0) is out of range: ids of this feature must be in [0, 5)"),
+        (2, -1, "values[2] = -1 (feature 0, bag 1) is out of range: ids of this feature must be in [0, 5)"),
+        (3, 3, "values[3] = 3 (feature 1, bag 1) is out of range: ids of this feature must be in [0, 3)"),
+        (6, 2**40, f"values[6] = {2**40} (feature 2, bag 1) is out of range: ids of this feature must be in [0, 5)"),
+        (5, -(2**63), f"values[5] = {-(2**63)} (feature 2, bag 0) is out of range"),
+    ],
+)
+def test_id_out_of_range(position: int, value: int, place: str) -> None:
+    """IndexError with the id's position, value, feature, bag and range, from forward and backward alike."""
+    for op in FAMILY:
+        check_refused(op, _ids(position, value), IndexError, place)
+
+
+def test_first_bad_id_is_named() -> None:
+    """Of several, and however the work is split, the one with the smallest position."""
+    count = 40_000
+    values = torch.zeros(count, dtype=torch.int64)
+    values[[31_234, 7_777, 39_999]] = torch.tensor([-5, 9, 77])
+    offsets = torch.arange(0, count + 1, 4)
+    changes = {"values": values, "offsets": offsets, "weights": torch.zeros(9, 20)}
+    for threads in (1, 3):
+        with (
+            rk.testing.use_threads(threads),
+            pytest.raises(IndexError, match=r"values\[7777\] = 9 .feature 0, bag 1944"),
+        ):
+            ops.embedding_bag(**changes)
+        with (
+            rk.testing.use_threads(threads),
+            pytest.raises(IndexError, match=r"values\[7777\] = 9 .feature 0, bag 1944"),
+        ):
+            ops.embedding_bag_backward_dense(torch.ones(len(offsets) - 1, 20), [9, 20], values, offsets)
+
+
+@pytest.mark.parametrize("op", ["embedding_bag", "embedding_bag_backward_fused_", "embedding_bag_backward_sparse"])
+@pytest.mark.parametrize(
+    ("offsets", "place"),
+    [
+        ([0, 1, 3, 2, 4, 6, 7], "offsets[3] = 2 (feature 1, bag 0) is below the offset before it, 3"),
+        ([0, 1, 3, 3, 4, 6, 8], "offsets[6] = 8 (feature 2, bag 1) must be in [0, 7], the number of values"),
+        ([0, 99, 3, 3, 4, 6, 7], "offsets[1] = 99 (feature 0, bag 0) must be in [0, 7], the number of values"),
+        ([-1, 1, 3, 3, 4, 6, 7], "offsets[0] = -1 (feature 0, bag 0) must be in [0, 7], the number of values"),
+        ([8, 8, 8, 8, 8, 8, 8], "offsets[0] = 8 (feature 0, bag 0) must be in [0, 7], the number of values"),
+        ([0, 1, -3, 3, 4, 6, 7], "offsets[2] = -3 (feature 0, bag 1) is below the offset before it, 1"),
+    ],
+)
+@pytest.mark.parametrize("bounds_check", ["error", "ignore", "none"])
+def test_bad_offsets(op: str, offsets: list[int], place: str, bounds_check: str) -> None:
+    """Offsets are checked in every mode: ids outside values are never read."""
+    for dtype in (torch.int32, torch.int64):
+        changes = {"offsets": torch.tensor(offsets, dtype=dtype), "bounds_check": bounds_check}
+        check_refused(op, changes, ValueError, place)
+
+
+def test_first_bad_offset_is_named() -> None:
+    """Of several, and however the work is split, the first."""
+    values, offsets = torch.zeros(40_000, dtype=torch.int64), torch.arange(0, 40_001, 4)
+    offsets[[9_000, 4_321, 10_000]] = torch.tensor([5, 3, -1])
+    for threads in (1, 3):
+        with (
+            rk.testing.use_threads(threads),
+            pytest.raises(ValueError, match=r"offsets\[4321\] = 3 .feature 0, bag 4320"),
+        ):
+            ops.embedding_bag(torch.zeros(9, 20), values, offsets)
+
+
+def test_ignored_ids() -> None:
+    """Left out of sum, n and gradients, counted in status, and row 0 is not trained in their place."""
+    values, offsets = torch.tensor([1, 7, 2, -1, 9, 3]), torch.tensor([0, 3, 5, 6])
+    table, kept = torch.randn(4, 130), (torch.tensor([1, 2, 3]), torch.tensor([0, 2, 2, 3]))
+    for pooling in ("sum", "mean"):
+        options = {"pooling": pooling, "bounds_check": "ignore"}
+        output, status = ops.embedding_bag(table, values, offsets, **options)
+        assert same_bits(output, ops.embedding_bag(table, *kept, pooling=pooling)[0])
+        assert status.tolist() == [1, 3]
+        grad = torch.randn(3, 130)
+        dense = ops.embedding_bag_backward_dense(grad, [4, 130], values, offsets, **options)
+        assert same_bits(dense, ops.embedding_bag_backward_dense(grad, [4, 130], *kept, pooling=pooling))
+        factors = ops.embedding_bag_backward_per_sample_weights(grad, table, values, offsets, **options)
+        assert not factors[[1, 3, 4]].any()
+        results = []
+        for jagged in ((values, offsets), kept):
+            state = (table.clone(), torch.ones(4), torch.tensor(0))
+            ops.embedding_bag_backward_fused_(*state, torch.tensor(0.1), grad, *jagged, **options, status=status)
+            results.append(state)
+        assert all(map(same_bits, *results))
+        assert same_bits(results[0][0][0], table[0])
+
+
+def test_unchecked_ids() -> None:
+    """bounds_check="none" computes the same from good ids and reports nothing."""
+    given = arguments()
+    for op in FAMILY:
+        results = []
+        for mode in ("error", "none"):
+            mine = {name: t.clone() if name in ("weights", "sum", "step") else t for name, t in given.items()}
+            found = call(op, mine | {"bounds_check": mode})
+            found = (found,) if isinstance(found, torch.Tensor) else (found or ())
+            results.append([*found, mine["weights"], mine["sum"], mine["step"]])
+        assert all(map(same_bits, *results)), op
+
+
+BAD_ARGUMENTS = [
+    ("values", lambda t: t.float(), "values must be int32 or int64, got float32"),
+    ("values", lambda t: t[None], "values must have 1 dimension(s), got shape [1, 7]"),
+    ("offsets", lambda t: t.float(), "offsets must be int32 or int64, got float32"),
+    ("offsets", lambda t: t[:, None], "offsets must have 1 dimension(s), got shape [7, 1]"),
+    ("offsets", lambda t: t[:0], "offsets must have num_features * batch + 1 elements, got none"),
+    ("offsets", lambda t: t[:-1], "offsets must have num_features * batch + 1 elements, got 6 for 3 features"),
+    ("per_sample_weights", lambda t: t[1:], "per_sample_weights must have shape [7], got [6]"),
+    ("per_sample_weights", lambda t: t.double(), "per_sample_weights must be float32, got float64"),
+    ("weights", lambda t: t.half(), "weights must be float32, got float16"),
+    ("weights", lambda t: t[None], "weights must have 1 dimension(s), got shape [1, 176]"),
+    ("weights", lambda t: torch.stack([t, t], 1)[:, 0], "weights must be contiguous"),
+    ("weights_shape", lambda s: [*s, 1], "weights_shape must have 1 element(s), got 2"),
+    ("weights_shape", lambda s: [175], "does not fit in 175 weights"),
+    ("tables", lambda t: t[:1], "weights must have 80 elements, the tables one after the other"),
+    (
+        "tables",
+        lambda t: t[::-1],
+        "weight_offsets[0] = 0, row_offsets[0] = 0 (5 x 16) is the place of none of the tables",
+    ),
+    ("tables", lambda t: [t[0].reshape(-1), t[1]], "tables must have 2 dimension(s), got shape [80]"),
+    ("embedding_dims", lambda t: t[None], "embedding_dims must have 1 dimension(s), got shape [1, 3]"),
+    ("embedding_dims", lambda t: torch.tensor([0, 32, 16]), "embedding_dims[0] = 0 must be in [1, 2^31)"),
+    ("embedding_dims", lambda t: torch.tensor([16, 2**31, 16]), f"embedding_dims[1] = {2**31} must be in [1, 2^31)"),
+    ("num_embeddings", lambda t: torch.tensor([5, -1, 5]), "num_embeddings[1] = -1 must not be negative"),
+    (
+        "num_embeddings",
+        lambda t: torch.tensor([5, 4, 5]),
+        "table of feature 1 (4 x 32 at weight_offsets[1] = 80) does not",
+    ),
+    ("num_embeddings", lambda t: torch.tensor([5, 2**62, 5]), f"table of feature 1 ({2**62} x 32 at"),
+    ("row_offsets", lambda t: torch.tensor([0, -1, 0]), "row_offsets[1] = -1 must be in [0, 2^63 - num_embeddings[1])"),
+    ("row_offsets", lambda t: torch.tensor([0, INT64_MAX, 0]), f"row_offsets[1] = {INT64_MAX} must be in [0, 2^63"),
+    ("weight_offsets", lambda t: torch.tensor([0, -1, 0]), "weight_offsets[1] = -1 must be in [0, 176]"),
+    ("weight_offsets", lambda t: torch.tensor([0, 177, 0]), "weight_offsets[1] = 177 must be in [0, 176]"),
+    (
+        "weight_offsets",
+        lambda t: torch.tensor([0, 81, 0]),
+        "table of feature 1 (3 x 32 at weight_offsets[1] = 81) does",
+    ),
+    (
+        "output_offsets",
+        lambda t: torch.tensor([0, 17, 48]),
+        "output_offsets[1] = 17 must be 16, the sum of the embedding_d",
+    ),
+    ("output_dim", lambda n: 65, "output_dim = 65 must be 64, the sum of embedding_dims"),
+    ("mean", lambda t: t.long(), "mean must be bool, got int64"),
+    ("mean", lambda t: t[1:], "mean must have shape [3], got [2]"),
+    ("pooling", lambda _: "max", 'pooling must be "sum" or "mean", got "max"'),
+    ("bounds_check", lambda _: "warn", 'bounds_check must be "error", "ignore" or "none", got "warn"'),
+    ("grad", lambda t: t[:, 1:], "grad must have shape [2, 64], got [2, 63]"),
+    ("grad", lambda t: t[:1], "grad must have shape [2, 64], got [1, 64]"),
+    ("grad", lambda t: t.bfloat16(), "grad must be float32, got bfloat16"),
+    ("optimizer", lambda _: "adam", 'optimizer must be "sgd" or "rowwise_adagrad", got "adam"'),
+    ("optimizer", lambda _: "sgd", 'sum must be given for optimizer "rowwise_adagrad" and for no other'),
+    ("sum", lambda _: None, 'sum must be given for optimizer "rowwise_adagrad" and for no other'),
+    ("sum", lambda t: t[None], "sum must have 1 dimension(s), got shape [1, 8]"),
+    ("sum", lambda t: t.double(), "sum must be float32, got float64"),
+    ("sum", lambda t: torch.ones(8, 2)[:, 0], "sum must be contiguous"),
+    ("step", lambda t: t.int(), "step must be int64, got int32"),
+    ("step", lambda t: t[None], "step must have 0 dimension(s), got shape [1]"),
+    ("lr", lambda t: t.double(), "lr must be float32, got float64"),
+    ("lr", lambda t: t[None], "lr must have 0 dimension(s), got shape [1]"),
+    ("status", lambda t: t[:1], "status must have shape [2], got [1]"),
+    ("status", lambda t: t.int(), "status must be int64, got int32"),
+    ("grad_scale", lambda _: torch.ones(2), "grad_scale must have one element, got shape [2]"),
+    ("grad_scale", lambda t: t.double(), "grad_scale must be float32, got float64"),
+    ("found_inf", lambda t: t.bool(), "found_inf must be float32, got bool"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
+def test_bad_argument(name: str, change, message: str) -> None:
+    """ValueError from every op that takes the argument."""
+    assert takers(name)
+    for op in takers(name):
+        check_refused(op, {name: change(arguments().get(name))}, ValueError, message)
+
+
+@pytest.mark.parametrize("name", LAYOUT)
+def test_bad_layout_tensor(name: str) -> None:
+    """Missing, of the wrong length, dtype or layout in memory."""
+    good = arguments()[name]
+    missing = [] if name == "embedding_dims" else [(None, f"{name} is missing")]  # that one says if there is a layout
+    for bad, message in (
+        *missing,
+        (good[1:], "must have shape ["),
+        (good.int(), f"{name} must be int64, got int32"),
+        (torch.stack([good, good], 1)[:, 0], f"{name} must be contiguous"),
+    ):
+        for op in FAMILY:
+            check_refused(op, {name: bad}, ValueError, message)
+
+
+def test_short_state() -> None:
+    """State must reach the last row."""
+    message = "sum must have one element per row (8), got 7"
+    check_refused("embedding_bag_backward_fused_", {"sum": torch.ones(7)}, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"row_offsets": [0, 4, 0]}, "row_offsets[1] = 4 lies in the table of feature"),
+        ({"row_offsets": [0, 5, 1]}, "row_offsets[2] = 1 lies in the table of feature 0"),
+        (
+            {"weight_offsets": [0, 80, 16], "row_offsets": [0, 5, 8]},
+            "weight_offsets[2] = 16 lies in the table of feature 0",
+        ),
+        ({"weight_offsets": [0, 80, 0], "row_offsets": [0, 5, 8]}, "weight_offsets["),
+        ({"num_embeddings": [5, 3, 4]}, "lies in the table of feature"),
+    ],
+)
+def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None:
+    """Features share a whole table or nothing: two threads would otherwise write the same rows."""
+    changes = {name: torch.tensor(n) for name, n in changes.items()} | {"sum": torch.ones(13)}
+    for op in FAMILY:
+        if op.startswith("embedding_bag_backward") and op != "embedding_bag_backward_per_sample_weights":
+            check_refused(op, changes, ValueError, message)
+
+
+@pytest.mark.parametrize("op", FAMILY)
+def test_other_device(op: str) -> None:
+    """One tensor on the meta device, every one in turn: refused, not answered with memory that nobody wrote."""
+    given = arguments()
+    names = [a.name for a in getattr(ops, op).default._schema.arguments]
+    tensors = [n for n in names if isinstance(given.get(n), torch.Tensor)]
+    for name in tensors:
+        check_refused(op, {name: given[name].to("meta")}, ValueError, "same device")
+
+
+def test_strided_inputs_are_read_as_they_are() -> None:
+    """values, offsets, per_sample_weights and grad may be views of anything."""
+    given = arguments()
+    for name in ("values", "offsets", "per_sample_weights", "grad"):
+        strided = torch.stack([given[name], given[name] + 1], dim=-1)[..., 0]
+        assert not strided.is_contiguous()
+        for op in takers(name):
+            results = []
+            for argument in (given[name], strided):
+                mine = given | {n: given[n].clone() for n in ("weights", "sum", "step")} | {name: argument}
+                found = call(op, mine)
+                found = (found,) if isinstance(found, torch.Tensor) else (found or ())
+                results.append([*found, mine["weights"], mine["sum"], mine["step"]])
+            assert all(map(same_bits, *results)), (op, name)
+
+
+def test_layout_arguments_without_embedding_dims() -> None:
+    """A single table takes no layout."""
+    message = "embedding_dims is missing: other layout arguments mean nothing without it"
+    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, {"row_offsets": torch.zeros(1).long()}):
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag(torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1]), **extra)
+
+
+def test_table_without_columns() -> None:
+    """D = 0 is refused; E = 0 is not, as long as no id wants a row."""
+    with pytest.raises(ValueError, match=r"weights must have at least one column, got shape \[3, 0\]"):
+        ops.embedding_bag(torch.ones(3, 0), torch.tensor([1]), torch.tensor([0, 1]))
+    nothing = torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(ops.embedding_bag(torch.ones(0, 4), nothing, torch.tensor([0, 0]))[0], torch.zeros(1, 4))
+    with pytest.raises(IndexError, match=r"values\[0\] = 0 .*must be in \[0, 0\)"):
+        ops.embedding_bag(torch.ones(0, 4), torch.tensor([0]), torch.tensor([0, 1]))
+
+
+def test_sparse_gradient_of_flat_weights() -> None:
+    """There is no such thing; embedding_bag_tables has one per table."""
+    given = arguments()
+    weights = given["weights"].clone().requires_grad_()
+    output, _ = call("embedding_bag", given | {"weights": weights, "sparse": True})
+    with pytest.raises(ValueError, match="use embedding_bag_tables"):
+        output.sum().backward()

@@ -1,0 +1,121 @@
+"""torch.compile of rk.embedding_bag in one graph: equal to eager, and compiled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rec_kernels as rk
+from rec_kernels.testing import jagged_batch, same_bits
+
+ROWS, DIM = 30, 12
+
+
+def _pooled(weight: Tensor, factors: Tensor | None, arguments: dict) -> Tensor:
+    return rk.embedding_bag(weight=weight, per_sample_weights=factors, **arguments)
+
+
+def _compiled(function: Callable, backend: str = "aot_eager", **options) -> tuple[Callable, CompileCounterWithBackend]:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, backend=counter, fullgraph=True, **options), counter
+
+
+def _arguments(batch: int, seed: int, *, last: bool = True) -> dict:
+    """Bags of five ids each: only the ids differ from seed to seed."""
+    values, offsets = torch.randint(ROWS, (5 * batch,)), torch.arange(0, 5 * batch + 1, 5)
+    values = (values + seed) % ROWS
+    return {"input": values, "offsets": offsets if last else offsets[:-1], "include_last_offset": last, "mode": "sum"}
+
+
+CALLS = {
+    "starts only": lambda: _arguments(6, 0, last=False),
+    "mean": lambda: _arguments(6, 0) | {"mode": "mean", "padding_idx": -2},
+    "2-D": lambda: {"input": torch.randint(ROWS, (6, 4)), "mode": "sum"},
+    "weighted": lambda: _arguments(6, 0) | {"weighted": True},
+    "jagged": lambda: dict(
+        zip(("input", "offsets"), jagged_batch([ROWS], 9, seed=1), strict=True), mode="sum", include_last_offset=True
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_equal_to_eager(name: str, backend: str) -> None:
+    """Output and all gradients, bit for bit; the gradient arrives as a constant, so that nothing else is rounded."""
+    if backend == "inductor" and name not in ("weighted", "jagged"):
+        pytest.skip("one call with and one without weights is enough to compile with inductor")
+    arguments = CALLS[name]()
+    weight = torch.randn(ROWS, DIM)
+    factors = torch.randn(arguments["input"].shape) if arguments.pop("weighted", False) else None
+    compiled, counter = _compiled(_pooled, backend)
+    results = []
+    for function in (_pooled, compiled):
+        mine = [None if t is None else t.clone().requires_grad_() for t in (weight, factors)]
+        output = function(*mine, arguments)
+        output.backward(torch.arange(output.numel(), dtype=torch.float32).view(output.shape))
+        results.append([output, *(t.grad for t in mine if t is not None)])
+    assert counter.frame_count == 1
+    assert all(map(same_bits, *results))
+
+
+def test_inference() -> None:
+    """Under no_grad too, where the eager function takes a shorter way."""
+    compiled, counter = _compiled(_pooled)
+    weight, arguments = torch.randn(ROWS, DIM), _arguments(6, 0)
+    with torch.no_grad():
+        assert same_bits(compiled(weight, None, arguments), _pooled(weight, None, arguments))
+    assert counter.frame_count == 1
+
+
+def test_fifty_steps_one_compilation() -> None:
+    """Ids, weights and learning rate change from step to step; the graph does not."""
+
+    def loss(weight: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
+        return rk.embedding_bag(values, weight, offsets, mode="sum", include_last_offset=True).square().sum()
+
+    compiled, counter = _compiled(loss)
+    weights = [torch.nn.Parameter(torch.full((ROWS, DIM), 0.1)) for _ in range(2)]
+    optimizers = [torch.optim.SGD([w], lr=0.01) for w in weights]
+    for step in range(50):
+        arguments = _arguments(6, step)
+        for function, weight, optimizer in zip((loss, compiled), weights, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"] = 0.01 / (1 + step)
+            optimizer.zero_grad()
+            function(weight, arguments["input"], arguments["offsets"]).backward()
+            optimizer.step()
+    assert counter.frame_count == 1
+    assert same_bits(*(w.detach() for w in weights))
+
+
+def test_dynamic_sizes() -> None:
+    """Another batch size and another number of ids compile once more, with symbols; then no more."""
+    compiled, counter = _compiled(_pooled)
+    weight = torch.randn(ROWS, DIM)
+    for batch in (4, 7, 9, 12, 33):
+        arguments = _arguments(batch, 0)
+        assert same_bits(compiled(weight, None, arguments), _pooled(weight, None, arguments))
+    assert counter.frame_count <= 2
+
+
+def test_compiled_errors() -> None:
+    """A compiled call raises what the eager one raises."""
+    compiled, _ = _compiled(_pooled)
+    arguments = _arguments(2, 0)
+    arguments["input"][7] = ROWS
+    with pytest.raises(IndexError, match=r"values\[7\] = 30 \(feature 0, bag 1\)"):
+        compiled(torch.randn(ROWS, DIM), None, arguments)
+
+
+def test_features_in_another_order() -> None:
+    """A collection compiles in one graph when the batch brings its features, in its order."""
+    tables = [rk.EmbeddingBagConfig(ROWS, DIM, name="t", feature_names=["f", "g"])]
+    collection = rk.EmbeddingBagCollection(tables)
+    compiled, counter = _compiled(lambda kjt: collection(kjt).values())
+    kjt = rk.KeyedJaggedTensor(["f", "g"], torch.arange(6), lengths=torch.tensor([1, 2, 0, 3]))
+    assert same_bits(compiled(kjt), collection(kjt).values())
+    assert counter.frame_count == 1

@@ -1,0 +1,232 @@
+"""rk.embedding_bag in place of torch.nn.functional.embedding_bag: the same arguments, results and gradients."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import rec_kernels as rk
+from rec_kernels.testing import assert_same_sum, jagged_batch, same_bits, use_threads
+
+ROWS, DIM, BATCH = 40, 37, 24
+LONGEST = 16
+
+
+def _input(kind: str, dtype: torch.dtype = torch.int64) -> dict[str, Tensor | bool]:
+    """input, offsets and include_last_offset: bags of up to 16 ids, some empty; or 2-D without offsets."""
+    if kind == "2-D":
+        return {"input": torch.randint(ROWS, (BATCH, 5)).to(dtype)}
+    values, offsets = jagged_batch([ROWS], BATCH, mean_length=LONGEST / 2, ids="zipf", seed=3)
+    last = kind == "include_last_offset"
+    return {
+        "input": values.to(dtype),
+        "offsets": (offsets if last else offsets[:-1]).to(dtype),
+        "include_last_offset": last,
+    }
+
+
+def _call(function, arguments: dict, weight: Tensor, factors: Tensor | None) -> Tensor:
+    # torch takes its tensors by position in the order that both have.
+    rest = {k: v for k, v in arguments.items() if k != "input"}
+    return function(arguments["input"], weight, **rest, per_sample_weights=factors)
+
+
+COMBINATIONS = [
+    (kind, mode, weighted, padding, sparse)
+    for kind, mode, weighted, padding, sparse in itertools.product(
+        ["offsets", "include_last_offset", "2-D"], ["sum", "mean"], [False, True], [None, 3, -4], [False, True]
+    )
+    if not (weighted and mode == "mean")  # torch refuses it
+]
+
+
+@pytest.mark.parametrize(("kind", "mode", "weighted", "padding", "sparse"), COMBINATIONS)
+def test_every_combination(kind: str, mode: str, weighted: bool, padding: int | None, sparse: bool) -> None:
+    """Output, gradient of weight (dense or sparse) and of per_sample_weights, within the rounding of the sums."""
+    arguments = _input(kind) | {"mode": mode, "padding_idx": padding, "sparse": sparse}
+    weight = torch.randn(ROWS, DIM)
+    factors = torch.randn(arguments["input"].shape) if weighted else None
+    grad = torch.randn(BATCH, DIM)
+    results = []
+    for function, to in ((rk.embedding_bag, torch.float32), (F.embedding_bag, torch.float64)):
+        mine = weight.detach().to(to).requires_grad_()
+        by = None if factors is None else factors.detach().to(to).requires_grad_()
+        # The sparse gradient of torch knows neither padding_idx nor float64 everywhere; its dense one is the measure.
+        output = _call(function, arguments | {"sparse": sparse and to == torch.float32}, mine, by)
+        output.backward(grad.to(to))
+        assert mine.grad.is_sparse == (sparse and to == torch.float32)
+        results.append([output, mine.grad.to_dense(), None if by is None else by.grad])
+    magnitude = weight.double().abs().requires_grad_()
+    by = None if factors is None else factors.double().abs().requires_grad_()
+    output = _call(F.embedding_bag, arguments | {"sparse": False}, magnitude, by)
+    output.backward(grad.double().abs())
+    (found, expected), terms = results, LONGEST + 3
+    assert_same_sum(found[0], expected[0], output, terms)
+    assert_same_sum(found[1], expected[1], magnitude.grad, terms=arguments["input"].numel() + 3)
+    if by is not None:
+        assert_same_sum(found[2], expected[2], by.grad, terms=DIM)
+
+
+@pytest.mark.parametrize("kind", ["offsets", "2-D"])
+def test_sparse_gradient_is_coalesced(kind: str) -> None:
+    """Each row once, in ascending order: nothing is left to do for whoever uses it."""
+    arguments, weight = _input(kind), torch.randn(ROWS, DIM, requires_grad=True)
+    (grad,) = torch.autograd.grad(_call(rk.embedding_bag, arguments | {"sparse": True}, weight, None).sum(), weight)
+    assert grad.is_coalesced()
+    assert torch.equal(grad.indices()[0], arguments["input"].unique())
+    assert grad.shape == weight.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kind", ["offsets", "include_last_offset", "2-D"])
+def test_integer_widths(kind: str, dtype: torch.dtype) -> None:
+    """int32 and int64 give the same bits, also mixed (torch wants both alike)."""
+    weight, arguments = torch.randn(ROWS, DIM), _input(kind)
+    expected = _call(rk.embedding_bag, arguments, weight, None)
+    arguments["input"] = arguments["input"].to(dtype)
+    assert same_bits(_call(rk.embedding_bag, arguments, weight, None), expected)
+
+
+def test_weighted_mean() -> None:
+    """What torch refuses: the weighted sum, divided by the number of ids."""
+    arguments, weight = _input("include_last_offset"), torch.randn(ROWS, DIM)
+    factors = torch.randn(len(arguments["input"]))
+    found = _call(rk.embedding_bag, arguments | {"mode": "mean"}, weight, factors)
+    counts = arguments["offsets"].diff().clamp(min=1)[:, None]
+    assert same_bits(found, _call(rk.embedding_bag, arguments | {"mode": "sum"}, weight, factors) / counts)
+
+
+def test_signature_is_torchs() -> None:
+    """The same names in the same order with the same defaults; what is ours alone comes by name only."""
+    ours, theirs = (inspect.signature(f).parameters.values() for f in (rk.embedding_bag, F.embedding_bag))
+    positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in theirs]
+
+
+def test_gradcheck_of_the_function_that_is_computed() -> None:
+    """The gradients are those of a double-precision embedding_bag that passes torch's numerical check."""
+    values, offsets = torch.tensor([1, 0, 2, 2, 1]), torch.tensor([0, 2, 2, 5])
+    # Small integers: every sum is exact in float32, whatever its order.
+    weight, factors, grad = (torch.randint(-8, 9, shape).double() for shape in ((3, 4), (5,), (3, 4)))
+    exact = weight.requires_grad_(), factors.requires_grad_()
+
+    def pooled(w: Tensor, f: Tensor) -> Tensor:
+        bags = torch.repeat_interleave(torch.arange(3), offsets.diff())
+        return torch.zeros(3, 4, dtype=w.dtype).index_add(0, bags, w[values] * f[:, None])
+
+    assert torch.autograd.gradcheck(pooled, exact)
+    expected = torch.autograd.grad(pooled(*exact), exact, grad)
+    weight, factors = ours = [t.detach().float().requires_grad_() for t in exact]
+    output = rk.embedding_bag(values, weight, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True)
+    found = torch.autograd.grad(output, ours, grad.float())
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b.float())
+
+
+def test_expanded_and_transposed_gradients() -> None:
+    """out.sum() hands back an expanded gradient, a transpose a strided one."""
+    arguments = _input("offsets") | {"mode": "sum"}
+    for use, grad in (
+        (lambda out: out.sum(), torch.ones(BATCH, DIM)),
+        (lambda out: (out.t() * torch.arange(BATCH)).sum(), torch.arange(float(BATCH))[:, None].expand(BATCH, DIM)),
+    ):
+        for sparse in (False, True):
+            weight = torch.randn(ROWS, DIM, requires_grad=True)
+            use(_call(rk.embedding_bag, arguments | {"sparse": sparse}, weight, None)).backward()
+            other = weight.detach().clone().requires_grad_()
+            _call(rk.embedding_bag, arguments, other, None).backward(grad.contiguous())
+            assert same_bits(weight.grad.to_dense(), other.grad)
+
+
+def test_sparse_gradient_trains() -> None:
+    """torch.optim.SparseAdam takes it; rows that no bag names stay."""
+    arguments = _input("offsets") | {"mode": "sum", "sparse": True}
+    weight = torch.nn.Parameter(torch.randn(ROWS + 1, DIM))
+    before = weight.detach().clone()
+    optimizer = torch.optim.SparseAdam([weight])
+    _call(rk.embedding_bag, arguments, weight, None).square().sum().backward()
+    optimizer.step()
+    touched = torch.zeros(ROWS + 1, dtype=torch.bool).index_fill(0, arguments["input"], True)
+    assert same_bits(weight.detach()[~touched], before[~touched])
+    assert (weight.detach() != before)[touched].any(dim=1).all()
+
+
+def test_no_second_derivative() -> None:
+    """Refused, as torch does, rather than taken for zero."""
+    weight = torch.randn(ROWS, DIM, requires_grad=True)
+    output = _call(rk.embedding_bag, _input("offsets"), weight, None)
+    (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_only_wanted_gradients() -> None:
+    """A frozen table with trained weights, and the other way round."""
+    arguments = _input("offsets") | {"mode": "sum"}
+    count = len(arguments["input"])
+    for trained in (0, 1):
+        tensors = [torch.randn(ROWS, DIM), torch.randn(count)]
+        both = [t.clone().requires_grad_() for t in tensors]
+        tensors[trained].requires_grad_()
+        for pair in (tensors, both):
+            _call(rk.embedding_bag, arguments, *pair).sum().backward()
+        assert tensors[1 - trained].grad is None
+        assert same_bits(tensors[trained].grad, both[trained].grad)
+
+
+def test_changed_table_is_noticed() -> None:
+    """A table that is needed for a gradient and changed before the backward: an error, as for torch's own ops."""
+    weight, factors = torch.randn(ROWS, DIM, requires_grad=True), torch.randn(BATCH, 5, requires_grad=True)
+    output = _call(rk.embedding_bag, _input("2-D") | {"mode": "sum"}, weight, factors)
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_runs_are_repeatable() -> None:
+    """Dense gradients of a hot table: the same bits with 1 and with 3 threads."""
+    values, offsets = jagged_batch([ROWS], 2000, hot=0.5, seed=1)
+    weight, grads = torch.randn(ROWS, DIM), []
+    for threads in (1, 3):
+        with use_threads(threads):
+            mine = weight.clone().requires_grad_()
+            rk.embedding_bag(values, mine, offsets, mode="sum", include_last_offset=True).square().sum().backward()
+            grads.append(mine.grad)
+    assert same_bits(*grads)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"max_norm": 1.0}, NotImplementedError, "max_norm"),
+        ({"norm_type": 1.0}, NotImplementedError, "norm_type"),
+        ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq"),
+        ({"format": "int8"}, NotImplementedError, "format"),
+        ({"embedding_dim": 4}, NotImplementedError, "embedding_dim"),
+        ({"output_dtype": torch.float16}, NotImplementedError, "output_dtype"),
+        ({"mode": "max"}, ValueError, "mode must be 'sum' or 'mean', got 'max'"),
+        ({"offsets": None}, ValueError, "offsets must be given"),
+        ({"padding_idx": ROWS}, ValueError, r"padding_idx = 40 must be in \[-40, 40\)"),
+        ({"padding_idx": -ROWS - 1}, ValueError, r"padding_idx = -41 must be in \[-40, 40\)"),
+        ({"input": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "offsets must be None"),
+        ({"input": torch.tensor(1)}, ValueError, "1 dimension"),
+        ({"weight": torch.zeros(3)}, ValueError, "weights must have 2 dimension"),
+    ],
+)
+def test_refused(options: dict, error: type[Exception], message: str) -> None:
+    """What torch offers and this package does not, and what neither does."""
+    arguments = _input("offsets") | {"weight": torch.randn(ROWS, DIM)} | options
+    with pytest.raises(error, match=message):
+        rk.embedding_bag(**arguments)
+
+
+def test_refused_2d_weights() -> None:
+    """per_sample_weights of another shape than the ids."""
+    with pytest.raises(ValueError, match=r"per_sample_weights must have input's shape \[24, 5\], got \[120\]"):
+        rk.embedding_bag(_input("2-D")["input"], torch.randn(ROWS, DIM), per_sample_weights=torch.ones(BATCH * 5))
