@@ -60,6 +60,14 @@ inline int64_t workers_for(int64_t items, int64_t grain) {
   return useful < 1 ? 1 : (useful < threads ? useful : threads);
 }
 
+// How many pieces to cut work of `cost` into, each of at least `least`. Few, because a piece starts with nothing
+// prefetched; more than one per worker, so that a slow one does not keep the others waiting.
+inline int64_t pieces_for(int64_t cost, int64_t least, int64_t workers) {
+  constexpr int64_t kPiecesPerWorker = 16;
+  const int64_t pieces = 1 + cost / least;
+  return pieces < kPiecesPerWorker * workers ? pieces : kPiecesPerWorker * workers;
+}
+
 // body(begin, end, worker) over [0, items) in pieces of `piece`, handed out as workers come free: pieces cost unequal
 // time (long bags, cold rows). What is computed must not depend on who computes it.
 template <class Body>

@@ -8,8 +8,7 @@
 namespace rec_kernels {
 namespace {
 
-// Floats read per piece of work and, at least, per worker: a piece is large beside the cost of fetching it (one atomic
-// add), small enough that a long bag in one piece leaves the others balanced.
+// Floats read per piece of work, at the least: large beside the cost of fetching a piece (one atomic add).
 constexpr int64_t kPieceFloats = 32768;
 
 struct Split {
@@ -19,8 +18,8 @@ struct Split {
 
 Split split_work(const BagInput& in) {
   const int64_t floats = in.bags.num_ids * in.max_dim + in.num_bags * 16;
-  const int64_t pieces = 1 + floats / kPieceFloats;
-  return {ceil_div(in.num_bags, pieces), workers_for(pieces, 1)};
+  const int64_t workers = workers_for(1 + floats / kPieceFloats, 1);
+  return {ceil_div(in.num_bags, pieces_for(floats, kPieceFloats, workers)), workers};
 }
 
 // Runs body(begin, end, &bounds) over all bags and returns the bounds of all workers.

@@ -224,7 +224,8 @@ void finish_all(const BagInput& in, const Occurrences& o, RunArgs args, const Ro
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
   const int64_t runs = o.sort.num_runs, floats = runs ? o.sort.starts[runs] * in.max_dim + runs * 16 : 0;
-  const int64_t pieces = 1 + floats / kPieceFloats, workers = workers_for(pieces, 1);
+  const int64_t workers = workers_for(1 + floats / kPieceFloats, 1);
+  const int64_t pieces = pieces_for(floats, kPieceFloats, workers);
   const int64_t row = (in.max_dim + 63) / 64 * 64;
   std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(workers * row)]);
   parallel_pieces(runs, ceil_div(runs, pieces), workers, [&](int64_t begin, int64_t end, int64_t worker) {

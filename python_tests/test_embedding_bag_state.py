@@ -1,0 +1,225 @@
+"""EmbeddingBagCollection's state: learning rate, copies, devices, gradients that move along, keys."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
+
+
+def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
+    """Tables of 5 x 3 and 4 x 20, so that the first one is padded in the flat tensor."""
+    torch.manual_seed(1)
+    tables = [
+        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
+        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def batch(weights: torch.Tensor | None = None) -> rk.KeyedJaggedTensor:
+    """Two samples of three features."""
+    values, lengths = torch.tensor([4, 0, 4, 3, 3, 1, 0]), torch.tensor([2, 1, 0, 1, 2, 1])
+    return rk.KeyedJaggedTensor(["f", "g", "h"], values, lengths=lengths, weights=weights)
+
+
+def step(collection: rk.EmbeddingBagCollection) -> None:
+    """One backward of a loss that is not linear."""
+    collection(batch()).values().square().sum().backward()
+
+
+def set_directly(collection: rk.EmbeddingBagCollection) -> None:
+    """What many training loops do."""
+    for group in collection.fused_optimizer.param_groups:
+        group["lr"] = 0.125
+
+
+def load(collection: rk.EmbeddingBagCollection) -> None:
+    """From a checkpoint of another fused optimizer."""
+    other = make(rk.SGD(lr=0.125))
+    collection.fused_optimizer.load_state_dict(copy.deepcopy(other.fused_optimizer.state_dict()))
+
+
+def schedule(collection: rk.EmbeddingBagCollection) -> None:
+    """A scheduler, after loading."""
+    load(collection)
+    decay = torch.optim.lr_scheduler.LambdaLR(collection.fused_optimizer, lambda epoch: 1.0 if epoch else 4.0)
+    assert collection.lr.item() == 0.5
+    collection.fused_optimizer.step()
+    decay.step()
+
+
+def scale(collection: rk.EmbeddingBagCollection) -> None:
+    """In place."""
+    for group in collection.fused_optimizer.param_groups:
+        group["lr"] *= 0.25
+
+
+@pytest.mark.parametrize("change", [set_directly, load, schedule, scale])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_learning_rate(optimizer, change) -> None:
+    """However it is set, the next update uses it."""
+    collection = make(optimizer)
+    lr = collection.lr
+    change(collection)
+    assert collection.fused_optimizer.param_groups[0]["lr"] is collection.lr is lr
+    assert lr.item() == 0.125
+    expected = make(type(optimizer)(lr=0.125))
+    step(collection)
+    step(expected)
+    assert same_bits(collection._weights, expected._weights)
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+def test_copies_have_an_optimizer_of_their_own(other) -> None:
+    """Its parameters and learning rate are the copy's."""
+    collection = make(rk.SGD(lr=0.5))
+    copied = other(collection)
+    copied.fused_optimizer.param_groups[0]["lr"] = 0.25
+    assert (collection.lr.item(), copied.lr.item()) == (0.5, 0.25)
+    assert copied.fused_optimizer.param_groups[0]["params"][0] is copied.embedding_bags["a"].weight
+    before = collection._weights.clone()
+    step(copied)
+    assert same_bits(collection._weights, before)
+    assert not same_bits(copied._weights, before)
+
+
+def test_conversions_keep_the_optimizer() -> None:
+    """Moves and casts that change nothing leave scheduler and collection connected."""
+    collection = make(rk.SGD(lr=0.5))
+    collection.to("cpu").half().bfloat16().double()
+    assert collection.lr.dtype == torch.float32
+    assert collection.fused_optimizer.param_groups[0]["lr"] is collection.lr
+    params = collection.fused_optimizer.param_groups[0]["params"]
+    assert all(a is b for a, b in zip(params, collection.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_from_the_meta_device(optimizer) -> None:
+    """Built without memory, then to_empty() and load_state_dict(): as if it had been built in place."""
+    trained = make(optimizer)
+    step(trained)
+    late = make(optimizer, device="meta").to_empty(device="cpu")
+    late.load_state_dict(trained.state_dict())
+    assert late.lr.item() == 0.5
+    for collection in (trained, late):
+        step(collection)
+    for name, value in trained.state_dict().items():
+        assert same_bits(late.state_dict()[name], value), name
+
+
+def test_gradients_move_with_their_tables() -> None:
+    """As torch's own modules' do."""
+    collection = make()
+    step(collection)
+    collection.to("meta")
+    assert all(p.grad.is_meta and p.grad.shape == p.shape for p in collection.parameters())
+
+
+def test_load_checks_names_and_shapes() -> None:
+    """What does not fit raises, as in any module."""
+    collection, state = make(rk.RowwiseAdagrad()), make(rk.RowwiseAdagrad()).state_dict()
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.b\.sum"):
+        collection.load_state_dict({k: v for k, v in state.items() if k != "embedding_bags.b.sum"})
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        collection.load_state_dict(state | {"embedding_bags.a.weight": torch.zeros(6, 3)})
+
+
+def test_assigned_weights_are_cast_and_tied() -> None:
+    """load_state_dict(assign=True) of another dtype: the tables stay float32 views of the flat tensor."""
+    collection, state = make(), {k: v.double() * 2 for k, v in make().state_dict().items()}
+    collection.load_state_dict(state, assign=True)
+    for name in ("a", "b"):
+        weight = collection.embedding_bags[name].weight
+        assert weight.dtype == torch.float32
+        assert weight.requires_grad
+        assert same_bits(weight.detach(), state[f"embedding_bags.{name}.weight"].float())
+        assert weight.untyped_storage().data_ptr() == collection._weights.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
+def test_gradient_of_weights_in_the_batch(optimizer) -> None:
+    """Per-sample weights of a batch may be learned too; their gradient is of the rows before the update."""
+    factors = [torch.rand(7).requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        factors[1].copy_(factors[0])
+    for collection, mine in ((make(), factors[0]), (make(optimizer), factors[1])):
+        collection(batch(mine)).values().square().sum().backward()
+    assert factors[0].grad.abs().min() > 0
+    assert same_bits(factors[1].grad, factors[0].grad)
+
+
+def test_changed_tables_are_noticed() -> None:
+    """A table that is changed between forward and a backward that needs its rows: an error, not a wrong gradient."""
+    collection, factors = make(), torch.rand(7, requires_grad=True)
+    output = collection(batch(factors)).values()
+    with torch.no_grad():
+        collection.embedding_bags["a"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+
+
+def test_sparse_gradients_of_tables() -> None:
+    """The op behind optimizer=None can also give one coalesced sparse gradient per table, with the dense one's bits."""
+    collection, grads = make(), {}
+    tables = list(collection.parameters())
+    for sparse in (False, True):
+        output, _ = torch.ops.rec_kernels.embedding_bag_tables(
+            collection._weights,
+            tables,
+            batch().values(),
+            batch().offsets(),
+            weight_offsets=collection._weight_offsets,
+            row_offsets=collection._row_offsets,
+            num_embeddings=collection._num_embeddings,
+            embedding_dims=collection._embedding_dims,
+            output_offsets=collection._output_offsets,
+            mean=collection._mean,
+            output_dim=43,
+            sparse=sparse,
+        )
+        grads[sparse] = torch.autograd.grad(output.square().sum(), tables)
+    for dense, sparse in zip(grads[False], grads[True], strict=True):
+        assert sparse.is_coalesced()
+        assert same_bits(sparse.to_dense(), dense)
+
+
+@pytest.mark.parametrize("optimizer", [None, *OPTIMIZERS], ids=str)
+def test_no_tables(optimizer) -> None:
+    """A collection of nothing: empty output, whatever else the batch holds."""
+    none = rk.KeyedJaggedTensor([], torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64))
+    collection = rk.EmbeddingBagCollection([], optimizer=optimizer)
+    assert collection(none).values().shape == (0, 0)
+    assert collection(batch()).values().shape == (0, 0)
+    assert collection.memory_report() == []
+
+
+def test_unknown_keys() -> None:
+    """KeyError with the keys that there are, from every keyed container."""
+    for keyed in (batch(), make()(batch())):
+        with pytest.raises(KeyError, match=r"'x' is not among the keys \['f', 'g', 'h'\]"):
+            keyed["x"]
+
+
+def test_select_keys() -> None:
+    """Any order and repetition, with weights; both integer widths; no copy where nothing is to do."""
+    from rec_kernels.nn.jagged import select_keys
+
+    given = batch(torch.arange(7.0))
+    assert select_keys(given, ["f", "g", "h"])[0] is given.values()
+    for dtype in (torch.int32, torch.int64):
+        narrow = rk.KeyedJaggedTensor(
+            given.keys(), given.values().to(dtype), offsets=given.offsets().to(dtype), weights=given.weights_or_none()
+        )
+        values, offsets, weights = select_keys(narrow, ["h", "f", "h"])
+        assert values.dtype == offsets.dtype == dtype
+        assert values.tolist() == [3, 1, 0, 4, 0, 4, 3, 1, 0]
+        assert offsets.tolist() == [0, 2, 3, 5, 6, 8, 9]
+        assert weights.tolist() == [4, 5, 6, 0, 1, 2, 4, 5, 6]
