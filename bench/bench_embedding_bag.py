@@ -15,7 +15,8 @@ from bench.limits import Limits
 from bench.shapes import BATCHES, WORKLOADS, Workload
 
 IMPLEMENTATIONS = [*peers.available(), "limit"]
-WARMUP = 3
+# The first calls after the tables were built are slower: threads wake, memory settles.
+WARMUP = 10
 
 
 class Subject:
