@@ -8,8 +8,7 @@ import pytest
 import torch
 from embedding_bag_cases import make_case
 
-import rec_kernels as rk
-from rec_kernels.testing import same_bits
+from rec_kernels.testing import same_bits, use_threads
 
 ops = torch.ops.rec_kernels
 FAMILY = [
@@ -107,12 +106,12 @@ def test_first_bad_id_is_named() -> None:
     changes = {"values": values, "offsets": offsets, "weights": torch.zeros(9, 20)}
     for threads in (1, 3):
         with (
-            rk.testing.use_threads(threads),
+            use_threads(threads),
             pytest.raises(IndexError, match=r"values\[7777\] = 9 .feature 0, bag 1944"),
         ):
             ops.embedding_bag(**changes)
         with (
-            rk.testing.use_threads(threads),
+            use_threads(threads),
             pytest.raises(IndexError, match=r"values\[7777\] = 9 .feature 0, bag 1944"),
         ):
             ops.embedding_bag_backward_dense(torch.ones(len(offsets) - 1, 20), [9, 20], values, offsets)
@@ -144,7 +143,7 @@ def test_first_bad_offset_is_named() -> None:
     offsets[[9_000, 4_321, 10_000]] = torch.tensor([5, 3, -1])
     for threads in (1, 3):
         with (
-            rk.testing.use_threads(threads),
+            use_threads(threads),
             pytest.raises(ValueError, match=r"offsets\[4321\] = 3 .feature 0, bag 4320"),
         ):
             ops.embedding_bag(torch.zeros(9, 20), values, offsets)

@@ -30,8 +30,8 @@ def test_gradients() -> None:
     found = torch.autograd.grad((rk.scale_rows(x, scale) * weight).sum(), (x, scale))
     expected = torch.autograd.grad((x * scale[:, None] * weight).sum(), (x, scale))
     assert torch.equal(found[0], expected[0])
-    # 100 products of standard normals: each partial sum rounds by at most 2^-24 of its size.
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=100 * 2.0**-24 * 40)
+    magnitude = (x.detach().double() * weight).abs().sum(1)
+    testing.assert_same_sum(found[1], expected[1], magnitude, terms=100)
 
 
 def test_second_gradients() -> None:
@@ -45,14 +45,10 @@ def test_second_gradients() -> None:
 def test_large_is_independent_of_threads() -> None:
     """Enough rows for every thread to get some."""
     x, scale = torch.randn(5000, 33), torch.randn(5000)
-    threads = torch.get_num_threads()
     results = []
-    try:
-        for n in (1, 2, 3):
-            torch.set_num_threads(n)
+    for n in (1, 2, 3):
+        with testing.use_threads(n):
             results.append((rk.scale_rows(x, scale), ops.row_dot(x, x)))
-    finally:
-        torch.set_num_threads(threads)
     for scaled, dots in results[1:]:
         assert torch.equal(scaled, results[0][0])
         assert torch.equal(dots, results[0][1])
@@ -62,6 +58,20 @@ def test_strided_inputs_are_read_right() -> None:
     """Non-contiguous arguments are accepted and mean what they say."""
     x, scale = torch.randn(8, 12)[::2, 1::3], torch.randn(8)[::2]
     assert torch.equal(rk.scale_rows(x, scale), x * scale[:, None])
+
+
+@pytest.mark.parametrize("isa", testing.cpu_isas())
+def test_denormals_and_zeros(isa: str) -> None:
+    """torch.set_flush_denormal changes nothing, and an underflow keeps its sign."""
+    x, scale = torch.randn(40, 300) * 2.0**-130, torch.randn(40)
+    expected = reference.scale_rows(x, scale), reference.row_dot(x, x * 2.0**100), reference.row_dot(x, -x)
+    assert (expected[0] != 0).any()
+    assert (expected[2] == 0).all()
+    with testing.use_cpu_isa(isa):
+        larger = x * 2.0**100
+        with testing.flush_denormals():
+            found = rk.scale_rows(x, scale), ops.row_dot(x, larger), ops.row_dot(x, -x)
+    assert all(map(testing.same_bits, found, expected))
 
 
 def test_nan_and_inf_propagate() -> None:
@@ -86,3 +96,19 @@ def test_bad_input(x: torch.Tensor, scale: torch.Tensor, message: str) -> None:
     """The message names the argument and what is allowed."""
     with pytest.raises(ValueError, match=message):
         rk.scale_rows(x, scale)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "message"),
+    [
+        (torch.ones(3), torch.ones(3), r"a must have 2 dimension\(s\), got shape \[3\]"),
+        (torch.ones(3, 2), torch.ones(3, 3), r"b must have shape \[3, 2\], got \[3, 3\]"),
+        (torch.ones(3, 2).half(), torch.ones(3, 2), "a must be float32, got float16"),
+        (torch.ones(3, 2), torch.ones(3, 2).long(), "b must be float32, got int64"),
+        (torch.ones(3, 2), torch.ones(3, 2, device="meta"), "same device"),
+    ],
+)
+def test_bad_rows(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
+    """The same of row_dot."""
+    with pytest.raises(ValueError, match=message):
+        ops.row_dot(a, b)
