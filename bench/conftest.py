@@ -1,4 +1,4 @@
-"""Options of the benchmarks, and the alternation that makes ratios fair."""
+"""Options of the benchmarks."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--op", action="append", help="benchmark only this op (repeatable; default: all)")
     parser.add_argument(
-        "--passes", type=int, default=3, help="whole passes; the table shows medians over them (default 3)"
+        "--passes", type=int, default=5, help="whole passes; the table shows medians over them (default 5)"
     )
-    parser.add_argument("--rounds", type=int, default=20, help="turns per implementation and pass (default 20)")
+    parser.add_argument("--rounds", type=int, default=60, help="turns per implementation and pass (default 60)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")

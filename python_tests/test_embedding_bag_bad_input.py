@@ -137,6 +137,28 @@ def test_bad_offsets(op: str, offsets: list[int], place: str, bounds_check: str)
         check_refused(op, changes, ValueError, place)
 
 
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        (
+            {2500: 80_000, 2501: 80_000},
+            "offsets[2502] = 10008 (feature 0, bag 2501) is below the offset before it, 80000",
+        ),
+        ({15_000: 80_000}, "offsets[15001] = 60004 (feature 1, bag 5000) is below the offset before it, 80000"),
+        ({12_500: 39_000}, "offsets[12500] = 39000 (feature 1, bag 2499) is below the offset before it, 49996"),
+    ],
+)
+def test_offsets_lead_out_of_a_feature(changes: dict[int, int], place: str) -> None:
+    """The backward writes where the offsets say: also where two workers meet, none may name another's memory."""
+    values, offsets = torch.zeros(80_000, dtype=torch.int64), torch.arange(0, 80_001, 4)
+    for i, offset in changes.items():
+        offsets[i] = offset
+    layout = dict(zip(LAYOUT, torch.tensor([[0, 16], [0, 4], [4, 4], [4, 4], [0, 4]]), strict=True))
+    options = {"output_dim": 8, "bounds_check": "ignore"}
+    with pytest.raises(ValueError, match=re.escape(place)):
+        ops.embedding_bag_backward_dense(torch.ones(10_000, 8), [32], values, offsets, **layout, **options)
+
+
 def test_first_bad_offset_is_named() -> None:
     """Of several, and however the work is split, the first."""
     values, offsets = torch.zeros(40_000, dtype=torch.int64), torch.arange(0, 40_001, 4)

@@ -9,33 +9,42 @@ namespace rec_kernels {
 // Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
 constexpr int64_t kChunk = 64;
 
+// The runs of a table: each is one row's occurrences.
+struct TableRuns {
+  const Feature* feature;  // the first that reads the table
+  int64_t first_bag;       // of that feature
+  const int64_t* starts;   // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted
+  int64_t num_runs;
+  int64_t first_run;    // runs of the tables before
+  int64_t first_float;  // floats of row gradients of the tables before
+};
+
 // A run of more than kChunk occurrences: its chunk sums, `count` <= kChunk of them, D floats each.
 struct LongRun {
-  int64_t run;
+  int64_t run;  // counted over all tables
   const float* partials;
   int64_t count;
 };
 
-// A chunk of a long run to be summed into `out`: occurrences [first, first + count) of `sorted`, or, above the first
-// level, `count` rows of `embedding_dim` floats from `partials`.
+// A chunk of a long run to be summed into `out`: occurrences [first, first + count) of RunArgs::sorted, or, above the
+// first level, `count` rows of floats from `partials`.
 struct ChunkSum {
+  const TableRuns* table;
   int64_t first;
   const float* partials;
   int64_t count;
-  int64_t embedding_dim;
   float* out;
 };
 
 struct RunArgs {
   const Feature* features;
-  const uint64_t* sorted;  // linear row << payload_bits | payload
+  const uint64_t* sorted;  // row of its table << payload_bits | payload
   int payload_bits;
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag
   const float* coefficients;  // payload -> coefficient; null: 1
   int64_t batch;
   const float* grad;
   int64_t output_dim;
-  const int64_t* starts;  // run r is entries [starts[r], starts[r + 1]) of `sorted`: one row's occurrences
   const LongRun* long_runs;
   int64_t num_long_runs;
   float inverse_scale;  // gradients are multiplied by it before use
@@ -47,18 +56,17 @@ struct RowTarget {
   float* sum;      // row-wise Adagrad state
   float lr;
   float eps;
-  int64_t* rows;              // sparse: linear row of each run
-  const int64_t* grad_start;  // sparse, per feature: where run 0 of the numbering would put its gradient
+  int64_t* rows;  // sparse: row of each run
 };
+
+using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
+                            int64_t end);
 
 struct EmbeddingBagBackwardKernels {
   // Sums chunks [begin, end) of long runs into their `out`.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, int64_t begin, int64_t end);
-  // Sum and finish runs [begin, end); `scratch` holds the widest row, in floats.
-  void (*dense)(const RunArgs&, const RowTarget&, float* scratch, int64_t begin, int64_t end);
-  void (*sparse)(const RunArgs&, const RowTarget&, float* scratch, int64_t begin, int64_t end);
-  void (*sgd)(const RunArgs&, const RowTarget&, float* scratch, int64_t begin, int64_t end);
-  void (*rowwise_adagrad)(const RunArgs&, const RowTarget&, float* scratch, int64_t begin, int64_t end);
+  // Sum and finish runs [begin, end) of a table; `scratch` holds the widest row, in floats.
+  FinishRuns dense, sparse, sgd, rowwise_adagrad;
 
   template <CpuIsa>
   static const EmbeddingBagBackwardKernels table;

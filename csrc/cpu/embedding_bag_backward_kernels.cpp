@@ -2,7 +2,7 @@
 //
 // Occurrences arrive sorted by row. A row's terms are summed in registers, column block by column block, into a scratch
 // row that stays in the first-level cache; then the target (gradient or optimizer) reads it once. Rows to come are
-// decoded a few runs ahead so that their memory is on its way.
+// announced a few runs ahead so that their memory is on its way.
 #include "core/row_statistics.h"
 #include "cpu/embedding_bag_backward.h"
 #include "optimizers/rowwise_adagrad.h"
@@ -15,7 +15,7 @@ namespace {
 constexpr int W = Vec::kWidth;
 constexpr int kBlockVecs = 8;
 constexpr int kBlock = kBlockVecs * W;
-// Runs between a row's prefetch and its update; a power of two.
+// Runs between a row's prefetch and its update.
 constexpr int64_t kAhead = 8;
 
 // The terms of one sum: rows of floats, each with a coefficient when `weighted`.
@@ -131,14 +131,6 @@ RK_HOST_DEVICE void load_row(const float* from, int tail, Vec* v) {
   v[NV - 1] = load_columns<kTail>(from + (NV - 1) * W, tail);
 }
 
-// A run with its table looked up.
-struct Decoded {
-  const Feature* feature;
-  int64_t first_bag;  // of the feature
-  int64_t linear_row;
-  int64_t weight;  // index of the row's first weight
-};
-
 int64_t payload_of(const RunArgs& a, int64_t entry) {
   return static_cast<int64_t>(a.sorted[entry] & ((uint64_t{1} << a.payload_bits) - 1));
 }
@@ -147,27 +139,26 @@ uint32_t bag_of(const RunArgs& a, int64_t payload) {
   return a.bag_of ? a.bag_of[payload] : static_cast<uint32_t>(payload);
 }
 
-Decoded decode(const RunArgs& a, int64_t start) {
-  const uint32_t bag = bag_of(a, payload_of(a, start)), feature = bag / static_cast<uint32_t>(a.batch);
-  const Feature& f = a.features[feature];
-  const int64_t linear = static_cast<int64_t>(a.sorted[start] >> a.payload_bits);
-  return {&f, feature * a.batch, linear, f.weight_offset + (linear - f.row_offset) * f.embedding_dim};
+int64_t row_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
+
+// The gradient of the bag that an entry of the table names.
+RK_HOST_DEVICE const float* gradient_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
+  const Feature* f = table.feature;
+  int64_t sample = bag - table.first_bag;
+  if (static_cast<uint64_t>(sample) >= static_cast<uint64_t>(a.batch)) {  // another feature of a shared table
+    f = a.features + bag / static_cast<uint32_t>(a.batch);
+    sample = bag % static_cast<uint32_t>(a.batch);
+  }
+  return a.grad + sample * a.output_dim + f->output_offset;
 }
 
 // Occurrences [first, first + count) of the sorted list, count <= kChunk.
-void terms_of_occurrences(const RunArgs& a, const Decoded& run, int64_t first, int64_t count, Terms* t) {
+void terms_of_occurrences(const RunArgs& a, const TableRuns& table, int64_t first, int64_t count, Terms* t) {
   t->count = count;
   t->weighted = a.coefficients != nullptr;
   for (int64_t i = 0; i < count; ++i) {
     const int64_t payload = payload_of(a, first + i);
-    const uint32_t bag = bag_of(a, payload);
-    const Feature* f = run.feature;
-    int64_t sample = bag - run.first_bag;
-    if (static_cast<uint64_t>(sample) >= static_cast<uint64_t>(a.batch)) {  // another feature of a shared table
-      f = a.features + bag / static_cast<uint32_t>(a.batch);
-      sample = bag % static_cast<uint32_t>(a.batch);
-    }
-    t->rows[i] = a.grad + sample * a.output_dim + f->output_offset;
+    t->rows[i] = gradient_of(a, table, bag_of(a, payload));
     if (t->weighted) t->coefficients[i] = a.coefficients[payload];
   }
 }
@@ -195,20 +186,22 @@ void sum_chunks(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t
   Terms terms;
   for (int64_t i = begin; i < end; ++i) {
     const ChunkSum& c = chunks[i];
-    if (c.partials) terms_of_partials(c.partials, c.count, c.embedding_dim, &terms);
-    else terms_of_occurrences(a, decode(a, c.first), c.first, c.count, &terms);
-    for_blocks(c.embedding_dim, SumInto{&terms, c.out});
+    const int64_t D = c.table->feature->embedding_dim;
+    if (c.partials) terms_of_partials(c.partials, c.count, D, &terms);
+    else terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
+    for_blocks(D, SumInto{&terms, c.out});
   }
 }
 
-// A target is what becomes of a row's gradient. open(run, number, mean of g^2) starts a row; put<NV, kTail>(...) takes
-// its columns block by block.
+// A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
+// put<NV, kTail>(...) takes its columns block by block.
 struct DenseTarget {
   static constexpr bool kNeedsMeanSquare = false;
-  float* gradient;
+  int64_t D;
+  float* gradient;  // of the table
 
-  void prefetch(const Decoded&) const {}
-  float* open(const Decoded& run, int64_t, float) const { return gradient + run.weight; }
+  void prefetch(int64_t) const {}
+  float* open(int64_t row, int64_t, float) const { return gradient + row * D; }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
@@ -217,13 +210,14 @@ struct DenseTarget {
 
 struct SparseTarget {
   static constexpr bool kNeedsMeanSquare = false;
-  const RowTarget* target;
-  const Feature* features;
+  int64_t D;
+  int64_t* rows;  // of the table's runs
+  float* gradients;
 
-  void prefetch(const Decoded&) const {}
-  float* open(const Decoded& run, int64_t number, float) const {
-    target->rows[number] = run.linear_row - run.feature->row_offset;
-    return target->weights + target->grad_start[run.feature - features] + number * run.feature->embedding_dim;
+  void prefetch(int64_t) const {}
+  float* open(int64_t row, int64_t run, float) const {
+    rows[run] = row;
+    return gradients + run * D;
   }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
@@ -234,20 +228,21 @@ struct SparseTarget {
 template <class Optimizer>
 struct UpdateTarget {
   static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+  int64_t D;
   Optimizer optimizer;
-  float* weights;
-  const float* sum;
+  float* weights;    // of the table
+  const float* sum;  // of the table
 
   struct Row {
     float* weights;
     float factor;
   };
-  void prefetch(const Decoded& run) const {
-    prefetch_bytes(weights + run.weight, run.feature->embedding_dim * 4);
-    if (kNeedsMeanSquare) prefetch_line(sum + run.linear_row);
+  void prefetch(int64_t row) const {
+    prefetch_bytes(weights + row * D, D * 4);
+    if (kNeedsMeanSquare) prefetch_line(sum + row);
   }
-  RK_HOST_DEVICE Row open(const Decoded& run, int64_t, float mean_square) const {
-    return {weights + run.weight, optimizer.prepare(run.linear_row, mean_square)};
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+    return {weights + row * D, optimizer.prepare(row, mean_square)};
   }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
@@ -264,21 +259,20 @@ template <class Target>
 struct FinishNarrow {
   const Target& target;
   const Terms& terms;
-  const Decoded& run;
-  int64_t number;
+  int64_t row, run;
   float inverse_scale;
 
   template <int NV, bool kTail>
   RK_HOST_DEVICE void block(int64_t column, int tail) const {
-    const int64_t D = run.feature->embedding_dim;
     Vec g[NV];
     sum_columns<NV, kTail>(terms, column, tail, g);
     if (inverse_scale != 1.0f)
       for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
     // Zero times an infinite coefficient has made the absent lanes NaN.
     if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
-    const float mean_square = Target::kNeedsMeanSquare ? square_sum<NV>(g, D) / static_cast<float>(D) : 0.0f;
-    Target::template put<NV, kTail>(target.open(run, number, mean_square), column, g, tail);
+    const float mean_square =
+        Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
+    Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
   }
 };
 
@@ -297,61 +291,85 @@ struct PutFrom {
 };
 
 template <class Target>
-void finish_wide(const Target& target, const Terms& terms, const Decoded& run, int64_t number, float inverse_scale,
+void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
                  float* scratch) {
-  const int64_t D = run.feature->embedding_dim;
+  const int64_t D = target.D;
   for_blocks(D, SumInto{&terms, scratch});
   if (inverse_scale != 1.0f)
     for (int64_t c = 0; c < D; ++c) scratch[c] *= inverse_scale;
   const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
-  const auto row = target.open(run, number, mean_square);
-  for_blocks(D, PutFrom<Target, decltype(row)>{scratch, row});
+  const auto opened = target.open(row, run, mean_square);
+  for_blocks(D, PutFrom<Target, decltype(opened)>{scratch, opened});
 }
 
-// Runs [begin, end) in order. Rows to come are decoded and prefetched kAhead runs before their turn.
+// The first long run at or behind `run`, which counts over all tables.
+const LongRun* first_long_run(const RunArgs& a, int64_t run) {
+  int64_t low = 0, high = a.num_long_runs;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (a.long_runs[middle].run < run) low = middle + 1;
+    else high = middle;
+  }
+  return a.long_runs + low;
+}
+
+// Runs [begin, end) of a table in order. The memory of rows to come is fetched kAhead runs before their turn.
 template <class Target>
-void finish_runs(const RunArgs& a, const Target& target, float* scratch, int64_t begin, int64_t end) {
-  Decoded coming[kAhead];
+void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
+                 int64_t end) {
+  const int64_t D = target.D;
   const auto announce = [&](int64_t r) {
-    const int64_t start = a.starts[r];
-    const Decoded d = coming[r % kAhead] = decode(a, start);
-    const int64_t sample = bag_of(a, payload_of(a, start)) - d.first_bag;
-    prefetch_bytes(a.grad + sample * a.output_dim + d.feature->output_offset, d.feature->embedding_dim * 4);
-    target.prefetch(d);
+    const int64_t start = table.starts[r];
+    prefetch_bytes(gradient_of(a, table, bag_of(a, payload_of(a, start))), D * 4);
+    target.prefetch(row_of(a, start));
   };
   for (int64_t r = begin; r < end && r < begin + kAhead; ++r) announce(r);
-  int64_t next_long = 0;
-  while (next_long < a.num_long_runs && a.long_runs[next_long].run < begin) ++next_long;
+  const LongRun* next_long = first_long_run(a, table.first_run + begin);
   Terms terms;
   for (int64_t r = begin; r < end; ++r) {
-    const Decoded run = coming[r % kAhead];
     if (r + kAhead < end) announce(r + kAhead);
-    const int64_t start = a.starts[r], count = a.starts[r + 1] - start, D = run.feature->embedding_dim;
+    const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = row_of(a, start);
     if (count > kChunk) {
-      const LongRun& l = a.long_runs[next_long++];
-      terms_of_partials(l.partials, l.count, D, &terms);
+      terms_of_partials(next_long->partials, next_long->count, D, &terms);
+      ++next_long;
     } else {
-      terms_of_occurrences(a, run, start, count, &terms);
+      terms_of_occurrences(a, table, start, count, &terms);
     }
-    if (D <= kBlock) for_blocks(D, FinishNarrow<Target>{target, terms, run, r, a.inverse_scale});
-    else finish_wide(target, terms, run, r, a.inverse_scale, scratch);
+    if (D <= kBlock) for_blocks(D, FinishNarrow<Target>{target, terms, row, r, a.inverse_scale});
+    else finish_wide(target, terms, row, r, a.inverse_scale, scratch);
   }
 }
 
-void dense(const RunArgs& a, const RowTarget& t, float* scratch, int64_t begin, int64_t end) {
-  finish_runs(a, DenseTarget{t.weights}, scratch, begin, end);
+void dense(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const Feature& f = *table.feature;
+  finish_runs(a, DenseTarget{f.embedding_dim, t.weights + f.weight_offset}, table, scratch, begin, end);
 }
 
-void sparse(const RunArgs& a, const RowTarget& t, float* scratch, int64_t begin, int64_t end) {
-  finish_runs(a, SparseTarget{&t, a.features}, scratch, begin, end);
+void sparse(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const SparseTarget target{table.feature->embedding_dim, t.rows + table.first_run, t.weights + table.first_float};
+  finish_runs(a, target, table, scratch, begin, end);
 }
 
-void sgd(const RunArgs& a, const RowTarget& t, float* scratch, int64_t begin, int64_t end) {
-  finish_runs(a, UpdateTarget<Sgd>{{t.lr}, t.weights, t.sum}, scratch, begin, end);
+// Of the table's first row; null stays null.
+float* state_of(const RowTarget& t, const TableRuns& table) {
+  return t.sum ? t.sum + table.feature->row_offset : nullptr;
 }
 
-void rowwise_adagrad(const RunArgs& a, const RowTarget& t, float* scratch, int64_t begin, int64_t end) {
-  finish_runs(a, UpdateTarget<RowwiseAdagrad>{{t.lr, t.eps, t.sum}, t.weights, t.sum}, scratch, begin, end);
+template <class Optimizer>
+void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
+            int64_t begin, int64_t end) {
+  const Feature& f = *table.feature;
+  const UpdateTarget<Optimizer> target{f.embedding_dim, optimizer, t.weights + f.weight_offset, state_of(t, table)};
+  finish_runs(a, target, table, scratch, begin, end);
+}
+
+void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  update(a, t, Sgd{t.lr}, table, scratch, begin, end);
+}
+
+void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
+                     int64_t end) {
+  update(a, t, RowwiseAdagrad{t.lr, t.eps, state_of(t, table)}, table, scratch, begin, end);
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ std::string set_cpu_isa(std::string name) {
 bool advise_huge_pages([[maybe_unused]] const Tensor& t) {
 #if defined(__linux__)
   constexpr uintptr_t kPage = 4096;
-  constexpr size_t kWorthIt = size_t{32} << 20;
+  constexpr size_t kWorthIt = size_t{8} << 20;
   const size_t bytes = static_cast<size_t>(t.numel()) * t.element_size();
   if (bytes < kWorthIt) return false;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(t.data_ptr()), end = begin + bytes;

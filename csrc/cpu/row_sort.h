@@ -2,21 +2,28 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
 namespace rec_kernels {
 
-// Entries are `row << payload_bits | payload`. Sorting is stable in the order the entries were written.
-struct RowSort {
-  std::unique_ptr<uint64_t[]> entries;
-  std::unique_ptr<int64_t[]> starts;  // run r is entries [starts[r], starts[r + 1])
-  int payload_bits = 0;
-  int64_t num_runs = 0;
+// Stable radix sort of entries `row << payload_bits | payload`, rows below 2^row_bits, by up to `workers` threads.
+// Two buffers of `count` entries: they start out in `first_buffer` and end up in `sorted`.
+class RowSort {
+ public:
+  RowSort(int64_t count, int row_bits, int payload_bits);
+
+  // Where the entries are to be written, of the two.
+  uint64_t* first_buffer(uint64_t* sorted, uint64_t* other) const { return passes_ % 2 ? other : sorted; }
+  void sort(uint64_t* sorted, uint64_t* other, int64_t workers) const;
+
+ private:
+  int64_t count_;
+  int row_bits_, payload_bits_, passes_;
 };
 
-// Sorts entries[0, count) by row, rows below 2^row_bits. The first `valid` of the sorted entries become runs; entries
-// that are to be left out carry a row above every valid one.
-RowSort sort_rows(std::unique_ptr<uint64_t[]> entries, int64_t count, int64_t valid, int row_bits, int payload_bits);
+// Writes where the runs of one row begin in entries[0, count), counted from `base`, and base + count behind the last:
+// at most count + 1 numbers. Returns the number of runs.
+int64_t find_runs(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts,
+                  int64_t workers);
 
 // Bits needed to write every number in [0, n].
 int bit_width(uint64_t n);

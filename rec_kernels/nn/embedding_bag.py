@@ -175,7 +175,7 @@ class EmbeddingBagCollection(nn.Module):
             self.register_buffer("lr", torch.tensor(self.optimizer.lr, device=device), persistent=False)
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
         has_sum = self.optimizer is not None and self.optimizer.has_sum
-        self.register_buffer("_sum", torch.zeros(self._num_rows, device=device) if has_sum else None, persistent=False)
+        self.register_buffer("_sum", _zeros(self._num_rows, device) if has_sum else None, persistent=False)
         self._tie_tables()
         with torch.no_grad():
             for table in self.tables:

@@ -1,0 +1,277 @@
+#include "cpu/occurrences.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "core/parallel.h"
+#include "cpu/row_sort.h"
+
+namespace rec_kernels {
+namespace {
+
+// A table with fewer occurrences is sorted by one thread: meeting others several times costs more.
+constexpr int64_t kAlone = 32768;
+
+bool same_table(const Feature& a, const Feature& b) {
+  return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
+         a.embedding_dim == b.embedding_dim;
+}
+
+// A table's features, all[begin, end), and its slice of the entries.
+struct Table {
+  int64_t first, last;  // of Plan::features
+  int64_t begin, count;
+};
+
+// The features in the order of their tables, and the tables.
+struct Plan {
+  std::vector<int64_t> features;
+  std::vector<Table> tables;
+};
+
+// Features share a table or have nothing in common: a partial overlap would make a row's width ambiguous, and two
+// threads would write the same weights. `sorted`: features by begin(feature).
+template <class Extent>
+void check_apart(const BagInput& in, const std::vector<int64_t>& sorted, const char* name, const Extent& extent) {
+  int64_t previous = -1;
+  for (const int64_t f : sorted) {
+    const Feature& b = in.features[f];
+    if (b.num_embeddings == 0) continue;  // occupies nothing
+    if (previous >= 0 && !same_table(in.features[previous], b)) {
+      const auto [begin, size] = extent(in.features[previous]);
+      const int64_t here = std::get<0>(extent(b));
+      check_value(begin + size <= here, name, "[", f, "] = ", here, " lies in the table of feature ", previous,
+                  ": features share a whole table or nothing");
+    }
+    previous = f;
+  }
+}
+
+std::vector<int64_t> features_by(const BagInput& in, int64_t Feature::* place) {
+  std::vector<int64_t> sorted(static_cast<size_t>(in.num_features));
+  for (size_t f = 0; f < sorted.size(); ++f) sorted[f] = static_cast<int64_t>(f);
+  const auto key = [&](int64_t f) {
+    const Feature& x = in.features[f];
+    return std::make_tuple(x.*place, x.num_embeddings, x.weight_offset, x.embedding_dim, f);
+  };
+  std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
+  return sorted;
+}
+
+Plan plan_tables(const BagInput& in) {
+  Plan plan{features_by(in, &Feature::row_offset), {}};
+  check_apart(in, plan.features, "row_offsets",
+              [](const Feature& f) { return std::make_pair(f.row_offset, f.num_embeddings); });
+  check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets",
+              [](const Feature& f) { return std::make_pair(f.weight_offset, f.num_embeddings * f.embedding_dim); });
+  int64_t entry = 0;
+  for (int64_t i = 0; i < in.num_features; ++i) {
+    const int64_t f = plan.features[static_cast<size_t>(i)];
+    if (i == 0 || !same_table(in.features[f], in.features[plan.features[static_cast<size_t>(i - 1)]]))
+      plan.tables.push_back({i, i, entry, 0});
+    Table& table = plan.tables.back();
+    const int64_t count = in.bags.offset((f + 1) * in.bags.batch) - in.bags.offset(f * in.bags.batch);
+    table.last = i + 1;
+    table.count += count;
+    entry += count;
+  }
+  return plan;
+}
+
+// Writes, sorts and cuts into runs the occurrences of one table at a time.
+class TableSorter {
+ public:
+  TableSorter(const BagInput& in, const Plan& plan, Occurrences* out) : in_(in), plan_(plan), out_(*out) {
+    const auto count = static_cast<size_t>(out_.count);
+    out_.entries.reset(new uint64_t[count]);
+    other_.reset(new uint64_t[count]);
+    out_.starts.reset(new int64_t[count + plan.tables.size()]);
+    base_ = in.num_bags ? in.bags.offset(0) : 0;
+  }
+
+  // Returns the first bad position.
+  int64_t sort(int64_t number, int64_t workers) const {
+    const Table& table = plan_.tables[static_cast<size_t>(number)];
+    const Feature& first = feature(table.first);
+    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(first.num_embeddings)), out_.payload_bits);
+    uint64_t *sorted = out_.entries.get() + table.begin, *other = other_.get() + table.begin;
+    Bounds bounds;
+    write(table, sort.first_buffer(sorted, other), workers, &bounds);
+    if (bounds.position < 0) return bounds.position;  // of an offset: the entries make no sense
+    sort.sort(sorted, other, workers);
+    TableRuns& runs = out_.tables[static_cast<size_t>(number)];
+    int64_t* starts = out_.starts.get() + table.begin + number;
+    runs.feature = &first;
+    runs.starts = starts;
+    runs.first_bag = plan_.features[static_cast<size_t>(table.first)] * in_.bags.batch;
+    runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
+    return bounds.position;
+  }
+
+ private:
+  const Feature& feature(int64_t place) const { return in_.features[plan_.features[static_cast<size_t>(place)]]; }
+
+  void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
+    for (int64_t place = table.first; place < table.last; ++place) {
+      const int64_t B = in_.bags.batch, first_bag = plan_.features[static_cast<size_t>(place)] * B;
+      const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
+      std::vector<Bounds> bounds(static_cast<size_t>(workers));
+      parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {
+        write_bags(first_bag + begin, first_bag + end, feature(place), {entries, first, last},
+                   &bounds[static_cast<size_t>(worker)]);
+      });
+      for (const Bounds& b : bounds) {
+        all->position = std::min(all->position, b.position);
+        all->skipped += b.skipped;
+      }
+      entries += last - first;
+    }
+  }
+
+  // Where the entries of a feature go: that of position i of [first, last) to at[i - first].
+  struct Destination {
+    uint64_t* at;
+    int64_t first, last;
+  };
+
+  void write_bags(int64_t begin, int64_t end, const Feature& f, Destination entries, Bounds* bounds) const {
+    // Entries are written where the offsets say: none may lead out of the feature's own.
+    const bool inside = in_.bags.offset(begin) >= entries.first && in_.bags.offset(end) <= entries.last;
+    const int64_t bad_offset = inside ? in_.bags.bad_offset(begin, end) : -1 - begin;
+    if (bad_offset != kNoBadPosition) {
+      bounds->position = std::min(bounds->position, bad_offset);
+      return;
+    }
+    if (out_.coefficients) write_coefficients(begin, end, f);
+    if (in_.bags.ids64) write_entries(static_cast<const int64_t*>(in_.bags.ids), begin, end, f, entries, bounds);
+    else write_entries(static_cast<const int32_t*>(in_.bags.ids), begin, end, f, entries, bounds);
+  }
+
+  template <class Id>
+  void write_entries(const Id* ids, int64_t begin, int64_t end, const Feature& f, Destination entries,
+                     Bounds* bounds) const {
+    const Bags bags = in_.bags;  // a copy, which the stores below cannot change
+    const int bits = out_.payload_bits;
+    const bool by_bag = !out_.bag_of;
+    const int64_t base = base_, num_embeddings = f.num_embeddings;
+    Bounds found = *bounds;
+    for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
+      const int64_t stop = bags.offset(bag + 1);
+      for (int64_t i = start; i < stop; ++i) {
+        int64_t row = static_cast<int64_t>(ids[i]);
+        const bool in_range = bags.in_range(row, f);
+        if (__builtin_expect(!in_range || row == bags.padding_idx, 0)) {
+          if (!in_range) found.position = std::min(found.position, i);
+          ++found.skipped;
+          row = num_embeddings;  // left out: sorts behind every row
+        }
+        entries.at[i - entries.first] =
+            static_cast<uint64_t>(row) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
+      }
+      start = stop;
+    }
+    *bounds = found;
+  }
+
+  void write_coefficients(int64_t begin, int64_t end, const Feature& f) const {
+    const Bags& bags = in_.bags;
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const int64_t start = bags.offset(bag), stop = bags.offset(bag + 1);
+      int64_t counted = 0;
+      for (int64_t i = start; i < stop; ++i) {
+        const int64_t id = bags.id(i);
+        counted += bags.in_range(id, f) && id != bags.padding_idx;
+      }
+      const float each = f.mean && counted ? 1.0f / static_cast<float>(counted) : 1.0f;
+      for (int64_t i = start; i < stop; ++i) {
+        out_.bag_of[i - base_] = static_cast<uint32_t>(bag);
+        out_.coefficients[i - base_] = bags.per_sample_weights ? bags.per_sample_weights[i] * each : each;
+      }
+    }
+  }
+
+  const BagInput& in_;
+  const Plan& plan_;
+  Occurrences& out_;
+  std::unique_ptr<uint64_t[]> other_;
+  int64_t base_;
+};
+
+// How an occurrence's bag and coefficient are found from its entry.
+void choose_payload(const BagInput& in, Occurrences* out) {
+  bool weighted = in.bags.per_sample_weights != nullptr;
+  int64_t most_rows = 0;
+  for (int64_t f = 0; f < in.num_features; ++f) {
+    weighted = weighted || in.features[f].mean;
+    most_rows = std::max(most_rows, in.features[f].num_embeddings);
+  }
+  const int64_t payloads = std::max(weighted ? out->count : in.num_bags, int64_t{1});
+  out->payload_bits = bit_width(static_cast<uint64_t>(payloads));
+  check_value(out->payload_bits + bit_width(static_cast<uint64_t>(most_rows)) <= 64, "too many rows (", most_rows,
+              ") and ids (", out->count, ") for one call: their numbers must fit in 64 bits together");
+  if (!weighted) return;
+  out->bag_of.reset(new uint32_t[static_cast<size_t>(out->count)]);
+  out->coefficients.reset(new float[static_cast<size_t>(out->count)]);
+}
+
+// Tables that would keep one thread busy while the others wait are sorted by all threads together, the rest one to a
+// thread, the longest first.
+int64_t sort_tables(const Plan& plan, int64_t count, const TableSorter& sorter) {
+  std::vector<int64_t> order(plan.tables.size());
+  for (size_t t = 0; t < order.size(); ++t) order[t] = static_cast<int64_t>(t);
+  const auto size = [&](int64_t t) { return plan.tables[static_cast<size_t>(t)].count; };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return size(a) > size(b); });
+
+  const int64_t workers = workers_for(count, kAlone / 4), tables = static_cast<int64_t>(order.size());
+  int64_t bad = kNoBadPosition, together = 0;
+  for (; workers > 1 && together < tables; ++together) {
+    const int64_t t = order[static_cast<size_t>(together)];
+    if (size(t) < kAlone || size(t) * workers <= count) break;
+    bad = std::min(bad, sorter.sort(t, workers));
+  }
+  std::vector<int64_t> found(static_cast<size_t>(workers), kNoBadPosition);
+  const int64_t alone = tables - together;
+  parallel_pieces(alone, 1, std::min(workers, std::max(alone, int64_t{1})), [&](int64_t i, int64_t, int64_t worker) {
+    int64_t& first = found[static_cast<size_t>(worker)];
+    first = std::min(first, sorter.sort(order[static_cast<size_t>(together + i)], 1));
+  });
+  return std::min(bad, *std::min_element(found.begin(), found.end()));
+}
+
+// kNoBadPosition, or -1 - i when feature f does not start and end (offsets[i]) among the ids, in this order. What lies
+// between is checked where it is read.
+int64_t bad_boundary(const Bags& bags, int64_t f) {
+  const int64_t first = f * bags.batch, last = first + bags.batch;
+  const int64_t start = bags.offset(first), stop = bags.offset(last);
+  if (start < 0 || start > bags.num_ids) return -1 - first;
+  return stop < start || stop > bags.num_ids ? -1 - last : kNoBadPosition;
+}
+
+}  // namespace
+
+Occurrences sort_occurrences(const BagInput& in) {
+  Bounds bounds;
+  for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
+    bounds.position = bad_boundary(in.bags, f);
+  in.raise(bounds);
+  Occurrences out;
+  const Plan plan = plan_tables(in);
+  out.count = in.num_bags ? in.bags.offset(in.num_bags) - in.bags.offset(0) : 0;
+  choose_payload(in, &out);
+  out.tables.resize(plan.tables.size());
+  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));
+  in.raise(bounds);
+  out.feature_tables.resize(static_cast<size_t>(in.num_features));
+  for (size_t t = 0; t < plan.tables.size(); ++t) {
+    TableRuns& table = out.tables[t];
+    table.first_run = out.num_runs;
+    table.first_float = out.num_floats;
+    out.num_runs += table.num_runs;
+    out.num_floats += table.num_runs * table.feature->embedding_dim;
+    for (int64_t i = plan.tables[t].first; i < plan.tables[t].last; ++i)
+      out.feature_tables[static_cast<size_t>(plan.features[static_cast<size_t>(i)])] = static_cast<int64_t>(t);
+  }
+  return out;
+}
+
+}  // namespace rec_kernels
