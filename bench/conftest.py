@@ -8,6 +8,7 @@ import pytest
 def pytest_addoption(parser: pytest.Parser) -> None:
     """--rounds: how often every implementation takes its turn."""
     parser.addoption("--rounds", type=int, default=20, help="turns per implementation (default 20)")
+    parser.addoption("--turn", type=int, default=0, help="which implementation goes first (default 0: ours)")
     parser.addoption("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
 

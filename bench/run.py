@@ -22,7 +22,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--op", action="append", help="benchmark only this op (repeatable; default: all)")
     parser.add_argument(
-        "--passes", type=int, default=5, help="whole passes; the table shows medians over them (default 5)"
+        "--passes", type=int, default=8, help="whole passes; the table shows medians over them (default 8)"
     )
     parser.add_argument("--rounds", type=int, default=60, help="turns per implementation and pass (default 60)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
@@ -39,11 +39,11 @@ def run_pytest(options: list[str]) -> None:
         sys.exit(f"pytest {' '.join(options)} failed: no figures from kernels that are wrong")
 
 
-def one_pass(files: list[str], args: argparse.Namespace) -> dict[str, dict[str, dict]]:
+def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str, dict[str, dict]]:
     """group -> implementation -> {"ms", "bytes"} of one pass over all benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pass.json"
-        options = [f"--rounds={args.rounds}", f"--threads={args.threads}", f"--device={args.device}"]
+        options = [f"--rounds={args.rounds}", f"--turn={turn}", f"--threads={args.threads}", f"--device={args.device}"]
         run_pytest([*files, *options, f"--benchmark-json={path}", "--benchmark-quiet", "-p", "no:cacheprovider"])
         raw = json.loads(path.read_text())
     groups: dict[str, dict[str, dict]] = defaultdict(dict)
@@ -118,7 +118,7 @@ def main() -> None:
         tests = [f"python_tests/test_{op}.py" for op in ops]
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
-    groups = merge([one_pass(files, args) for _ in range(args.passes)])
+    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
     about = machine(args)
     where = about["gpu"] or about["cpu"]
     print(f"\n{where}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
