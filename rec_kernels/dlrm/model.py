@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
 import rec_kernels as rk
-from rec_kernels.dlrm.batches import Batch
-from rec_kernels.dlrm.completejourney import DENSE, FEATURES, HISTORY
+from rec_kernels.dlrm.data import Batch, Feature
 
 
 class DLRM(nn.Module):
-    """Logit of a Complete Journey row.
+    """Logit of a row.
 
-    The history has a collection of its own because its bags are looked up once per basket, not once per row.
+    Features whose bags are shared by neighbouring rows (``Feature.shared``) have a collection of their own: a bag is
+    looked up once, not once per row.
 
     Args:
-        num_embeddings: rows of the table of each feature of ``FEATURES`` and of ``HISTORY``.
+        features: the categorical features, a table each.
+        num_dense: dense columns.
         embedding_dim: columns D of every table and of the bottom MLP's output.
-        bottom: widths of the hidden layers between the 3 dense columns and D.
+        bottom: widths of the hidden layers between the dense columns and D.
         top: widths of the hidden layers between the interaction and the logit.
         optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the MLPs are
             the business of the caller's optimizer (``dense_parameters``).
@@ -33,7 +35,8 @@ class DLRM(nn.Module):
 
     def __init__(
         self,
-        num_embeddings: Mapping[str, int],
+        features: Sequence[Feature],
+        num_dense: int,
         embedding_dim: int = 16,
         *,
         bottom: Sequence[int] = (64,),
@@ -47,25 +50,25 @@ class DLRM(nn.Module):
         optimizer = optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8)
         init = init or (lambda weight: _uniform_init(weight, generator))
 
-        def collection(features: Sequence[str]) -> rk.EmbeddingBagCollection:
+        def collection(chosen: list[Feature]) -> rk.EmbeddingBagCollection | None:
             tables = [
                 rk.EmbeddingBagConfig(
-                    num_embeddings[feature],
+                    f.num_embeddings,
                     embedding_dim,
-                    name=feature,
-                    feature_names=[feature],
-                    pooling="mean" if feature == HISTORY else "sum",  # one-hot bags: both mean the row itself
+                    name=f.name,
+                    feature_names=[f.name],
+                    pooling=f.pooling,
                     init=init,
                 )
-                for feature in features
+                for f in chosen
             ]
-            return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+            return rk.EmbeddingBagCollection(tables, optimizer=optimizer) if tables else None
 
-        vectors = 1 + len(FEATURES) + 1
+        vectors = 1 + len(features)
         self.embedding_dim = embedding_dim
-        self.embeddings = collection(FEATURES)
-        self.history = collection([HISTORY])
-        self.bottom = _mlp([len(DENSE), *bottom, embedding_dim], generator, final_relu=True)
+        self.embeddings = collection([f for f in features if not f.shared])
+        self.shared = collection([f for f in features if f.shared])
+        self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         self.top = _mlp([embedding_dim + vectors * (vectors - 1) // 2, *top, 1], generator, final_relu=False)
 
     def forward(self, batch: Batch) -> torch.Tensor:
@@ -75,11 +78,26 @@ class DLRM(nn.Module):
         return self.top(dot_interaction(dense, sparse)).squeeze(1)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of the features of ``FEATURES`` and of the history, float32 [B, 12 D]."""
-        history = self.history(batch.history).values()
-        if batch.inverse is not None:
-            history = history.index_select(0, batch.inverse)
-        return torch.cat([self.embeddings(batch.features).values(), history], dim=1)
+        """Embeddings of the features, float32 [B, F D]: the shared ones last."""
+        parts = []
+        if self.embeddings is not None:
+            parts.append(self.embeddings(batch.features).values())
+        if self.shared is not None:
+            shared = self.shared(batch.shared).values()
+            parts.append(shared if batch.inverse is None else shared.index_select(0, batch.inverse))
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def collections(self) -> list[rk.EmbeddingBagCollection]:
+        """The collections that there are."""
+        return [c for c in (self.embeddings, self.shared) if c is not None]
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Within it, backwards leave the tables alone; at its end they are updated once, with all the gradients."""
+        with contextlib.ExitStack() as stack:
+            for collection in self.collections():
+                stack.enter_context(collection.accumulate())
+            yield
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Parameters of the two MLPs: all that the caller's optimizer has to update."""
@@ -87,7 +105,7 @@ class DLRM(nn.Module):
 
     def memory_report(self) -> list[dict]:
         """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
-        return [*self.embeddings.memory_report(), *self.history.memory_report()]
+        return [table for c in self.collections() for table in c.memory_report()]
 
 
 def dot_interaction(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:

@@ -17,11 +17,11 @@ import numpy as np
 from tqdm import tqdm
 
 from rec_kernels.dlrm import completejourney
-from rec_kernels.dlrm.completejourney import LAST_WEEK, Dataset
+from rec_kernels.dlrm.completejourney import LAST_WEEK, Prepared
 
 FORMAT = 1  # raise it whenever completejourney.build gives other arrays
 MANIFEST = "manifest.json"
-ARRAYS = tuple(field.name for field in fields(Dataset) if field.type == "np.ndarray")
+ARRAYS = tuple(field.name for field in fields(Prepared) if field.type == "np.ndarray")
 
 
 class PreparedError(RuntimeError):
@@ -30,7 +30,7 @@ class PreparedError(RuntimeError):
 
 def load_completejourney(
     weeks: int | None = None, data_dir: str | Path | None = None, *, progress: bool = False
-) -> Dataset:
+) -> Prepared:
     """Complete Journey as prepared arrays, built on the first call (seconds) and memory-mapped afterwards.
 
     Args:
@@ -56,7 +56,7 @@ def load_completejourney(
     return read_prepared(directory, weeks)
 
 
-def write_prepared(data: Dataset, directory: Path, weeks: int | None) -> None:
+def write_prepared(data: Prepared, directory: Path, weeks: int | None) -> None:
     """Write ``data`` as ``directory``, replacing what is there; no reader ever sees a part of it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
@@ -76,7 +76,7 @@ def write_prepared(data: Dataset, directory: Path, weeks: int | None) -> None:
         fresh.rename(directory)
 
 
-def read_prepared(directory: Path, weeks: int | None) -> Dataset:
+def read_prepared(directory: Path, weeks: int | None) -> Prepared:
     """Memory-map the arrays of ``directory`` after checking every byte of them against the manifest.
 
     Raises:
@@ -101,7 +101,7 @@ def read_prepared(directory: Path, weeks: int | None) -> Dataset:
             arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
         except (OSError, ValueError) as error:
             raise PreparedError(f"{file} cannot be read: {error!r}") from error
-    return Dataset(**arrays, num_embeddings=num_embeddings, train_rows=train_rows)
+    return Prepared(**arrays, num_embeddings=num_embeddings, train_rows=train_rows, weeks=weeks)
 
 
 def _file(directory: Path, name: str) -> Path:

@@ -1,191 +1,362 @@
-"""Train DLRM once through Complete Journey in time order and score it on the weeks after."""
+"""Train DLRM through a data set in time order and score it on what comes after."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import signal
+import sys
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-import rec_kernels as rk
-from rec_kernels.dlrm import report
-from rec_kernels.dlrm.batches import Batches
-from rec_kernels.dlrm.completejourney import LAST_WEEK, Dataset
+from rec_kernels.dlrm import checkpoint, report, runs
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
+from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.model import DLRM
-from rec_kernels.dlrm.prepared import load_completejourney
+from rec_kernels.dlrm.schedule import Schedule
+from rec_kernels.dlrm.scores import auc, score
 
 TEST_BATCH_SIZE = 8192
 WINDOWS = 40  # points of the training curves
+PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
 
 class TrainingError(RuntimeError):
     """The training cannot go on."""
 
 
-def _option(default, kind: type, help: str, allowed: str):
-    return field(default=default, metadata={"type": kind, "help": help, "allowed": allowed})
+class RunInterruptedError(Exception):
+    """Ctrl-C or SIGTERM; a checkpoint has been written to ``directory``."""
+
+    def __init__(self, message: str, directory: Path):
+        super().__init__(message)
+        self.directory = directory
 
 
-@dataclass(frozen=True)
-class TrainConfig:
-    """All that decides a run: the same config on the same machine gives the same bits.
-
-    Raises:
-        ValueError: names the option, its value and what is allowed.
-    """
-
-    epochs: int = _option(1, int, "passes over the training weeks", "1 or more")
-    batch_size: int = _option(2048, int, "rows per step", "1 or more")
-    embedding_dim: int = _option(16, int, "columns of every embedding table", "1 or more")
-    lr: float = _option(0.05, float, "learning rate of the tables (row-wise Adagrad)", "a finite number above 0")
-    dense_lr: float = _option(0.001, float, "learning rate of the MLPs (Adam)", "a finite number above 0")
-    seed: int = _option(0, int, "fixes the initial weights", "0 or more")
-    threads: int | None = _option(None, int, "CPU threads (default: torch's choice)", "1 or more")
-    weeks: int | None = _option(
-        None,
-        int,
-        "use only the first weeks, test on their last quarter (default: train on weeks 1-46, test on 47-53)",
-        f"1 to {LAST_WEEK - 1}",
+def build_model(config: TrainConfig, data: DataSet) -> DLRM:
+    """The model of a run, with its initial weights."""
+    return DLRM(
+        data.features,
+        data.num_dense,
+        config.embedding_dim,
+        bottom=config.bottom,
+        top=config.top,
+        optimizer=config.table_optimizer(),
+        seed=config.seed,
     )
-    data_dir: str | None = _option(None, str, "folder of the prepared data (default: ~/.cache/rec_kernels)", "a folder")
-    run: str | None = _option(None, str, "name of the run (default: derived, numbered if taken)", report.RUN_NAMES)
-    runs_dir: str = _option("runs", str, "folder that gets one folder per run", "a folder")
-
-    def __post_init__(self):
-        at_least = {"epochs": 1, "batch_size": 1, "embedding_dim": 1, "seed": 0, "threads": 1, "weeks": 1}
-        for name, least in at_least.items():
-            value = getattr(self, name)
-            self._require(name, value is None or value >= least)
-        self._require("weeks", self.weeks is None or self.weeks < LAST_WEEK)
-        for name in ("lr", "dense_lr"):
-            self._require(name, 0 < getattr(self, name) < math.inf)
-        self._require("run", self.run is None or report.is_run_name(self.run))
-
-    def _require(self, name: str, allowed: bool) -> None:
-        if not allowed:
-            text = next(option.metadata["allowed"] for option in dataclasses.fields(self) if option.name == name)
-            raise ValueError(f"{name} is {getattr(self, name)!r}, allowed is {text}")
-
-    def run_name(self) -> str:
-        """Name of the run where none was given."""
-        data = "completejourney" if self.weeks is None else f"completejourney-weeks{self.weeks}"
-        return f"{data}-d{self.embedding_dim}-b{self.batch_size}-seed{self.seed}"
 
 
-def train(config: TrainConfig) -> dict:
-    """Train, test, and write ``config.json``, ``metrics.jsonl`` and ``report.png`` of the run.
+def train(config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None) -> dict:
+    """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
+
+    Args:
+        config: of the run; when it is resumed, what decides the outcome must be as it was.
+        data: the data set; by default the one that ``config.data`` names.
+        resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
 
     Returns:
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
 
     Raises:
-        DataError: the data package is missing or not the supported version.
+        DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists.
-        TrainingError: the loss is not finite.
+        TrainingError: the loss is not finite, or the run to resume has another config.
+        RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    if config.run is not None:
-        report.refuse_existing(config.runs_dir, config.run)
-    data = load_completejourney(config.weeks, config.data_dir, progress=True)
-    model = DLRM(
-        data.num_embeddings,
-        config.embedding_dim,
-        optimizer=rk.RowwiseAdagrad(lr=config.lr, eps=1e-8),
-        seed=config.seed,
-    )
-    optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
-    directory = report.create_run(config.runs_dir, config.run, config.run_name())
-    report.write_config(directory, dataclasses.asdict(config) | {"threads": torch.get_num_threads()})
-
-    started = time.perf_counter()
-    curve = fit(model, optimizer, data, config, on_window=lambda record: report.append(directory, record))
-    seconds = time.perf_counter() - started
-    examples = data.train_rows * config.epochs
-    test = {
-        "kind": "test",
-        **report.score(data.label[data.train_rows :], predict(model, data)),
-        "train_examples": examples,
-        "train_seconds": seconds,
-        "examples_per_second": examples / seconds,
-        "peak_memory_bytes": report.peak_memory_bytes(),
-        "tables": model.memory_report(),
-    }
-    report.append(directory, test)
-    report.draw(directory / "report.png", curve, test)
+    if resume is not None:
+        differences = TrainConfig.read(resume).differences(config)
+        if differences:
+            raise TrainingError(f"{resume} cannot be resumed with another config: {'; '.join(differences)}")
+    elif config.run is not None:
+        runs.refuse_existing(config.runs_dir, config.run)
+    data = HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+    state = checkpoint.load(resume) if resume is not None else None
+    directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
+    if resume is None:
+        runs.write_config(directory, dataclasses.asdict(config))
+    run = Run(config, data, directory, state)
+    with _StopAtSignal() as stop:
+        run.fit(stop)
+    test = run.test()
+    report.write(directory)
     return test | {"directory": str(directory)}
 
 
-def fit(model: DLRM, optimizer: torch.optim.Optimizer, data: Dataset, config: TrainConfig, *, on_window) -> list[dict]:
-    """Train for ``config.epochs``; returns the records of the curves, each also given to ``on_window``.
+def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test") -> dict:
+    """Scores of a run's last checkpoint on "test", or on "valid", the rows that its config set apart.
 
-    A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
+    Raises:
+        DataError: the run, its checkpoint or its data is missing or not what it should be.
     """
-    batches = Batches(data, config.batch_size)
-    steps = len(batches) * config.epochs
-    window = _Window(-(-steps // WINDOWS))
-    curve, step = [], 0
-    with tqdm(total=data.train_rows * config.epochs, desc="training", unit="ex", unit_scale=True) as bar:
-        for epoch in range(config.epochs):
-            for batch in batches:
-                logits = model(batch)
-                loss = binary_cross_entropy_with_logits(logits, batch.label)
-                value = loss.item()
-                if not math.isfinite(value):
-                    raise TrainingError(
-                        f"loss is {value} at step {step + 1} of {steps} (epoch {epoch}), must be finite: "
-                        f"try a smaller lr (now {config.lr}) or dense_lr (now {config.dense_lr})"
-                    )
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                step += 1
-                bar.update(len(logits))
-                window.add(logits.detach(), batch.label)
-                if window.is_full() or step == steps:
-                    record = {"kind": "train", "epoch": epoch, "step": step} | window.close()
-                    bar.set_postfix(loss=f"{record['loss']:.4f}", refresh=False)
-                    curve.append(record)
-                    on_window(record)
-    return curve
+    config = TrainConfig.read(directory)
+    data = HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+    if data.num_rows(split) == 0:
+        raise DataError(f"{directory} has no rows in split {split!r}")
+    model = build_model(config, data)
+    model.load_state_dict(checkpoint.load(directory)["model"])
+    return score(*predict(model, data, split))
 
 
-def predict(model: DLRM, data: Dataset) -> np.ndarray:
-    """Logits of the test rows in time order, float32 [test rows]."""
+class Run:
+    """A training run in progress: model, optimizers, where it is, and what it has recorded."""
+
+    def __init__(self, config: TrainConfig, data: HeldOut, directory: Path, state: dict | None = None):
+        self.config, self.data, self.directory = config, data, directory
+        self.model = build_model(config, data)
+        self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
+        fused = [collection.fused_optimizer for collection in self.model.collections()]
+        self.schedule = Schedule([self.dense_optimizer, *fused], config)
+        self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
+        self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
+        self.steps = self.steps_per_epoch * config.epochs
+        self.records = runs.Records(directory)
+        self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
+        self.window = _Window()
+        if state is not None:
+            self._restore(state)
+
+    def fit(self, stop: threading.Event | None = None) -> None:
+        """Trains until the end, an early stop, or ``stop``.
+
+        A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
+        """
+        window = -(-self.steps // WINDOWS)
+        rows = self.data.num_rows("train")
+        with tqdm(total=rows * self.config.epochs, desc="training", unit="ex", unit_scale=True) as bar:
+            bar.update(self._rows_done())
+            for group in self._groups():
+                bar.update(self._step(group))
+                if self.step % window == 0 or self.step == self.steps:
+                    bar.set_postfix(loss=f"{self._close_window():.4f}", refresh=False)
+                if self.config.eval_every and self.step % self.config.eval_every == 0:
+                    self._evaluate()
+                if stop is not None and stop.is_set():
+                    self.save()
+                    raise RunInterruptedError(f"interrupted after step {self.step} of {self.steps}", self.directory)
+                if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
+                    self.save()
+        if self.window.steps:  # stopped early
+            self._close_window()
+        self.save()
+
+    def test(self) -> dict:
+        """Scores the test rows, records and returns them."""
+        test = {
+            "kind": "test",
+            **score(*predict(self.model, self.data, "test")),
+            "step": self.step,
+            "stopped_early": self.stopped_early,
+            "train_examples": self._rows_done(),
+            "train_seconds": self.seconds,
+            "examples_per_second": self._rows_done() / self.seconds,
+            "peak_memory_bytes": runs.peak_memory_bytes(),
+            "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
+            "tables": self.model.memory_report(),
+        }
+        self.records.append(test)
+        return test
+
+    def save(self) -> None:
+        """Writes the checkpoint."""
+        checkpoint.save(
+            self.directory,
+            {
+                "step": self.step,
+                "seconds": self.seconds,
+                "best": self.best,
+                "worse": self.worse,
+                "stopped_early": self.stopped_early,
+                "window": self.window.state(),
+                "records": self.records.mark(),
+                "model": self.model.state_dict(),
+                "dense_optimizer": self.dense_optimizer.state_dict(),
+            },
+        )
+
+    def _restore(self, state: dict) -> None:
+        try:
+            self.model.load_state_dict(state["model"])
+            self.dense_optimizer.load_state_dict(state["dense_optimizer"])
+            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+            self.worse, self.stopped_early = state["worse"], state["stopped_early"]
+            self.window = _Window(state["window"])
+            self.records.rewind(state["records"])
+        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+            raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {error}") from error
+
+    def _rows_done(self) -> int:
+        epochs, steps = divmod(self.step, self.steps_per_epoch)
+        rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
+        return epochs * rows + min(batches * self.config.batch_size, rows)
+
+    def _groups(self) -> Iterator[list[Batch]]:
+        """The batches of each step from ``self.step`` on."""
+        c = self.config
+        while self.step < self.steps and not self.stopped_early:
+            start = self.step % self.steps_per_epoch * c.accumulate
+            batches = ahead(self.data.batches("train", c.batch_size, start))
+            started = time.perf_counter()
+            while group := list(islice(batches, c.accumulate)):
+                self.window.seconds["data"] += time.perf_counter() - started
+                yield group
+                started = time.perf_counter()
+
+    def _step(self, group: list[Batch]) -> int:
+        """One update from the batches of ``group``; returns their rows."""
+        rows = sum(len(batch.label) for batch in group)
+        self.schedule.set(self.step)
+        self.dense_optimizer.zero_grad()
+        clock = _Clock(self.window.seconds)
+        if len(group) == 1:
+            self._learn(group[0], 1.0, clock)
+        else:
+            with self.model.accumulate():
+                for batch in group:
+                    self._learn(batch, len(batch.label) / rows, clock)
+            clock.lap("backward")  # the update of the tables
+        self.dense_optimizer.step()
+        clock.lap("optimizer")
+        self.step += 1
+        self.window.steps += 1
+        return rows
+
+    def _learn(self, batch: Batch, share: float, clock: _Clock) -> None:
+        logits = self.model(batch)
+        loss = binary_cross_entropy_with_logits(logits, batch.label)
+        value = loss.item()
+        clock.lap("forward")
+        if not math.isfinite(value):
+            self._refuse(value, batch)
+        (loss if share == 1.0 else loss * share).backward()
+        clock.lap("backward")
+        self.window.add(logits.detach(), batch.label)
+
+    def _refuse(self, loss: float, batch: Batch) -> None:
+        path = self.directory / "bad_batch.pt"
+        torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch)}, path)
+        raise TrainingError(
+            f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
+            f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
+        )
+
+    def _close_window(self) -> float:
+        """Records the steps since the last record; returns their mean loss."""
+        epoch = (self.step - 1) // self.steps_per_epoch
+        record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
+        record["lr"] = self.config.lr * self.schedule.factor(self.step - 1)
+        self.records.append(record)
+        self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
+        self.window = _Window()
+        return record["loss"]
+
+    def _evaluate(self) -> None:
+        clock = _Clock(self.window.seconds)
+        split = "valid" if self.data.num_rows("valid") else "test"
+        scores = score(*predict(self.model, self.data, split))
+        self.records.append({"kind": "eval", "split": split, "step": self.step} | scores)
+        better = scores["log_loss"] < self.best
+        self.best = min(scores["log_loss"], self.best)
+        self.worse = 0 if better else self.worse + 1
+        self.stopped_early = 0 < self.config.patience <= self.worse
+        clock.lap("evaluation")
+
+
+def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Labels and logits of a split in its order, float32 [rows] each."""
+    size = TEST_BATCH_SIZE if split == "test" else data.batch_size
+    labels, logits = [], []
     with torch.no_grad():
-        return torch.cat([model(batch) for batch in Batches(data, TEST_BATCH_SIZE, split="test")]).numpy()
+        for batch in ahead(data.batches(split, size)):
+            labels.append(batch.label)
+            logits.append(model(batch))
+    return torch.cat(labels).numpy(), torch.cat(logits).numpy()
+
+
+def batch_tensors(batch: Batch) -> dict:
+    """The tensors of a batch by name, for ``torch.save``."""
+    tensors = {"dense": batch.dense, "label": batch.label, "inverse": batch.inverse}
+    for name, jagged in (("features", batch.features), ("shared", batch.shared)):
+        if jagged is not None:
+            tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
+            tensors[f"{name}.keys"] = list(jagged.keys())
+    return tensors
+
+
+class _Clock:
+    """Adds the time since the last lap to a part of the step."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds, self.last = seconds, time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
 
 
 class _Window:
-    """Logits and labels of the steps since the last record."""
+    """Logits, labels and times of the steps since the last record."""
 
-    def __init__(self, steps: int):
-        self.steps = steps
-        self._reset()
-
-    def _reset(self) -> None:
-        self.logits, self.labels = [], []
-        self.started = time.perf_counter()
+    def __init__(self, state: dict | None = None):
+        self.steps = state["steps"] if state else 0
+        self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
+        self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
+        self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
         self.logits.append(logits)
         self.labels.append(labels)
 
-    def is_full(self) -> bool:
-        return len(self.logits) == self.steps
+    def state(self) -> dict:
+        state = {"steps": self.steps, "seconds": self._all_seconds()}
+        if not self.steps:
+            return state
+        return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
 
-    def close(self) -> dict:
-        logits, labels = torch.cat(self.logits), torch.cat(self.labels)
-        record = {
+    def record(self) -> dict:
+        logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
+        return {
             "loss": binary_cross_entropy_with_logits(logits, labels).item(),
-            "auc": report.auc(labels.numpy(), logits.numpy()),
+            "auc": auc(labels.numpy(), logits.numpy()),
             "examples": len(labels),
-            "examples_per_second": len(labels) / (time.perf_counter() - self.started),
+            "examples_per_second": len(labels) / (sum(seconds.values()) - seconds["evaluation"]),
+            "seconds": seconds,
         }
-        self._reset()
-        return record
+
+    def _all_seconds(self) -> dict[str, float]:
+        """Those of every part, "other" being what no part accounts for."""
+        known = {part: seconds for part, seconds in self.seconds.items() if part != "other"}
+        return known | {"other": time.perf_counter() - self._started - sum(known.values())}
+
+
+class _StopAtSignal:
+    """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> threading.Event:
+        self.event, self.before = threading.Event(), {}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._set) for number in self.SIGNALS}
+        return self.event
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _set(self, number: int, frame) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        self.event.set()

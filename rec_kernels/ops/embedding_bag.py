@@ -21,6 +21,7 @@ from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
+_embedding_bag = _ops.embedding_bag.default  # looked up once
 
 #: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
 TABLE_ALIGNMENT = 16
@@ -93,24 +94,18 @@ def embedding_bag(
         include_last_offset = True
     elif offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
-    if padding_idx is None:
-        padding_idx = -1
-    elif not -len(weight) <= padding_idx < len(weight):
-        raise ValueError(f"padding_idx = {padding_idx} must be in [{-len(weight)}, {len(weight)})")
-    elif padding_idx < 0:
-        padding_idx += len(weight)
-    arguments = (weight, input, offsets, per_sample_weights)
-    options = {
-        "pooling": mode,
-        "padding_idx": padding_idx,
-        "sparse": sparse,
-        "include_last_offset": include_last_offset,
-    }
+    options = {"pooling": mode, "include_last_offset": include_last_offset}
+    if padding_idx is not None:
+        if not -len(weight) <= padding_idx < len(weight):
+            raise ValueError(f"padding_idx = {padding_idx} must be in [{-len(weight)}, {len(weight)})")
+        options["padding_idx"] = padding_idx % len(weight)
+    if per_sample_weights is not None:
+        options["per_sample_weights"] = per_sample_weights
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _ops.embedding_bag.default(*arguments, **options)[0]
+        return _embedding_bag(weight, input, offsets, sparse=sparse, **options)[0]
     # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
     with torch._C._AutoDispatchBelowAutograd():
-        return _ops.embedding_bag.default(*arguments, **options)[0]
+        return _embedding_bag(weight, input, offsets, **options)[0]
 
 
 def _flatten_bags(

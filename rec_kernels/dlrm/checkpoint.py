@@ -1,0 +1,67 @@
+"""Checkpoints of a training run: written whole or not at all, read without executing anything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rec_kernels.dlrm.data import DataError
+
+NAME = "checkpoint.pt"
+FORMAT = 1
+
+
+def save(directory: Path, state: dict[str, Any]) -> None:
+    """Writes ``checkpoint.pt``; the one before stays in place until the new one is on the disk.
+
+    Args:
+        directory: of the run.
+        state: tensors, numbers, texts, and lists and dicts of them.
+
+    Raises:
+        OSError: the disk is full or cannot be written to; the checkpoint before is untouched.
+    """
+    path, fresh = directory / NAME, directory / f".{NAME}.new"
+    try:
+        with fresh.open("wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except RuntimeError as error:  # torch's writer says so when the disk is full
+        raise OSError(f"{path} could not be written: {error}") from error
+    finally:
+        fresh.unlink(missing_ok=True)
+    _sync_directory(directory)
+
+
+def load(directory: Path) -> dict[str, Any]:
+    """The state that ``save`` wrote last.
+
+    Raises:
+        DataError: there is no checkpoint, or it is damaged or of another format.
+    """
+    path = directory / NAME
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu")
+    except FileNotFoundError as error:
+        raise DataError(f"{directory} has no {NAME}: nothing to go on from") from error
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise DataError(f"{path} is damaged: {error}") from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise DataError(f"{path} has format {found!r}, expected {FORMAT}")
+    return state
+
+
+def _sync_directory(directory: Path) -> None:
+    # The rename itself must reach the disk, too.
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,189 @@
+"""All that decides a training run, as one dataclass; the command line is made from it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import rec_kernels as rk
+from rec_kernels.dlrm.completejourney import LAST_WEEK
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+
+OPTIMIZERS = {"rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8), "sgd": lambda lr: rk.SGD(lr=lr)}
+
+
+def widths(text: str) -> tuple[int, ...]:
+    """Widths of hidden layers: "64,32" -> (64, 32), "" -> ()."""
+    return tuple(int(part) for part in text.split(",")) if text else ()
+
+
+def switch(text: str) -> bool:
+    """ "yes" or "no"."""
+    if text not in ("yes", "no"):
+        raise ValueError(text)
+    return text == "yes"
+
+
+def _option(
+    default: Any, kind: Callable, help: str, allowed: str, check: Callable[[Any], bool], *, how: bool = False
+) -> Any:
+    """A field. `how`: it says how a run is carried out, not what comes out of it, and may change when it is resumed."""
+    return field(default=default, metadata={"kind": kind, "help": help, "allowed": allowed, "check": check, "how": how})
+
+
+def _count(default: int | None, help: str, least: int = 1, **more) -> Any:
+    return _option(default, int, help, f"{least} or more", lambda v: v is None or v >= least, **more)
+
+
+def _positive(default: float, help: str) -> Any:
+    return _option(default, float, help, "a finite number above 0", lambda v: 0 < v < math.inf)
+
+
+def _text(default: str | None, help: str, **more) -> Any:
+    return _option(default, str, help, "text", lambda v: v != "", **more)
+
+
+def _layers(default: tuple[int, ...], help: str) -> Any:
+    return _option(default, widths, help, "widths of 1 or more", lambda v: all(w >= 1 for w in v))
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """All that decides a run: the same config on the same machine gives the same bits.
+
+    Raises:
+        ValueError: names the option, its value and what is allowed.
+    """
+
+    data: str = _text(
+        "completejourney", "completejourney, criteo, synthetic, or module:function that returns a data set"
+    )
+    path: str | None = _text(None, "criteo: file or folder of files, Kaggle format, plain or .gz")
+    rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")
+    weeks: int | None = _option(
+        None,
+        int,
+        "completejourney: only the first weeks, tested on their last quarter (default: train on 1-46, test on 47-53)",
+        f"1 to {LAST_WEEK - 1}",
+        lambda v: v is None or 1 <= v < LAST_WEEK,
+    )
+    table_rows: int | None = _count(
+        None, "criteo: hash ids into so many rows per table (default: a row per value); synthetic: rows of a table"
+    )
+    data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
+
+    embedding_dim: int = _count(16, "columns of every embedding table")
+    bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
+    top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
+    optimizer: str = _option(
+        "rowwise_adagrad", str, "optimizer of the tables", " or ".join(OPTIMIZERS), lambda v: v in OPTIMIZERS
+    )
+    lr: float = _positive(0.05, "learning rate of the tables")
+    dense_lr: float = _positive(0.001, "learning rate of the MLPs (Adam)")
+    warmup_steps: int = _count(0, "steps in which both learning rates rise linearly", 0)
+    decay_start: int = _count(0, "step at which both begin to fall", 0)
+    decay_steps: int = _count(0, "steps in which they fall with the square of what is left (0: they do not fall)", 0)
+
+    epochs: int = _count(1, "passes over the training rows")
+    batch_size: int = _count(2048, "rows per batch")
+    accumulate: int = _count(1, "batches whose gradients are added up for one step")
+    valid_fraction: float = _option(
+        0.0,
+        float,
+        "share of the training rows, the last ones, that evaluates instead of training",
+        "0 or more, below 1",
+        lambda v: 0 <= v < 1,
+    )
+    eval_every: int = _count(0, "steps between evaluations, on the rows set apart or else the test rows (0: none)", 0)
+    patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
+    seed: int = _count(0, "fixes the initial weights", 0)
+    threads: int | None = _count(None, "CPU threads (default: torch's choice)", how=True)
+
+    run: str | None = _option(
+        None,
+        str,
+        "name of the run (default: derived, numbered if taken)",
+        RUN_NAMES,
+        lambda v: v is None or is_run_name(v),
+        how=True,
+    )
+    runs_dir: str = _text("runs", "folder that gets one folder per run", how=True)
+    checkpoint_every: int = _count(
+        0, "steps between checkpoints (0: one at the end, and one when interrupted)", 0, how=True
+    )
+    tensorboard: bool = _option(False, switch, "also write TensorBoard files", "yes or no", lambda v: True, how=True)
+
+    def __post_init__(self):
+        for option in dataclasses.fields(self):
+            value = getattr(self, option.name)
+            if not option.metadata["check"](value):
+                raise ValueError(f"{option.name} is {value!r}, allowed is {option.metadata['allowed']}")
+        if self.patience and not (self.eval_every and self.valid_fraction):
+            raise ValueError(
+                f"patience is {self.patience}, which needs eval_every (now {self.eval_every}) and valid_fraction (now "
+                f"{self.valid_fraction}) above 0: stopping by the test rows would make their score worthless"
+            )
+
+    def run_name(self, data_name: str) -> str:
+        """Name of the run where none was given."""
+        return f"{data_name}-d{self.embedding_dim}-b{self.batch_size}-seed{self.seed}"
+
+    def table_optimizer(self) -> rk.SGD | rk.RowwiseAdagrad:
+        """The fused optimizer of the tables."""
+        return OPTIMIZERS[self.optimizer](self.lr)
+
+    def differences(self, other: TrainConfig) -> list[str]:
+        """The options that decide the outcome and differ, as text."""
+        return [
+            f"{option.name} is {getattr(other, option.name)!r}, was {getattr(self, option.name)!r}"
+            for option in dataclasses.fields(self)
+            if not option.metadata["how"] and getattr(self, option.name) != getattr(other, option.name)
+        ]
+
+    def to_json(self) -> str:
+        """Every option, as indented JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=2)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
+        """The config that ``dataclasses.asdict`` or ``to_json`` gave; unknown names and wrong values are errors."""
+        options = {option.name: option for option in dataclasses.fields(cls)}
+        unknown = sorted(set(values) - set(options))
+        if unknown:
+            raise ValueError(f"unknown option(s) {', '.join(unknown)}")
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+
+    @classmethod
+    def read(cls, directory: Path) -> TrainConfig:
+        """The config of a run, from its ``config.json``.
+
+        Raises:
+            DataError: it is missing or not a config.
+        """
+        path = directory / CONFIG
+        try:
+            return cls.from_dict(json.loads(path.read_text())["config"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is not the config of a run: {error}") from error
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """One flag per option. Only flags that were given end up in the namespace."""
+    for option in dataclasses.fields(TrainConfig):
+        kind, default = option.metadata["kind"], option.default
+        shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
+        shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
+        parser.add_argument(
+            f"--{option.name.replace('_', '-')}",
+            type=kind,
+            default=argparse.SUPPRESS,
+            metavar={"widths": "N,N", "switch": "yes|no"}.get(kind.__name__, kind.__name__.upper()),
+            help=option.metadata["help"] + ("" if default is None else f" (default: {shown})"),
+        )

@@ -1,0 +1,125 @@
+"""What the trainer asks of a data set.
+
+Any object with the members of ``DataSet`` will do: ``python -m rec_kernels.dlrm train --data my_module:my_function``
+calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/trainer.md has an example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+import rec_kernels as rk
+
+Item = TypeVar("Item")
+
+
+class DataError(RuntimeError):
+    """The data is missing, of another version, or not what it should be; the message says where and what to do."""
+
+
+class Feature(NamedTuple):
+    """A categorical feature, which has an embedding table of its own.
+
+    Args:
+        name: its key in the batches.
+        num_embeddings: rows E of its table; ids are below it.
+        pooling: of its bags, "sum" or "mean".
+        shared: its bags are in ``Batch.shared``, because neighbouring rows have them in common.
+    """
+
+    name: str
+    num_embeddings: int
+    pooling: str = "sum"
+    shared: bool = False
+
+
+class Batch(NamedTuple):
+    """B rows.
+
+    Args:
+        dense: float32 [B, num_dense].
+        features: KeyedJaggedTensor of the features that are not shared, B bags each.
+        label: float32 [B], 0 or 1.
+        shared: KeyedJaggedTensor of the shared features, U bags each, or None without any.
+        inverse: int64 [B], the shared bag of each row; None: U is B.
+    """
+
+    dense: Tensor
+    features: rk.KeyedJaggedTensor
+    label: Tensor
+    shared: rk.KeyedJaggedTensor | None = None
+    inverse: Tensor | None = None
+
+
+class DataSet(Protocol):
+    """Rows for training and, later in time, rows for the test."""
+
+    name: str  # letters, digits, "-", "_", "."
+    num_dense: int
+    features: Sequence[Feature]
+
+    def num_rows(self, split: str) -> int:
+        """Rows of "train" or "test"."""
+        ...
+
+    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of a split from number ``start`` on, the last one possibly shorter.
+
+        Always the same ones in the same order: a run that is resumed goes on where it stopped. The trainer asks for
+        them on a thread of its own.
+        """
+        ...
+
+
+class HeldOut:
+    """A data set whose last training batches are set apart as the split "valid".
+
+    Args:
+        data: the data set.
+        batch_size: of the training: only whole batches are set apart.
+        fraction: share of the training rows, 0 <= fraction < 1; rounded to whole batches, at least one left to train.
+
+    Raises:
+        ValueError: ``fraction`` is not in this range or leaves nothing to train or to validate on.
+    """
+
+    def __init__(self, data: DataSet, batch_size: int, fraction: float):
+        self.data, self.batch_size = data, batch_size
+        self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
+        total = -(-data.num_rows("train") // batch_size)
+        self._train_batches = total - round(total * fraction)
+        if not 0 <= fraction < 1 or (fraction and not 0 < self._train_batches < total):
+            raise ValueError(f"valid_fraction is {fraction}, which leaves {self._train_batches} of {total} batches")
+
+    def num_rows(self, split: str) -> int:
+        """Rows of "train", "valid" or "test"."""
+        if split == "test":
+            return self.data.num_rows("test")
+        rows = self.data.num_rows("train")
+        kept = min(self._train_batches * self.batch_size, rows)
+        return kept if split == "train" else rows - kept
+
+    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """As ``DataSet.batches``; those of "train" and "valid" have the size of the training."""
+        if split == "test":
+            return self.data.batches("test", batch_size, start)
+        if batch_size != self.batch_size:
+            raise ValueError(f"batch_size is {batch_size}, for {split!r} it must be {self.batch_size}")
+        if split == "valid":
+            return self.data.batches("train", batch_size, self._train_batches + start)
+        return islice(self.data.batches("train", batch_size, start), max(self._train_batches - start, 0))
+
+
+def ahead(items: Iterator[Item]) -> Iterator[Item]:
+    """The same items, the next one always being made on another thread."""
+    end = object()
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as pool:
+        coming = pool.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = pool.submit(next, items, end)
+            yield item

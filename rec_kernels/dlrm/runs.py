@@ -1,0 +1,90 @@
+"""The folder of a run: its name, its config, its records."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+
+RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
+CONFIG, METRICS = "config.json", "metrics.jsonl"
+
+
+class RunExistsError(RuntimeError):
+    """A run of that name is there already; nothing is overwritten."""
+
+
+def is_run_name(name: str) -> bool:
+    """Whether ``name`` can be a run's folder."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
+
+
+def refuse_existing(runs_dir: str, name: str) -> None:
+    """Raise RunExistsError if ``runs_dir`` has a run ``name``."""
+    if (Path(runs_dir) / name).exists():
+        raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
+
+
+def create_run(runs_dir: str, name: str | None, default: str) -> Path:
+    """Create the folder of run ``name``, or of the first free of ``default``, ``default-2``, ...
+
+    Raises:
+        RunExistsError: run ``name`` exists.
+    """
+    numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
+    for candidate in numbered if name is None else [name]:
+        directory = Path(runs_dir) / candidate
+        try:
+            directory.mkdir(parents=True)
+            return directory
+        except FileExistsError:
+            continue
+    raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
+
+
+def write_config(directory: Path, config: dict) -> None:
+    """Write ``config.json``: the options of the run and the versions it began with."""
+    versions = {package: metadata.version(package) for package in ("torch", "numpy", "scikit-learn")}
+    (directory / CONFIG).write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
+
+
+class Records:
+    """``metrics.jsonl`` of a run: one JSON object per line, appended."""
+
+    def __init__(self, directory: Path):
+        self.path = directory / METRICS
+
+    def append(self, record: dict) -> None:
+        """Appends a record; it is on its way to the disk when this returns."""
+        with self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def mark(self) -> int:
+        """Where the file ends now, in bytes."""
+        return self.path.stat().st_size if self.path.exists() else 0
+
+    def rewind(self, mark: int) -> None:
+        """Drops what was appended after ``mark``: a resumed run records it again.
+
+        Raises:
+            ValueError: the file is shorter than that.
+        """
+        if mark > self.mark():
+            raise ValueError(f"{self.path} has {self.mark()} bytes, expected {mark} or more")
+        if mark < self.mark():
+            os.truncate(self.path, mark)
+
+    def read(self) -> list[dict]:
+        """All records."""
+        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
