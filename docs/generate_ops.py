@@ -74,7 +74,7 @@ def backends_table() -> str:
         cells = [
             f"`{op}`",
             "yes" if op in kernels["CPU"] else "-",
-            "yes" if op in kernels["CUDA"] else "-",
+            "yes" if op in kernels["RK_CUDA_KEY"] else "-",
             "fp32" if any(a.name in ("weights", "weights_shape") for a in arguments) else "-",
             "yes" if torch._C._dispatch_has_kernel_for_dispatch_key(NAMESPACE + op, "Autograd") else "-",
             ", ".join(written) or "-",

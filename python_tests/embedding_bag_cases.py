@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rec_kernels import testing
 from rec_kernels.reference import embedding_bag as reference
 
 LR, EPS = 0.05, 1e-8
 DIMS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 112, 127, 128, 129, 144, 256, 300]
-
-
-def every_backend() -> Iterator[str]:
-    """Runs the loop body with every instruction set of the machine, each with 1, 2 and 3 threads; yields a label."""
-    for isa in testing.cpu_isas():
-        for threads in (1, 2, 3):
-            with testing.use_cpu_isa(isa), testing.use_threads(threads):
-                yield f"{isa}, {threads} thread(s)"
 
 
 def wide_floats(*shape: int, seed: int) -> Tensor:
@@ -140,10 +130,10 @@ class Case:
                 reference.rowwise_adagrad_(view, rows, mine, LR, EPS)
         return weights, state
 
-    def update(self, optimizer: str, **options) -> tuple[Tensor, Tensor, Tensor]:
-        """Weights, state and step after embedding_bag_backward_fused_."""
+    def update(self, optimizer: str, ops=torch.ops.rec_kernels, **options) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights, state and step after embedding_bag_backward_fused_ of ``ops``."""
         weights, state, step = self.weights.clone(), self.sum.clone(), torch.tensor(6)
-        torch.ops.rec_kernels.embedding_bag_backward_fused_(
+        ops.embedding_bag_backward_fused_(
             weights,
             None if optimizer == "sgd" else state,
             step,

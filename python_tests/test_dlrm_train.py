@@ -3,6 +3,7 @@ import json
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from rec_kernels.dlrm import (
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import HeldOut
+from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import PARTS, WINDOWS, Run, predict
 
@@ -106,6 +108,86 @@ def test_same_seed_same_weights(data, tmp_path):
     np.testing.assert_array_equal(*(predict(run.model, run.data, "test")[1] for run in made))
 
 
+def test_learning_rates_rise_stay_and_fall_with_the_square():
+    dense = torch.optim.Adam([torch.zeros(1, requires_grad=True)], lr=0.001)
+    sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = Schedule([dense, sgd], TrainConfig(warmup_steps=4, decay_start=6, decay_steps=4))
+    factors = [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.75**2, 0.5**2, 0.25**2, 0.0, 0.0]
+    for step, factor in enumerate(factors):
+        schedule.set(step)
+        assert schedule.factor(step) == factor
+        for optimizer, base in ((dense, 0.001), (sgd, 0.5)):
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(max(base * factor, 1e-7))
+    constant = Schedule([sgd], TrainConfig())
+    assert {constant.factor(step) for step in (0, 1, 10**9)} == {1.0}
+
+
+def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
+    run = make_run(data, tmp_path / "run", warmup_steps=1000, lr=0.5)
+    groups = [batch for _, batch in zip(range(3), data.batches("train", run.config.batch_size), strict=False)]
+    for batch in groups:
+        run._step([batch])
+    for collection in run.model.collections():
+        assert float(collection.lr) == pytest.approx(0.5 * 3 / 1000)
+    assert run.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 3 / 1000)
+
+
+def test_accumulated_batches_train_like_one_batch(data, tmp_path):
+    one = make_run(data, tmp_path / "one", batch_size=1024)
+    four = make_run(data, tmp_path / "four", batch_size=256, accumulate=4)
+    for run in (one, four):
+        run.fit()
+    assert one.step == four.step
+    for (name, weight), other in zip(one.model.named_parameters(), four.model.parameters(), strict=True):
+        torch.testing.assert_close(weight, other, rtol=2e-3, atol=2e-4, msg=name)
+
+
+def test_early_stopping_uses_the_rows_set_apart(command, data, tmp_path):
+    flags = ["--run", "early", "--epochs", "9", "--lr", "0.5", "--valid-fraction", "0.2"]
+    assert main([*command, *flags, "--eval-every", "4", "--patience", "2"]) == 0
+    curve = records(tmp_path / "runs" / "early")
+    evaluations, test = [record for record in curve if record["kind"] == "eval"], curve[-1]
+    losses = [record["log_loss"] for record in evaluations]
+    assert test["stopped_early"]
+    assert {record["split"] for record in evaluations} == {"valid"}
+    assert losses.index(min(losses)) == len(losses) - 3  # two worse ones after the best
+    assert evaluations[-1]["step"] == test["step"] == sum(r["steps"] for r in curve if r["kind"] == "train")
+    assert test["train_examples"] == sum(r["examples"] for r in curve if r["kind"] == "train")
+
+
+class Board:
+    """Stands in for torch.utils.tensorboard.SummaryWriter."""
+
+    opened, points = [], []
+
+    def __init__(self, directory):
+        self.opened.append(directory)
+
+    def add_scalar(self, name, value, step):
+        self.points.append((name, value, step))
+
+    def flush(self):
+        pass
+
+
+def test_tensorboard_gets_every_number(command, tmp_path, monkeypatch):
+    module = types.ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = Board
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    assert main([*command, "--run", "board", "--tensorboard", "yes"]) == 0
+    *curve, test = records(tmp_path / "runs" / "board")
+    assert Board.opened == [str(tmp_path / "runs" / "board" / "tensorboard")]
+    points = {(name, step): value for name, value, step in Board.points}
+    assert all(points["train/loss", record["step"]] == record["loss"] for record in curve)
+    assert points["test/auc", test["step"]] == test["auc"]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert main([*command, "--tensorboard", "yes"]) == 1
+    assert "error: tensorboard is not installed" in capsys.readouterr().err
+
+
 def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert main([*command, "--run", "mine"]) == 1
@@ -150,6 +232,12 @@ def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_pat
         (["--run", "../x"], "run is '../x', allowed is letters"),
         (["--epochs", "two"], "argument --epochs: invalid int value: 'two'"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
+        (["--bottom", "64,x"], "argument --bottom: invalid widths value: '64,x'"),
+        (["--top", "64,0"], "top is (64, 0), allowed is widths of 1 or more"),
+        (["--optimizer", "adam"], "optimizer is 'adam', allowed is rowwise_adagrad or sgd"),
+        (["--valid-fraction", "1"], "valid_fraction is 1.0, allowed is 0 or more, below 1"),
+        (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
+        (["--tensorboard", "perhaps"], "argument --tensorboard: invalid switch value: 'perhaps'"),
     ],
 )
 def test_wrong_flags_give_readable_errors(flags, message, capsys):

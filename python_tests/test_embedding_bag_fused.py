@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from embedding_bag_cases import EPS, LR, Case, every_backend, make_case
+from backends import every_backend
+from embedding_bag_cases import EPS, LR, Case, make_case
 
 from rec_kernels.testing import flush_denormals, same_bits
 
@@ -61,9 +62,9 @@ def test_grad_scale_any(optimizer: str) -> None:
     case, scale = _case(), torch.tensor([3.7])
     weights, state = case.expected_update(optimizer, scale=(1 / scale).item())
     for backend in every_backend():
-        found, found_state, _ = case.update(optimizer, grad_scale=scale)
-        assert same_bits(found, weights), backend
-        assert same_bits(found_state, case.sum if optimizer == "sgd" else state), backend
+        found, found_state, _ = case.update(optimizer, backend.ops, grad_scale=scale)
+        assert same_bits(found, weights), backend.name
+        assert same_bits(found_state, case.sum if optimizer == "sgd" else state), backend.name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -99,10 +100,10 @@ def test_bad_factors_stay_in_their_rows(dim: int, factor: float) -> None:
         weights, state = case.expected_update(optimizer)
         clean_weights = clean.expected_update(optimizer)[0].view(40, dim)
         for backend in every_backend():
-            found, found_state, _ = case.update(optimizer)
-            assert same_bits(found, weights), (backend, optimizer)
-            assert same_bits(found_state, case.sum if optimizer == "sgd" else state), (backend, optimizer)
-            assert same_bits(found.view(40, dim)[others], clean_weights[others]), (backend, optimizer)
+            found, found_state, _ = case.update(optimizer, backend.ops)
+            assert same_bits(found, weights), (backend.name, optimizer)
+            assert same_bits(found_state, case.sum if optimizer == "sgd" else state), (backend.name, optimizer)
+            assert same_bits(found.view(40, dim)[others], clean_weights[others]), (backend.name, optimizer)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -118,16 +119,16 @@ def test_flush_denormal_changes_nothing(optimizer: str) -> None:
 
     scaled = {"grad": case.grad * 2.0**100, "grad_scale": torch.tensor(2.0**127)}  # whose inverse is denormal
 
-    def everything() -> list[torch.Tensor]:
+    def everything(ops) -> list[torch.Tensor]:
         output, _ = ops.embedding_bag(case.weights, *case.jagged, **case.layout)
         dense = ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
-        return [output, dense, *case.update(optimizer), *case.update(optimizer, **scaled)]
+        return [output, dense, *case.update(optimizer, ops), *case.update(optimizer, ops, **scaled)]
 
-    expected = everything()
+    expected = everything(ops)
     for backend in every_backend():
         with flush_denormals():
-            found = everything()
-        assert all(map(same_bits, found, expected)), backend
+            found = everything(backend.ops)
+        assert all(map(same_bits, found, expected)), backend.name
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

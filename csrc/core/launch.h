@@ -1,11 +1,18 @@
 // The one way to start a CUDA kernel: launch(kernel, grid, block, shared_bytes, stream, arguments...).
 #pragma once
 
+#if defined(RK_EMULATED)
+#include "emulator/launch.h"
+#else
+
 #include <cuda_runtime.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
 #include "core/stable.h"
+
+// The dispatch key that kernels in csrc/cuda register for.
+#define RK_CUDA_KEY CUDA
 
 namespace rec_kernels {
 
@@ -27,8 +34,28 @@ class OnDeviceOf {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
-  kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
+  kernel<<<grid, block, shared_bytes, stream> > >(static_cast<Parameters>(arguments)...);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 
+// Waits for the stream: not for what runs in every step.
+inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  STD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+  STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+#if defined(__CUDACC__)
+// The block's shared memory, of as many bytes as launch() was given.
+template <class T>
+__device__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
+
+// The emulator checks here what a GPU would fault on.
+__device__ __forceinline__ void check_alignment(const void*, size_t) {}
+#endif
+
 }  // namespace rec_kernels
+
+#endif

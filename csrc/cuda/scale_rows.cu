@@ -63,7 +63,7 @@ Tensor row_dot_cuda(const Tensor& a_in, const Tensor& b_in) {
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CUDA, m) {
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
   m.impl("scale_rows", TORCH_BOX(&scale_rows_cuda));
   m.impl("row_dot", TORCH_BOX(&row_dot_cuda));
 }

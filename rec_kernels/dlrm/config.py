@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -174,9 +174,9 @@ class TrainConfig:
             raise DataError(f"{path} is not the config of a run: {error}") from error
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """One flag per option. Only flags that were given end up in the namespace."""
-    for option in dataclasses.fields(TrainConfig):
+def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """One flag per option that is not in ``without``. Only flags that were given end up in the namespace."""
+    for option in (option for option in dataclasses.fields(TrainConfig) if option.name not in without):
         kind, default = option.metadata["kind"], option.default
         shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
         shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown

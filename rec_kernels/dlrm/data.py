@@ -1,7 +1,7 @@
 """What the trainer asks of a data set.
 
 Any object with the members of ``DataSet`` will do: ``python -m rec_kernels.dlrm train --data my_module:my_function``
-calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/trainer.md has an example.
+calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/data.md has an example.
 """
 
 from __future__ import annotations

@@ -6,24 +6,75 @@ import importlib
 
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
+from rec_kernels.dlrm.runs import RUN_NAMES, is_run_name
+
+# The options that only some of the data sets have. ``data_dir`` goes with all: it only says where prepared data is.
+OPTIONS = {
+    "completejourney": ("weeks",),
+    "criteo": ("path", "rows", "table_rows"),
+    "synthetic": ("rows", "table_rows"),
+}
+MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
 
 
 def open_data(config: TrainConfig) -> DataSet:
     """The data set that the config names.
 
     Raises:
-        DataError: it is missing, damaged, or ``data`` names nothing.
+        DataError: it is missing, damaged, no data set, ``data`` names nothing, or an option belongs to another one.
     """
+    if config.data not in OPTIONS and ":" not in config.data:
+        raise DataError(f"data is {config.data!r}, allowed are {', '.join(OPTIONS)} and module:function")
+    _refuse_options_of_others(config)
     if config.data == "completejourney":
         from rec_kernels.dlrm.batches import CompleteJourney
         from rec_kernels.dlrm.prepared import load_completejourney
 
         return CompleteJourney(load_completejourney(config.weeks, config.data_dir, progress=True))
-    module, _, function = config.data.partition(":")
-    if not function:
-        raise DataError(f"data is {config.data!r}, allowed are completejourney, criteo, synthetic and module:function")
+    if config.data == "criteo":
+        from rec_kernels.dlrm.criteo import Criteo
+
+        if config.path is None:
+            raise DataError("data is 'criteo', which needs path: a file in Criteo's format or a folder of such files")
+        return Criteo(
+            config.path, rows=config.rows, table_rows=config.table_rows, data_dir=config.data_dir, progress=True
+        )
+    if config.data == "synthetic":
+        from rec_kernels.dlrm import synthetic
+
+        return synthetic.Synthetic(config.rows or synthetic.ROWS, config.table_rows or synthetic.TABLE_ROWS)
+    return _call(config.data)
+
+
+def _refuse_options_of_others(config: TrainConfig) -> None:
+    own = OPTIONS.get(config.data, ())
+    for option in sorted({name for names in OPTIONS.values() for name in names} - set(own)):
+        value = getattr(config, option)
+        if value is not None:
+            owners = " and ".join(data for data, names in OPTIONS.items() if option in names)
+            raise DataError(
+                f"{option} is {value!r}, but data is {config.data!r}: {option} is for {owners}; leave it out"
+            )
+
+
+def _call(data: str) -> DataSet:
+    """What ``module:function`` returns."""
+    module, _, function = data.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"data is {config.data!r}: {error}") from error
-    return make()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise DataError(f"data is {data!r}: {error}") from error
+    if not callable(make):
+        raise DataError(
+            f"data is {data!r}, which is {type(make).__name__}, expected a function that returns a data set"
+        )
+    made = make()
+    missing = [member for member in MEMBERS if not hasattr(made, member)]
+    if missing:
+        raise DataError(
+            f"data is {data!r}, which returned {type(made).__name__} without {', '.join(missing)}: "
+            f"a data set has {', '.join(MEMBERS)} (rec_kernels.dlrm.DataSet)"
+        )
+    if not isinstance(made.name, str) or not is_run_name(made.name):
+        raise DataError(f"data is {data!r}, which returned a data set of name {made.name!r}, allowed are {RUN_NAMES}")
+    return made

@@ -1,7 +1,7 @@
 """The prepared data on disk: one ``.npy`` file per array and a manifest that says what they must be.
 
 Files are memory-mapped and never unpickled. A directory appears under its final name only when complete, and
-is rebuilt when a file is missing, truncated or altered, or was written for another format or data package.
+is rebuilt when a file is missing, truncated or altered, or was written for another format or source.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import hashlib
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -22,10 +24,97 @@ from rec_kernels.dlrm.completejourney import LAST_WEEK, Prepared
 FORMAT = 1  # raise it whenever completejourney.build gives other arrays
 MANIFEST = "manifest.json"
 ARRAYS = tuple(field.name for field in fields(Prepared) if field.type == "np.ndarray")
+CHUNK = 1 << 20  # bytes
 
 
 class PreparedError(RuntimeError):
     """A prepared directory cannot be used as it is."""
+
+
+class Contents(NamedTuple):
+    """What a prepared directory must hold.
+
+    Args:
+        identity: what it was made of, as JSON values (lists, no tuples): of anything else it is made anew.
+        arrays: names of the arrays, each in ``<name>.npy``.
+        facts: names of further JSON values in the manifest.
+    """
+
+    identity: dict[str, Any]
+    arrays: tuple[str, ...]
+    facts: tuple[str, ...] = ()
+
+
+def base_directory(data_dir: str | Path | None) -> Path:
+    """Folder of the prepared data: ``data_dir``, or ``~/.cache/rec_kernels``."""
+    return Path(data_dir) if data_dir is not None else Path.home() / ".cache" / "rec_kernels"
+
+
+def open_directory(
+    directory: Path, contents: Contents, build: Callable[[Path], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """What is in ``directory``, which is written first if it is missing or not usable.
+
+    Args:
+        directory: of the prepared data.
+        contents: what it must hold.
+        build: writes every array into the folder it is given, and nothing else, and returns the facts, if any.
+
+    Returns:
+        The arrays, memory-mapped and read-only, and the facts, by name.
+
+    Raises:
+        OSError: they could not be written; what was there before is untouched.
+    """
+    if directory.exists():
+        try:
+            return read_directory(directory, contents)
+        except PreparedError as error:
+            tqdm.write(f"prepared data is rebuilt: {error}", file=sys.stderr)
+    write_directory(directory, contents, build)
+    return read_directory(directory, contents)
+
+
+def write_directory(directory: Path, contents: Contents, build: Callable[[Path], dict[str, Any] | None]) -> None:
+    """Write what ``build`` makes as ``directory``, replacing what is there; no reader ever sees a part of it."""
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
+        fresh = Path(scratch) / "new"
+        fresh.mkdir()
+        manifest = contents.identity | (build(fresh) or {})
+        manifest["files"] = {name: _fingerprint(_file(fresh, name)) for name in contents.arrays}
+        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+        if directory.exists():
+            directory.rename(Path(scratch) / "old")
+        fresh.rename(directory)
+
+
+def read_directory(directory: Path, contents: Contents) -> dict[str, Any]:
+    """Arrays, memory-mapped after checking every byte of them against the manifest, and facts, by name.
+
+    Raises:
+        PreparedError: names the file and what is wrong with it.
+    """
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+        files = {name: manifest["files"][name] for name in contents.arrays}
+        values = {name: manifest[name] for name in contents.facts}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PreparedError(f"{path} cannot be read: {error!r}") from error
+    for key, expected in contents.identity.items():
+        if manifest.get(key) != expected:
+            raise PreparedError(f"{path}: {key} is {manifest.get(key)!r}, expected {expected!r}")
+    for name in contents.arrays:
+        file = _file(directory, name)
+        try:
+            found = _fingerprint(file)
+            if found != files[name]:
+                raise PreparedError(f"{file} holds {found}, the manifest says {files[name]}")
+            values[name] = np.load(file, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise PreparedError(f"{file} cannot be read: {error!r}") from error
+    return values
 
 
 def load_completejourney(
@@ -44,78 +133,48 @@ def load_completejourney(
     """
     if weeks is not None and not 1 <= weeks < LAST_WEEK:
         raise ValueError(f"weeks is {weeks}, allowed are 1 to {LAST_WEEK - 1}, or None for the whole year")
-    base = Path(data_dir) if data_dir is not None else Path.home() / ".cache" / "rec_kernels"
-    directory = base / ("completejourney" if weeks is None else f"completejourney-weeks{weeks}")
-    if directory.exists():
-        try:
-            return read_prepared(directory, weeks)
-        except PreparedError as error:
-            tqdm.write(f"prepared data is rebuilt: {error}", file=sys.stderr)
-    data = completejourney.build(*completejourney.read_source(weeks), weeks=weeks, progress=progress)
-    write_prepared(data, directory, weeks)
-    return read_prepared(directory, weeks)
+    directory = base_directory(data_dir) / ("completejourney" if weeks is None else f"completejourney-weeks{weeks}")
+
+    def build(folder: Path) -> dict[str, Any]:
+        source = completejourney.read_source(weeks)
+        return _save(completejourney.build(*source, weeks=weeks, progress=progress), folder)
+
+    return Prepared(**open_directory(directory, _contents(weeks), build), weeks=weeks)
 
 
 def write_prepared(data: Prepared, directory: Path, weeks: int | None) -> None:
-    """Write ``data`` as ``directory``, replacing what is there; no reader ever sees a part of it."""
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
-        fresh = Path(scratch) / "new"
-        fresh.mkdir()
-        manifest = _identity(weeks) | {
-            "train_rows": data.train_rows,
-            "num_embeddings": data.num_embeddings,
-            "files": {},
-        }
-        for name in ARRAYS:
-            np.save(_file(fresh, name), getattr(data, name), allow_pickle=False)
-            manifest["files"][name] = _fingerprint(_file(fresh, name))
-        (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        if directory.exists():
-            directory.rename(Path(scratch) / "old")
-        fresh.rename(directory)
+    """Write Complete Journey as ``directory``, as ``write_directory``."""
+    write_directory(directory, _contents(weeks), lambda folder: _save(data, folder))
 
 
 def read_prepared(directory: Path, weeks: int | None) -> Prepared:
-    """Memory-map the arrays of ``directory`` after checking every byte of them against the manifest.
+    """Complete Journey from ``directory``, as ``read_directory``."""
+    return Prepared(**read_directory(directory, _contents(weeks)), weeks=weeks)
 
-    Raises:
-        PreparedError: names the file and what is wrong with it.
-    """
-    path = directory / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-        files, num_embeddings, train_rows = (manifest[key] for key in ("files", "num_embeddings", "train_rows"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise PreparedError(f"{path} cannot be read: {error!r}") from error
-    for key, expected in _identity(weeks).items():
-        if manifest.get(key) != expected:
-            raise PreparedError(f"{path}: {key} is {manifest.get(key)!r}, expected {expected!r}")
-    arrays = {}
+
+def _save(data: Prepared, folder: Path) -> dict[str, Any]:
     for name in ARRAYS:
-        file = _file(directory, name)
-        try:
-            found = _fingerprint(file)
-            if found != files.get(name):
-                raise PreparedError(f"{file} holds {found}, the manifest says {files.get(name)}")
-            arrays[name] = np.load(file, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise PreparedError(f"{file} cannot be read: {error!r}") from error
-    return Prepared(**arrays, num_embeddings=num_embeddings, train_rows=train_rows, weeks=weeks)
+        np.save(_file(folder, name), getattr(data, name), allow_pickle=False)
+    return {"train_rows": data.train_rows, "num_embeddings": data.num_embeddings}
+
+
+def _contents(weeks: int | None) -> Contents:
+    identity = {
+        "format": FORMAT,
+        "package": completejourney.PACKAGE,
+        "package_version": completejourney.PACKAGE_VERSION,
+        "weeks": weeks,
+    }
+    return Contents(identity, ARRAYS, ("train_rows", "num_embeddings"))
 
 
 def _file(directory: Path, name: str) -> Path:
     return directory / f"{name}.npy"
 
 
-def _identity(weeks: int | None) -> dict:
-    return {
-        "format": FORMAT,
-        "package": completejourney.PACKAGE,
-        "package_version": completejourney.PACKAGE_VERSION,
-        "weeks": weeks,
-    }
-
-
-def _fingerprint(file: Path) -> dict:
-    return {"bytes": file.stat().st_size, "sha256": hashlib.sha256(file.read_bytes()).hexdigest()}
+def _fingerprint(file: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with file.open("rb") as content:
+        while chunk := content.read(CHUNK):
+            digest.update(chunk)
+    return {"bytes": file.stat().st_size, "sha256": digest.hexdigest()}

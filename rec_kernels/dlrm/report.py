@@ -1,13 +1,19 @@
-"""What a run shows: its scores as text and as a picture."""
+"""What a run shows: its scores as text, its curves as pictures, and a page with all of it."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter
 
-from rec_kernels.dlrm.runs import Records
+from rec_kernels.dlrm import page
+from rec_kernels.dlrm.runs import CONFIG, Records
+
+PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
 def memory_table(tables: list[dict]) -> str:
@@ -27,10 +33,7 @@ def memory_table(tables: list[dict]) -> str:
 
 def scores_text(scores: dict, split: str) -> str:
     """The record of ``score`` as text for a person."""
-
-    def number(value: float | None) -> str:
-        return "-" if value is None else f"{value:.4f}"
-
+    number = page.number
     return "\n".join(
         [
             f"{split + ' rows':<20}{scores['examples']:,}, {scores['base_rate']:.1%} positive",
@@ -58,29 +61,79 @@ def summary(test: dict) -> str:
 
 
 def write(directory: Path) -> None:
-    """Write ``report.png`` of a run from its records."""
+    """Write ``report.html`` and ``report.png`` of a run from its config and records, however far it got.
+
+    ``report.html`` needs nothing but itself: the pictures are in it, and there are no scripts.
+
+    Raises:
+        OSError: the run has no ``config.json``, or its folder cannot be written to.
+        ValueError: ``config.json`` or ``metrics.jsonl`` is not JSON.
+    """
+    settings = json.loads((directory / CONFIG).read_text())
     records = Records(directory).read()
-    curve = [record for record in records if record["kind"] == "train"]
-    draw(directory / "report.png", curve, records[-1])
+    draw(directory / "report.png", records)
+    pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
+    (directory / "report.html").write_text(page.render(directory.name, settings, records, pictures), encoding="utf-8")
 
 
-def draw(path: Path, curve: list[dict], test: dict) -> None:
-    """Write a picture of loss and AUC: progressive during the training, and the final test score."""
+def draw(path: Path, records: list[dict]) -> None:
+    """Write a picture of loss and AUC: progressive during the training, at the evaluations, and of the test."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    examples = np.cumsum([record["examples"] for record in curve]) / 1e6
-    panels = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
-    for axes, (key, test_key, label) in zip(figure.subplots(1, 2), panels, strict=True):
-        values = [np.nan if record[key] is None else record[key] for record in curve]
-        axes.plot(examples, values, marker=".", label="training, scored before learning")
-        axes.axhline(
-            test[test_key],
-            color="tab:orange",
-            linestyle="--",
-            label=f"test, model frozen: {test[test_key]:.4f}",
-        )
-        axes.set_xlabel("training examples [million]")
-        axes.set_ylabel(label)
-        axes.grid(alpha=0.3)
-        axes.legend()
-    figure.suptitle(f"DLRM: {path.parent.name}")
+    for axes, panel in zip(figure.subplots(1, 2), PANELS, strict=True):
+        _draw_scores(axes, records, *panel)
+    figure.suptitle(f"DLRM: {path.parent.name}", parse_math=False)
     figure.savefig(path, dpi=120)
+
+
+def curves(records: list[dict]) -> list[tuple[str, Figure]]:
+    """A figure, small enough for a phone, of loss, of AUC, and of the learning rate if it changes, with its label."""
+    figures = []
+    for panel in PANELS if any(record["kind"] == "train" for record in records) else ():
+        figure, axes = _small_figure()
+        _draw_scores(axes, records, *panel)
+        figures.append((panel[-1], figure))
+    _, examples = _progress(records)
+    rates = [record["lr"] for record in records if record["kind"] == "train"]
+    if len(set(rates)) > 1:
+        figure, axes = _small_figure()
+        axes.plot(examples, rates, marker=".")
+        _finish(axes, "learning rate of the tables")
+        figures.append(("learning rate of the tables", figure))
+    return figures
+
+
+def _small_figure() -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _progress(records: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Step and rows trained on so far of each training record."""
+    train = [record for record in records if record["kind"] == "train"]
+    return np.array([r["step"] for r in train]), np.cumsum([r["examples"] for r in train])
+
+
+def _draw_scores(axes: Axes, records: list[dict], key: str, score_key: str, label: str) -> None:
+    steps, examples = _progress(records)
+    train = [np.nan if r[key] is None else r[key] for r in records if r["kind"] == "train"]
+    axes.plot(examples, train, marker=".", label="training, scored before learning")
+    evaluations = [r for r in records if r["kind"] == "eval" and r[score_key] is not None]
+    if evaluations and len(steps):
+        # Evaluations know their step only. Between two records steps have the same number of rows.
+        where = np.interp([r["step"] for r in evaluations], [0, *steps], [0, *examples])
+        split = "rows set apart" if evaluations[0]["split"] == "valid" else "test rows"
+        axes.plot(where, [r[score_key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
+    test = next((r for r in records if r["kind"] == "test"), None)
+    if test is not None and test[score_key] is not None:
+        value = test[score_key]
+        axes.axhline(value, color="tab:orange", linestyle="--", linewidth=1)
+        axes.plot(test["train_examples"], value, "D", color="tab:orange", label=f"test, model frozen: {value:.4f}")
+    axes.legend(fontsize="small")
+    _finish(axes, label)
+
+
+def _finish(axes: Axes, label: str) -> None:
+    axes.set_xlabel("rows trained on")
+    axes.set_ylabel(label)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(alpha=0.3)

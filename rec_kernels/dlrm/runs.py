@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import platform
 import re
 import resource
 import sys
@@ -49,20 +50,35 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 
 def write_config(directory: Path, config: dict) -> None:
     """Write ``config.json``: the options of the run and the versions it began with."""
-    versions = {package: metadata.version(package) for package in ("torch", "numpy", "scikit-learn")}
+    packages = ("rec_kernels", "torch", "numpy", "scikit-learn")
+    versions = {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
     (directory / CONFIG).write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
 
 
 class Records:
-    """``metrics.jsonl`` of a run: one JSON object per line, appended."""
+    """``metrics.jsonl`` of a run: one JSON object per line, appended.
 
-    def __init__(self, directory: Path):
+    Args:
+        directory: of the run.
+        tensorboard: also write the numbers of every record for TensorBoard, to its folder ``tensorboard``.
+
+    Raises:
+        ModuleNotFoundError: ``tensorboard`` without the package of that name.
+    """
+
+    def __init__(self, directory: Path, *, tensorboard: bool = False):
         self.path = directory / METRICS
+        self._board = _open_board(directory) if tensorboard else None
 
     def append(self, record: dict) -> None:
         """Appends a record; it is on its way to the disk when this returns."""
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            self._board.flush()
 
     def mark(self) -> int:
         """Where the file ends now, in bytes."""
@@ -80,8 +96,17 @@ class Records:
             os.truncate(self.path, mark)
 
     def read(self) -> list[dict]:
-        """All records."""
-        return [json.loads(line) for line in self.path.read_text().splitlines()] if self.path.exists() else []
+        """All records; not a last one that was cut short."""
+        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _open_board(directory: Path):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ModuleNotFoundError(f"tensorboard is not installed ({error}): pip install tensorboard") from error
+    return SummaryWriter(str(directory / "tensorboard"))
 
 
 def peak_memory_bytes() -> int:

@@ -19,9 +19,9 @@ class Schedule:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], config: TrainConfig):
         self.config = config
-        self._groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        self._base = [float(group["lr"]) for group in self._groups]
-        self._factor = 1.0
+        self._optimizers = list(optimizers)
+        self._base = [float(group["lr"]) for group in self._groups()]
+        self._factor = None
 
     def factor(self, step: int) -> float:
         """What step number ``step``, from 0, multiplies the learning rates with."""
@@ -32,11 +32,19 @@ class Schedule:
             return max(1 - (step - c.decay_start + 1) / c.decay_steps, 0.0) ** 2
         return 1.0
 
+    def rate(self, base: float, step: int) -> float:
+        """The learning rate of step number ``step`` where the config says ``base``."""
+        return max(base * self.factor(step), min(LEAST, base))
+
     def set(self, step: int) -> None:
         """Sets the learning rates of step number ``step``."""
         factor = self.factor(step)
         if factor == self._factor:
             return
         self._factor = factor
-        for group, base in zip(self._groups, self._base, strict=True):
-            group["lr"] = max(base * factor, min(LEAST, base))
+        for group, base in zip(self._groups(), self._base, strict=True):
+            group["lr"] = self.rate(base, step)
+
+    def _groups(self) -> list[dict]:
+        # Asked for anew: load_state_dict replaces them.
+        return [group for optimizer in self._optimizers for group in optimizer.param_groups]

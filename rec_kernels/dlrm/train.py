@@ -42,6 +42,13 @@ class RunInterruptedError(Exception):
         self.directory = directory
 
 
+def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
+    try:
+        return HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+    except ValueError as error:
+        raise DataError(str(error)) from error
+
+
 def build_model(config: TrainConfig, data: DataSet) -> DLRM:
     """The model of a run, with its initial weights."""
     return DLRM(
@@ -55,13 +62,16 @@ def build_model(config: TrainConfig, data: DataSet) -> DLRM:
     )
 
 
-def train(config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None) -> dict:
+def train(
+    config: TrainConfig, data: DataSet | None = None, *, resume: Path | None = None, progress: bool = True
+) -> dict:
     """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
 
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
         data: the data set; by default the one that ``config.data`` names.
         resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
+        progress: show a progress bar.
 
     Returns:
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
@@ -69,6 +79,7 @@ def train(config: TrainConfig, data: DataSet | None = None, *, resume: Path | No
     Raises:
         DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists.
+        ModuleNotFoundError: ``config.tensorboard`` without the package.
         TrainingError: the loss is not finite, or the run to resume has another config.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
@@ -80,15 +91,20 @@ def train(config: TrainConfig, data: DataSet | None = None, *, resume: Path | No
             raise TrainingError(f"{resume} cannot be resumed with another config: {'; '.join(differences)}")
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
-    data = HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+    data = _split(config, data)
     state = checkpoint.load(resume) if resume is not None else None
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
         runs.write_config(directory, dataclasses.asdict(config))
     run = Run(config, data, directory, state)
-    with _StopAtSignal() as stop:
-        run.fit(stop)
-    test = run.test()
+    run.progress = progress
+    try:
+        with _StopAtSignal() as stop:
+            run.fit(stop)
+        test = run.test()
+    except (TrainingError, RunInterruptedError):
+        report.write(directory)  # of what there is
+        raise
     report.write(directory)
     return test | {"directory": str(directory)}
 
@@ -100,7 +116,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         DataError: the run, its checkpoint or its data is missing or not what it should be.
     """
     config = TrainConfig.read(directory)
-    data = HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+    data = _split(config, data)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     model = build_model(config, data)
@@ -120,9 +136,10 @@ class Run:
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
-        self.records = runs.Records(directory)
+        self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window = _Window()
+        self.progress = True
         if state is not None:
             self._restore(state)
 
@@ -132,15 +149,17 @@ class Run:
         A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
         """
         window = -(-self.steps // WINDOWS)
-        rows = self.data.num_rows("train")
-        with tqdm(total=rows * self.config.epochs, desc="training", unit="ex", unit_scale=True) as bar:
+        total = self.data.num_rows("train") * self.config.epochs
+        with tqdm(total=total, desc="training", unit="ex", unit_scale=True, disable=not self.progress) as bar:
             bar.update(self._rows_done())
-            for group in self._groups():
+            for group in self._groups() if not self.stopped_early else ():
                 bar.update(self._step(group))
                 if self.step % window == 0 or self.step == self.steps:
                     bar.set_postfix(loss=f"{self._close_window():.4f}", refresh=False)
                 if self.config.eval_every and self.step % self.config.eval_every == 0:
                     self._evaluate()
+                if self.stopped_early:
+                    break
                 if stop is not None and stop.is_set():
                     self.save()
                     raise RunInterruptedError(f"interrupted after step {self.step} of {self.steps}", self.directory)
@@ -193,7 +212,8 @@ class Run:
             self.window = _Window(state["window"])
             self.records.rewind(state["records"])
         except (KeyError, RuntimeError, ValueError, TypeError) as error:
-            raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {error}") from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {reason}") from error
 
     def _rows_done(self) -> int:
         epochs, steps = divmod(self.step, self.steps_per_epoch)
@@ -203,7 +223,7 @@ class Run:
     def _groups(self) -> Iterator[list[Batch]]:
         """The batches of each step from ``self.step`` on."""
         c = self.config
-        while self.step < self.steps and not self.stopped_early:
+        while self.step < self.steps:
             start = self.step % self.steps_per_epoch * c.accumulate
             batches = ahead(self.data.batches("train", c.batch_size, start))
             started = time.perf_counter()
@@ -245,16 +265,18 @@ class Run:
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
         torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch)}, path)
-        raise TrainingError(
+        error = (
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
         )
+        self.records.append({"kind": "failed", "step": self.step + 1, "error": error})
+        raise TrainingError(error)
 
     def _close_window(self) -> float:
         """Records the steps since the last record; returns their mean loss."""
         epoch = (self.step - 1) // self.steps_per_epoch
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
-        record["lr"] = self.config.lr * self.schedule.factor(self.step - 1)
+        record["lr"] = self.schedule.rate(self.config.lr, self.step - 1)
         self.records.append(record)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
         self.window = _Window()
@@ -327,6 +349,7 @@ class _Window:
     def record(self) -> dict:
         logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
         return {
+            "steps": self.steps,
             "loss": binary_cross_entropy_with_logits(logits, labels).item(),
             "auc": auc(labels.numpy(), logits.numpy()),
             "examples": len(labels),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.jagged import KeyedTensor, select_keys
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
 from rec_kernels.ops.embedding_bag import table_starts
@@ -138,6 +141,7 @@ class EmbeddingBagCollection(nn.Module):
         self._name_outputs()
         self._make_layout(device)
         self._make_weights(device)
+        self._pending: Pending | None = None
         self.register_load_state_dict_post_hook(_retie_after_load)
 
     def _name_outputs(self) -> None:
@@ -187,9 +191,8 @@ class EmbeddingBagCollection(nn.Module):
                     weight.uniform_(-bound, bound)
         self._fused_optimizer = None
         if self.optimizer is not None:
-            self._fused_optimizer = FusedOptimizer(
-                [self.embedding_bags[n].weight for n in self.embedding_bags], self.lr
-            )
+            tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
+            self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors."""
@@ -220,8 +223,6 @@ class EmbeddingBagCollection(nn.Module):
         if was_meta and not self._weights.is_meta:
             # to_empty(): what no state_dict brings has to be made anew.
             self._make_layout(device)
-            if self.optimizer is not None:
-                self.lr.fill_(self.optimizer.lr)
         self._tie_tables()
         if self._fused_optimizer is not None:
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
@@ -230,7 +231,20 @@ class EmbeddingBagCollection(nn.Module):
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
+        self._pending = None
         self._tie_tables()
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
+        for name, own in self.state_dict().items():
+            given = state_dict.get(prefix + name, own)
+            if getattr(given, "shape", None) != own.shape:
+                found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
+                raise RuntimeError(
+                    f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
+                    "none of its tables was changed"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -256,10 +270,27 @@ class EmbeddingBagCollection(nn.Module):
 
         Raises:
             KeyError: a feature is missing. IndexError: an id is out of range (``bounds_check="error"``). ValueError:
-            bad shapes, dtypes, devices or offsets. Nothing has changed when one is raised.
+            bad shapes, dtypes, devices or offsets. RuntimeError: fused tables inside DistributedDataParallel. Nothing
+            has changed when one is raised.
         """
         values, offsets, weights = select_keys(features, self.feature_names)
-        layout = {
+        bags, layout = (values, offsets, weights), self._layout()
+        if self.optimizer is None:
+            tables = [self.embedding_bags[t.name].weight for t in self.tables]
+            pooled, _ = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
+        elif not torch.is_grad_enabled():
+            pooled, _ = _ops.embedding_bag(self._weights, *bags, **layout)
+        else:
+            _refuse_data_parallel()
+            if self._pending is None:
+                pooled, _ = _ops.embedding_bag_fused(*self._state(), self._token, *bags, **layout, **self._options())
+            else:
+                pooled, status = _ops.embedding_bag(self._weights, *bags, **layout)
+                pooled = self._pending.record(pooled, *bags, status)
+        return KeyedTensor(self._output_keys, self._output_dims, pooled)
+
+    def _layout(self) -> dict[str, object]:
+        return {
             "weight_offsets": self._weight_offsets,
             "row_offsets": self._row_offsets,
             "num_embeddings": self._num_embeddings,
@@ -269,16 +300,52 @@ class EmbeddingBagCollection(nn.Module):
             "output_dim": sum(self._output_dims),
             "bounds_check": self.bounds_check,
         }
+
+    def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        return self._weights, self._sum, self.step, self.lr
+
+    def _options(self) -> dict[str, object]:
+        return {"optimizer": self.optimizer.op_name, "eps": self.optimizer.eps}
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Several micro-batches, one update: as if their rows had been one batch.
+
+        Within the block, lookups read the tables as they are, and backwards leave them alone. At its end, the fused
+        optimizer runs once with all gradients, and ``step`` counts one; without a backward nothing happens. Losses are
+        added up: divide them where the mean is meant. The update has the bits of one batch that holds, per feature,
+        micro-batch after micro-batch in the order of their backwards, if the pooled outputs' gradients are the same.
+        Until then, copies of every micro-batch's ids and of the gradient of its pooled output are kept.
+
+        An exception in the block drops what was collected: tables, state and ``step`` are as before the block.
+        Gradients of per-sample weights arrive in each backward. ``torch.compile`` breaks the graph at a lookup inside
+        a block.
+
+        Raises:
+            ValueError: the collection has no fused optimizer. RuntimeError: the block is inside another one of the same
+            collection. RuntimeError, from a backward: it is inside and its lookup was not, or the other way round.
+        """
         if self.optimizer is None:
-            tables = [self.embedding_bags[t.name].weight for t in self.tables]
-            pooled, _ = _ops.embedding_bag_tables(self._weights, tables, values, offsets, weights, **layout)
-        elif torch.is_grad_enabled():
-            update = {"optimizer": self.optimizer.op_name, "eps": self.optimizer.eps}
-            state = (self._weights, self._sum, self.step, self.lr, self._token)
-            pooled, _ = _ops.embedding_bag_fused(*state, values, offsets, weights, **layout, **update)
-        else:
-            pooled, _ = _ops.embedding_bag(self._weights, values, offsets, weights, **layout)
-        return KeyedTensor(self._output_keys, self._output_dims, pooled)
+            raise ValueError(
+                "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
+                "gradients add up by themselves until optimizer.zero_grad()"
+            )
+        if self._pending is not None:
+            raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
+        self._pending = pending = Pending(self._token)
+        try:
+            yield
+            if pending.lookups:
+                self._apply_update(join(pending.lookups, len(self.feature_names)))
+        finally:
+            pending.close()
+            self._pending = None
+
+    def _apply_update(self, lookup: Lookup) -> None:
+        with torch.no_grad():
+            _ops.embedding_bag_backward_fused_(
+                *self._state(), *lookup[:4], **self._layout(), **self._options(), status=lookup.status
+            )
 
     def memory_report(self) -> list[dict[str, object]]:
         """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
@@ -299,6 +366,16 @@ class EmbeddingBagCollection(nn.Module):
         """Tables and optimizer, for printing."""
         tables = ", ".join(f"{t.name}: {t.num_embeddings} x {t.embedding_dim} {t.pooling}" for t in self.tables)
         return f"{tables}; optimizer={self.optimizer}"
+
+
+def _refuse_data_parallel() -> None:
+    # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise RuntimeError(
+            "an EmbeddingBagCollection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
+            "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
+            "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
+        )
 
 
 def _zeros(size: int, device: torch.device | str | None) -> Tensor:

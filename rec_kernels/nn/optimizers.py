@@ -43,36 +43,57 @@ class RowwiseAdagrad:
 
 
 class _Group(dict):
-    """A parameter group whose "lr" stays the tensor that the kernels read: assigning a number writes into it."""
+    """A parameter group whose "lr", a number, is written into the tensor that the kernels read, too.
+
+    A number and not that tensor, because code that sets a learning rate aside and puts it back later (as
+    torch.distributed.checkpoint does) would find the tensor changed.
+    """
+
+    kernel_lr: Tensor | None = None
 
     def __setitem__(self, key: str, value: object) -> None:
-        if key == "lr" and isinstance(self.get("lr"), Tensor):
-            self["lr"].fill_(value)
-        else:
-            super().__setitem__(key, value)
+        if key == "lr":
+            value = float(value)
+            if self.kernel_lr is not None:
+                self.kernel_lr.fill_(value)
+        super().__setitem__(key, value)
+
+    def update(self, *args: object, **kwargs: object) -> None:
+        for key, value in dict(*args, **kwargs).items():
+            self[key] = value
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers.
 
-    ``param_groups[0]["lr"]`` is the 0-dim float32 tensor that the kernels read, so a scheduler, or the assignment of a
-    number, changes the learning rate without recompiling anything. ``step`` and ``zero_grad`` do nothing: the update
-    happened in the backward.
+    ``param_groups[0]["lr"]`` is the learning rate. A scheduler, or the assignment of a number, changes it from the next
+    update on, without recompiling anything: it is written into ``lr``, which the kernels read. ``step`` and
+    ``zero_grad`` do nothing: the update happened in the backward. ``state_dict`` has the learning rate and what
+    schedulers have added; state of rows is in the collection's.
+
+    Args:
+        tables: the collection's weights, [E, D] float32 each.
+        rate: the learning rate.
+        lr: 0-dim float32, the tensor that the kernels read.
     """
 
-    def __init__(self, tables: list[Tensor], lr: Tensor) -> None:
-        super().__init__([_Group(params=tables, lr=lr)], {"lr": lr})
+    def __init__(self, tables: list[Tensor], rate: float, lr: Tensor) -> None:
+        super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
+        self.retie(tables, lr)
 
     def retie(self, tables: list[Tensor], lr: Tensor) -> None:
-        """Other tensors from now on: those of the collection after it has moved."""
-        self.param_groups[0] = _Group({**self.param_groups[0], "params": tables, "lr": lr})
+        """Other tensors from now on: those of the collection after it has moved. The learning rate stays."""
+        group = self.param_groups[0]
+        group.kernel_lr = lr
+        group.update(params=tables, lr=group["lr"])
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Loads the learning rate into the tensor that the kernels read."""
-        lr = self.param_groups[0]["lr"]
+        """Loads the learning rate, for the kernels too."""
+        group = self.param_groups[0]
         super().load_state_dict(state_dict)
-        lr.fill_(self.param_groups[0]["lr"])
-        self.retie(self.param_groups[0]["params"], lr)
+        # torch puts a plain dict in the group's place.
+        group.update({**self.param_groups[0], "params": group["params"]})
+        self.param_groups[0] = group
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Nothing to do; returns closure's value if one is given."""

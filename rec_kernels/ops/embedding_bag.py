@@ -217,8 +217,10 @@ def _grads(ctx, **by_name) -> tuple:
     return tuple(by_name.get(name) for name in ctx.names[: len(ctx.needs_input_grad)])
 
 
-def _factors_gradient(ctx, grad: Tensor, weights: Tensor | None) -> Tensor | None:
-    values, offsets, factors = ctx.saved_tensors[:3]
+def _factors_gradient(
+    ctx, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
+) -> Tensor | None:
+    # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
     if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
         return None
     return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout)
@@ -229,8 +231,8 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _):
-    values, offsets, factors, weights = ctx.saved_tensors[:4]
-    arguments = (grad, ctx.shape, values, offsets, factors)
+    *bags, weights = ctx.saved_tensors[:4]
+    arguments = (grad, ctx.shape, *bags)
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.sparse:
         if len(ctx.shape) != 2:
@@ -239,7 +241,7 @@ def _backward(ctx, grad: Tensor, _):
         grad_weights = _sparse(rows, row_grads, ctx.shape)
     elif ctx.needs_input_grad[0]:
         grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
-    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights))
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
 
 
 def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
@@ -254,8 +256,8 @@ def _setup_tables(ctx, inputs, output) -> None:
 
 
 def _backward_tables(ctx, grad: Tensor, _):
-    values, offsets, factors, weights = ctx.saved_tensors[:4]
-    arguments = (grad, ctx.shape, values, offsets, factors)
+    *bags, weights = ctx.saved_tensors[:4]
+    arguments = (grad, ctx.shape, *bags)
     shapes = ctx.table_shapes
     if ctx.sparse:
         rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout)
@@ -264,7 +266,7 @@ def _backward_tables(ctx, grad: Tensor, _):
         flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
         starts = table_starts([shape.numel() for shape in shapes])
         grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights))
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
@@ -294,7 +296,7 @@ def _setup_fused(ctx, inputs, output) -> None:
 def _backward_fused(ctx, grad: Tensor, _):
     values, offsets, factors, _ = ctx.saved_tensors
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"])
+    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], values, offsets, factors)
     _ops.embedding_bag_backward_fused_(
         **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
     )

@@ -1,0 +1,140 @@
+// Occurrences of an embedding_bag call, sorted by row on the GPU, and how a group of lanes sums those of a row. No
+// number of runs is known to the host; grids are sized for the most that there can be.
+#pragma once
+
+#include <vector>
+
+#include "cuda/embedding_bag.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
+constexpr int64_t kChunk = 64;
+
+// Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long").
+struct Runs {
+  const uint64_t* keys;       // linear row of each entry
+  const uint32_t* payloads;   // of each entry: its bag, or with coefficients its occurrence
+  const uint32_t* bag_of;     // of an occurrence; null: the payload is the bag
+  const float* coefficients;  // of an occurrence; null: 1
+  const int64_t* starts;      // run r is entries [starts[r], starts[r + 1])
+  const int64_t* num_runs;
+  const uint32_t* chunk_starts;  // of run r: chunks of the long runs before; one more behind the last run
+  int64_t most_runs, most_chunks;
+
+  __device__ __forceinline__ int64_t count(int64_t run) const { return starts[run + 1] - starts[run]; }
+  __device__ __forceinline__ uint32_t bag(uint32_t payload) const { return bag_of ? bag_of[payload] : payload; }
+};
+
+// Gradient rows a group has on their way, as in the forward.
+constexpr int kInFlight = 4;
+// What decides on the device that nothing is to be updated.
+struct Skip {
+  const int64_t *forward_status, *own_status;
+  const float* found_inf;
+  bool raise;
+
+  __device__ bool bad(const int64_t* status) const {
+    return status && *status != kNoBadPosition && (raise || *status < 0);
+  }
+  __device__ bool now() const { return (found_inf && *found_inf != 0.0f) || bad(forward_status) || bad(own_status); }
+};
+
+struct SumArgs {
+  Runs runs;
+  Features features;
+  int64_t batch;
+  const float* grad;
+  int64_t output_dim;
+  const float* grad_scale;  // or null: 1
+  Skip skip;
+  float* partials;       // chunk sums, rows of max_dim floats
+  float* next_partials;  // of their sums, and so on
+  int64_t max_dim;
+};
+
+// Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum.
+template <int kBlocks>
+__device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c, bool weighted,
+                                         bool first) {
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float term = x[k].v[j];
+      if (first) sum[k].v[j] = weighted ? c * term : term;
+      else sum[k].v[j] = weighted ? fused_multiply_add(c, term, sum[k].v[j]) : sum[k].v[j] + term;
+    }
+}
+
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients.
+template <int G, int kBlocks>
+struct OccurrenceSum {
+  const SumArgs& a;
+  const Group<G>& group;
+  int64_t first, count, D;
+
+  __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
+    const bool weighted = a.runs.coefficients != nullptr;
+    for (int64_t begin = 0; begin < count; begin += G) {
+      int64_t place = 0;
+      float c = 1.0f;
+      if (begin + group.lane < count) {
+        const uint32_t payload = a.runs.payloads[first + begin + group.lane], bag = a.runs.bag(payload);
+        const auto batch = static_cast<uint32_t>(a.batch);
+        place = int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
+        if (weighted) c = a.runs.coefficients[payload];
+      }
+      const int here = static_cast<int>(count - begin < G ? count - begin : G);
+      for (int next = 0; next < here; next += kInFlight) {
+        float factor[kInFlight];
+        Vec4 x[kInFlight][kBlocks];
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u) {
+          const float* row = a.grad + group.broadcast(place, next + u);
+          factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
+          const bool aligned = rows_aligned(row, D);
+#pragma unroll
+          for (int k = 0; k < kBlocks; ++k)
+            if (next + u < here) x[u][k] = load_columns(row, column + (k * G + group.lane) * 4, D, aligned);
+        }
+#pragma unroll
+        for (int u = 0; u < kInFlight; ++u)
+          if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
+      }
+    }
+  }
+};
+
+// `count` rows of D floats, `stride` floats apart.
+template <int G, int kBlocks>
+struct PartialSum {
+  const Group<G>& group;
+  const float* rows;
+  int64_t count, stride, D;
+
+  __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
+    const bool aligned = rows_aligned(rows, D) && stride % 4 == 0;
+    for (int64_t i = 0; i < count; ++i) {
+      Vec4 x[kBlocks];
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k)
+        x[k] = load_columns(rows + i * stride, column + (k * G + group.lane) * 4, D, aligned);
+      add_term(sum, x, 1.0f, false, i == 0);
+    }
+  }
+};
+
+}  // namespace RK_ISA
+
+// Owns the memory of Runs.
+struct SortedOccurrences {
+  Runs runs;
+  std::vector<Tensor> memory;
+};
+
+// Bad ids and offsets are noted in `status`.
+SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream);
+
+}  // namespace rec_kernels

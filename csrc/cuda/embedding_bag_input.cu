@@ -1,0 +1,69 @@
+// From the tensors of an embedding_bag call to what its CUDA kernels read. Nothing is read back from the GPU, except
+// for layouts that leave out num_rows and max_embedding_dim.
+#include <algorithm>
+#include <vector>
+
+#include "cuda/embedding_bag.cuh"
+
+namespace rec_kernels {
+namespace {
+
+std::vector<int64_t> to_host(const OptionalTensor& t, cudaStream_t stream) {
+  std::vector<int64_t> out(static_cast<size_t>(t->numel()));
+  copy_to_host(out.data(), t->const_data_ptr(), out.size() * sizeof(int64_t), stream);
+  return out;
+}
+
+void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
+  in->features = {layout.weight_offsets->const_data_ptr<int64_t>(),
+                  layout.row_offsets->const_data_ptr<int64_t>(),
+                  layout.num_embeddings->const_data_ptr<int64_t>(),
+                  layout.embedding_dims->const_data_ptr<int64_t>(),
+                  layout.output_offsets->const_data_ptr<int64_t>(),
+                  layout.mean ? layout.mean->const_data_ptr<bool>() : nullptr,
+                  {0, 0, 0, 0, 0, in->options.mean}};
+  in->output_dim = layout.output_dim;
+  const std::vector<int64_t> dims = to_host(layout.embedding_dims, stream), rows = to_host(layout.row_offsets, stream),
+                             sizes = to_host(layout.num_embeddings, stream);
+  for (size_t f = 0; f < dims.size(); ++f) {
+    in->max_dim = std::max(in->max_dim, dims[f]);
+    in->num_rows = std::max(in->num_rows, rows[f] + sizes[f]);
+  }
+}
+
+}  // namespace
+
+BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
+                   bool include_last_offset, cudaStream_t stream) {
+  const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
+  BagInput in{
+      as_contiguous(values),      as_contiguous(offsets), std::nullopt, Features{}, Bags{}, options, features, 0, 0, 0,
+      options.mean || layout.mean};
+  if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
+  if (layout.embedding_dims) {
+    read_layout(layout, &in, stream);
+  } else {
+    check_value(columns >= 1, "weights must have at least one column, got shape [", rows, ", ", columns, "]");
+    in.features.one = {0, 0, rows, columns, 0, options.mean};
+    in.output_dim = in.max_dim = columns;
+    in.num_rows = rows;
+  }
+  Bags& b = in.bags;
+  b.ids = in.values.const_data_ptr();
+  b.offsets = in.offsets.const_data_ptr();
+  b.per_sample_weights = per_sample_weights ? in.per_sample_weights->const_data_ptr<float>() : nullptr;
+  b.num_ids = in.values.numel();
+  b.num_offsets = offsets.numel();
+  b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
+  b.batch = features ? b.num_bags / features : 0;
+  b.padding_idx = options.padding_idx;
+  b.ids64 = values.scalar_type() == ScalarType::Long;
+  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
+  b.check_ids = options.check_ids;
+  check_value(b.num_bags < INT64_C(0xffffffff), "offsets describe ", b.num_bags,
+              " bags; at most 2^32 - 2 fit in a call");
+  return in;
+}
+
+}  // namespace rec_kernels

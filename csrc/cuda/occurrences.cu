@@ -1,0 +1,176 @@
+// Every id of a call as an entry (linear row, bag), sorted by row, and cut into runs of one row.
+#include <vector>
+
+#include "core/device_algorithms.h"
+#include "cuda/embedding_bag_backward.cuh"
+
+namespace rec_kernels {
+namespace {
+
+struct EntryArgs {
+  Features features;
+  Bags bags;
+  uint64_t* keys;
+  uint32_t* payloads;
+  uint32_t* bag_of;
+  float* coefficients;
+  uint64_t left_out;  // key of entries that do not count: above every row
+  int64_t* status;
+};
+
+__device__ bool counts(const EntryArgs& a, const Feature& f, int64_t id) {
+  return a.bags.in_range(id, f) && id != a.bags.padding_idx;
+}
+
+// How many ids of the bag count, for every lane of the group.
+template <int G>
+__device__ int64_t count_ids(const EntryArgs& a, const Feature& f, const Group<G>& group, Range ids) {
+  int64_t n = 0;
+  for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) n += counts(a, f, a.bags.id(i));
+  for (int distance = G / 2; distance > 0; distance /= 2) n += __shfl_xor_sync(group.mask, n, distance, G);
+  return n;
+}
+
+// A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
+template <int G>
+__global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
+  const Group<G> group;
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
+    const Feature f = a.features[bag / a.bags.batch];
+    const Range ids = range_of(a.bags, bag, a.status);
+    float each = 1.0f;
+    if (a.coefficients && f.mean) {
+      const int64_t n = count_ids(a, f, group, ids);
+      if (n > 0) each = 1.0f / static_cast<float>(n);
+    }
+    for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
+      const int64_t id = a.bags.id(i);
+      if (!a.bags.in_range(id, f)) note_bad(a.status, i);
+      a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
+      a.payloads[i] = static_cast<uint32_t>(a.coefficients ? i : bag);
+      if (!a.coefficients) continue;
+      a.bag_of[i] = static_cast<uint32_t>(bag);
+      a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
+    }
+  }
+}
+
+// Ids that no bag names, or only bags with bad offsets, count for nothing.
+__global__ void __launch_bounds__(kThreads)
+    leave_out_kernel(uint64_t* keys, uint32_t* payloads, int64_t count, uint64_t left_out) {
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
+    keys[i] = left_out;
+    payloads[i] = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    flag_runs_kernel(const uint64_t* keys, int64_t count, uint64_t left_out, uint32_t* flags) {
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride())
+    flags[i] = keys[i] != left_out && (i == 0 || keys[i] != keys[i - 1]);
+}
+
+// places[i]: runs that begin before entry i.
+__global__ void __launch_bounds__(kThreads)
+    write_runs_kernel(const uint64_t* keys, int64_t count, uint64_t left_out, const uint32_t* flags,
+                      const uint32_t* places, int64_t* starts, int64_t* num_runs) {
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
+    const bool out = keys[i] == left_out, last = i == count - 1;
+    if (flags[i]) starts[places[i]] = i;
+    if (out && (i == 0 || keys[i - 1] != left_out)) starts[places[i]] = i;  // the end of the last run
+    if (!last) continue;
+    const int64_t runs = int64_t{places[i]} + flags[i];
+    *num_runs = runs;
+    if (!out) starts[runs] = count;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    count_chunks_kernel(const int64_t* starts, const int64_t* num_runs, int64_t most_runs, uint32_t* chunks) {
+  for (int64_t r = Group<1>::first(); r <= most_runs; r += Group<1>::stride()) {
+    const int64_t count = r < *num_runs ? starts[r + 1] - starts[r] : 0;
+    chunks[r] = count > kChunk ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
+  }
+}
+
+__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* chunk_starts) {
+  *num_runs = 0;
+  starts[0] = 0;
+  chunk_starts[0] = 0;
+}
+
+int bit_width(uint64_t n) {
+  int bits = 0;
+  for (; n; n >>= 1) ++bits;
+  return bits;
+}
+
+// Allocates from torch and keeps what it allocates.
+class Memory {
+ public:
+  Memory(const Tensor& like, std::vector<Tensor>* kept) : like_(like), kept_(*kept) {}
+  template <class T>
+  T* make(int64_t count) {
+    kept_.push_back(new_tensor(like_, {count * static_cast<int64_t>(sizeof(T))}, ScalarType::Byte));
+    return static_cast<T*>(kept_.back().mutable_data_ptr());
+  }
+
+ private:
+  const Tensor& like_;
+  std::vector<Tensor>& kept_;
+};
+
+void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
+  const int64_t N = in.bags.num_ids;
+  launch(leave_out_kernel, blocks_for(N, 1), dim3(kThreads), 0, stream, args.keys, args.payloads, N, args.left_out);
+  if (in.bags.num_bags == 0) return;
+  with_lanes(lanes_for(4 * ceil_div(N, in.bags.num_bags)), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    launch(entries_kernel<G>, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
+  });
+}
+
+}  // namespace
+
+SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream) {
+  const int64_t N = in.bags.num_ids;
+  check_value(N < INT64_C(0xffffffff), "values has ", N, " ids; at most 2^32 - 2 fit in a call on a GPU");
+  SortedOccurrences out{};
+  Memory memory(like, &out.memory);
+  const bool weighted = in.bags.per_sample_weights || in.any_mean;
+  const auto left_out = static_cast<uint64_t>(in.num_rows);
+  auto* keys = memory.make<uint64_t>(N);
+  auto* payloads = memory.make<uint32_t>(N);
+  auto* bag_of = weighted ? memory.make<uint32_t>(N) : nullptr;
+  auto* coefficients = weighted ? memory.make<float>(N) : nullptr;
+  auto* sorted_keys = memory.make<uint64_t>(N);
+  auto* sorted_payloads = memory.make<uint32_t>(N);
+  auto* flags = memory.make<uint32_t>(N + 1);
+  auto* places = memory.make<uint32_t>(N + 1);
+  auto* starts = memory.make<int64_t>(N + 1);
+  auto* num_runs = memory.make<int64_t>(1);
+  out.runs = {sorted_keys,
+              sorted_payloads,
+              bag_of,
+              coefficients,
+              starts,
+              num_runs,
+              places,
+              N,
+              N / kChunk + N / (kChunk + 1) + 1};
+  if (N == 0) {
+    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, places);
+    return out;
+  }
+  write_entries(in, {in.features, in.bags, keys, payloads, bag_of, coefficients, left_out, status}, stream);
+  sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), like, stream);
+  const dim3 grid = blocks_for(N + 1, 1);
+  launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
+  exclusive_sum(flags, places, N, like, stream);
+  launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, places, starts, num_runs);
+  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, starts, num_runs, N, flags);
+  exclusive_sum(flags, places, N + 1, like, stream);
+  return out;
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,221 @@
+#include "emulator/block.h"
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "cuda_runtime.h"
+#include "emulator/fiber.h"
+
+// What a kernel sees of where it is.
+Index3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace rec_kernels::emulator {
+namespace {
+
+constexpr unsigned kLanes = 32;
+
+// Lanes that wait for each other, or a whole block that does.
+struct Meeting {
+  unsigned mask = 0;
+  const char* what = nullptr;
+  unsigned arrived = 0;  // lanes; for a block: how many threads
+  // Values of this meeting and of the one before: nobody is two meetings ahead.
+  uint64_t values[2][kLanes];
+  unsigned turn = 0;
+};
+
+enum class State { kReady, kWaiting, kDone };
+
+struct Thread {
+  Index3 index;
+  State state = State::kReady;
+  const Meeting* waits_for = nullptr;
+};
+
+struct Block {
+  const std::function<void()>* body = nullptr;
+  std::vector<Thread> threads;
+  std::vector<std::vector<Meeting>> warps;  // the meetings that each warp has had
+  Meeting barrier;
+  std::unique_ptr<unsigned char[]> shared;
+  unsigned running = 0;
+  std::string error;
+};
+
+Block block;
+std::vector<std::unique_ptr<Fiber>> fibers;  // kept: making a stack costs more than a small kernel
+Order order = Order::kAscending;
+std::mt19937_64 random_bits;
+std::mutex one_launch;
+
+Fiber& fiber() { return *fibers[block.running]; }
+
+void run_thread() {
+  fiber().entered();
+  (*block.body)();
+  block.threads[block.running].state = State::kDone;
+  fiber().leave(true);
+}
+
+void wait_for(const Meeting& meeting) {
+  Thread& thread = block.threads[block.running];
+  thread.state = State::kWaiting;
+  thread.waits_for = &meeting;
+  fiber().leave();
+}
+
+void wake(const Meeting& meeting) {
+  for (Thread& t : block.threads)
+    if (t.state == State::kWaiting && t.waits_for == &meeting) t.state = State::kReady;
+}
+
+std::vector<unsigned> turns(size_t count) {
+  std::vector<unsigned> out(count);
+  for (size_t i = 0; i < count; ++i) out[i] = static_cast<unsigned>(order == Order::kDescending ? count - 1 - i : i);
+  if (order == Order::kRandom) std::shuffle(out.begin(), out.end(), random_bits);
+  return out;
+}
+
+// Names the first thread that waits in vain.
+std::string stuck() {
+  for (size_t i = 0; i < block.threads.size(); ++i) {
+    const Thread& t = block.threads[i];
+    if (t.state != State::kWaiting) continue;
+    const Meeting& m = *t.waits_for;
+    char text[160];
+    if (&m == &block.barrier)
+      std::snprintf(text, sizeof text, "thread %zu waits at __syncthreads, which %u of %zu threads have reached", i,
+                    m.arrived, block.threads.size());
+    else
+      std::snprintf(text, sizeof text, "thread %zu waits at %s for lanes 0x%08x, of which 0x%08x have come", i, m.what,
+                    m.mask, m.arrived);
+    return text;
+  }
+  return {};
+}
+
+void run_threads() {
+  for (bool progress = true; progress;) {
+    progress = false;
+    for (const unsigned i : turns(block.threads.size())) {
+      if (block.threads[i].state != State::kReady) continue;
+      progress = true;
+      block.running = i;
+      threadIdx = block.threads[i].index;
+      fiber().switch_to();
+      if (!block.error.empty()) return;
+    }
+  }
+  block.error = stuck();
+}
+
+void start_block(dim3 size, size_t shared_bytes) {
+  const size_t count = size_t{size.x} * size.y * size.z;
+  while (fibers.size() < count) fibers.push_back(std::make_unique<Fiber>());
+  block.threads.assign(count, Thread{});
+  for (size_t i = 0; i < count; ++i) {
+    const auto n = static_cast<unsigned>(i);
+    block.threads[i].index = {n % size.x, n / size.x % size.y, n / size.x / size.y};
+    fibers[i]->start(run_thread);
+  }
+  block.warps.assign((count + kLanes - 1) / kLanes, {});
+  block.barrier = {};
+  block.error.clear();
+  block.shared.reset(new unsigned char[shared_bytes]);
+  std::memset(block.shared.get(), 0xff, shared_bytes);  // NaN as a float, -1 as an integer
+}
+
+Meeting& meeting_of(unsigned mask) {
+  auto& meetings = block.warps[block.running / kLanes];
+  for (Meeting& m : meetings)
+    if (m.mask == mask) return m;
+  // Threads keep pointers to meetings while they wait: the vector must not move them.
+  if (meetings.empty()) meetings.reserve(64);
+  if (meetings.size() == 64) fail("more than 64 different masks in one warp");
+  meetings.emplace_back();
+  meetings.back().mask = mask;
+  return meetings.back();
+}
+
+}  // namespace
+
+void set_order(Order next, uint64_t seed) {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  order = next;
+  random_bits.seed(seed);
+}
+
+void run_grid(Index grid, Index size, size_t shared_bytes, const std::function<void()>& body) {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  const size_t threads = size_t{size.x} * size.y * size.z, blocks = size_t{grid.x} * grid.y * grid.z;
+  if (threads == 0 || threads > 1024 || blocks == 0 || grid.x > 2147483647u || grid.y > 65535u || grid.z > 65535u)
+    throw std::runtime_error("invalid configuration argument: grid " + std::to_string(blocks) + " blocks of " +
+                             std::to_string(threads) + " threads");
+  if (shared_bytes > 48 * 1024)
+    throw std::runtime_error("more shared memory than every GPU has: " + std::to_string(shared_bytes));
+  gridDim = dim3(grid.x, grid.y, grid.z);
+  blockDim = dim3(size.x, size.y, size.z);
+  block.body = &body;
+  for (const unsigned b : turns(blocks)) {
+    blockIdx = {b % grid.x, b / grid.x % grid.y, b / grid.x / grid.y};
+    start_block(blockDim, shared_bytes);
+    run_threads();
+    if (!block.error.empty()) throw std::runtime_error("block " + std::to_string(b) + ": " + block.error);
+  }
+}
+
+void* shared_bytes() { return block.shared.get(); }
+
+int lane() { return static_cast<int>(block.running % kLanes); }
+
+const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value) {
+  const unsigned me = 1u << lane();
+  const size_t lanes = std::min<size_t>(kLanes, block.threads.size() - block.running / kLanes * kLanes);
+  if (!(mask & me)) fail("%s with mask 0x%08x, which leaves out the lane itself", what, mask);
+  if (lanes < kLanes && mask >> lanes) fail("%s with mask 0x%08x in a warp of %zu lanes", what, mask, lanes);
+  Meeting& m = meeting_of(mask);
+  if (m.arrived && std::strcmp(m.what, what) != 0) fail("%s where other lanes of the mask are at %s", what, m.what);
+  m.what = what;
+  uint64_t* values = m.values[m.turn & 1];
+  values[lane()] = value;
+  m.arrived |= me;
+  if (m.arrived != mask) {
+    wait_for(m);
+  } else {
+    m.arrived = 0;
+    ++m.turn;
+    wake(m);
+  }
+  return values;
+}
+
+void meet_block() {
+  Meeting& m = block.barrier;
+  if (++m.arrived != block.threads.size()) {
+    wait_for(m);
+  } else {
+    m.arrived = 0;
+    wake(m);
+  }
+}
+
+void fail(const char* format, ...) {
+  char text[256];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  block.error = "thread " + std::to_string(block.running) + ": " + text;
+  for (;;) fiber().leave();
+}
+
+}  // namespace rec_kernels::emulator

@@ -1,0 +1,39 @@
+// One CUDA block at a time, its threads taking turns on one OS thread. Test-only.
+//
+// What it finds: barriers, shuffles and votes that a named thread does not reach or reaches as something else; vector
+// accesses that are not aligned; shared memory read before it is written (it starts as NaN); and, together with
+// AddressSanitizer, accesses outside of a tensor or of the shared memory. Races show as results that depend on the
+// order in which threads take their turns (set_order). What it cannot show: timing, memory ordering between blocks that
+// run at the same time, and anything about registers or occupancy.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+
+namespace rec_kernels::emulator {
+
+struct Index {
+  unsigned x = 1, y = 1, z = 1;
+};
+
+// Which thread of a block, and which block of a grid, goes next.
+enum class Order { kAscending, kDescending, kRandom };
+void set_order(Order order, uint64_t seed);
+
+// Runs body() as every thread of every block. Throws std::runtime_error for what a kernel must not do.
+void run_grid(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
+
+// For the thread that is running: `shared_bytes` bytes, which AddressSanitizer guards.
+void* shared_bytes();
+
+// Waits for the lanes of `mask`, all of this warp and each calling the same `what`; gives the 32 values they brought,
+// until the next meeting of the same lanes.
+const uint64_t* meet_lanes(const char* what, unsigned mask, uint64_t value);
+int lane();
+// Waits for every thread of the block.
+void meet_block();
+// Throws from run_grid, with the thread that was running.
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+}  // namespace rec_kernels::emulator

@@ -1,0 +1,98 @@
+// The part of CUDA's vocabulary that our kernels use, for g++. Test-only: see emulator/block.h.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "emulator/block.h"
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline __attribute__((always_inline))
+#define __restrict__ __restrict
+#define __launch_bounds__(...)
+// Static shared memory could not start as NaN for every block: kernels use shared_memory<T>() of core/launch.h.
+#define __shared__ static_assert(false, "use shared_memory<T>()");
+
+struct Index3 {
+  unsigned x, y, z;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+extern Index3 threadIdx, blockIdx;
+extern dim3 blockDim, gridDim;
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+using cudaStream_t = void*;
+
+namespace rec_kernels::emulator {
+
+template <class T>
+uint64_t to_bits(T value) {
+  static_assert(sizeof(T) <= 8);
+  uint64_t bits = 0;
+  std::memcpy(&bits, &value, sizeof value);
+  return bits;
+}
+
+template <class T>
+T from_bits(uint64_t bits) {
+  T value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+// What a lane gets when it names lane `from` of its part of `width` lanes; as CUDA has it, its own value beyond them.
+template <class T>
+T exchange(const char* what, unsigned mask, T value, int from, int width) {
+  const uint64_t* values = meet_lanes(what, mask, to_bits(value));
+  const int first = lane() / width * width;
+  if (from < first || from >= first + width) return value;
+  if (!(mask >> from & 1)) fail("%s from lane %d, which mask 0x%08x leaves out", what, from, mask);
+  return from_bits<T>(values[from]);
+}
+
+}  // namespace rec_kernels::emulator
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width = 32) {
+  const int first = rec_kernels::emulator::lane() / width * width;
+  return rec_kernels::emulator::exchange("__shfl_sync", mask, value, first + (from & (width - 1)), width);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int bits, int width = 32) {
+  return rec_kernels::emulator::exchange("__shfl_xor_sync", mask, value, rec_kernels::emulator::lane() ^ bits, width);
+}
+
+inline unsigned __ballot_sync(unsigned mask, int predicate) {
+  const uint64_t* votes = rec_kernels::emulator::meet_lanes("__ballot_sync", mask, predicate != 0);
+  unsigned out = 0;
+  for (int lane = 0; lane < 32; ++lane)
+    if (mask >> lane & 1) out |= static_cast<unsigned>(votes[lane]) << lane;
+  return out;
+}
+inline int __any_sync(unsigned mask, int predicate) { return __ballot_sync(mask, predicate) != 0; }
+inline void __syncwarp(unsigned mask = 0xffffffffu) { rec_kernels::emulator::meet_lanes("__syncwarp", mask, 0); }
+inline void __syncthreads() { rec_kernels::emulator::meet_block(); }
+
+// One thread runs at a time: a plain read and write is atomic.
+template <class T, class U>
+T atomicAdd(T* p, U value) {
+  const T before = *p;
+  *p = before + static_cast<T>(value);
+  return before;
+}
+template <class T, class U>
+T atomicMin(T* p, U value) {
+  const T before = *p;
+  if (static_cast<T>(value) < before) *p = static_cast<T>(value);
+  return before;
+}

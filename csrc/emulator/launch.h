@@ -1,0 +1,36 @@
+// core/launch.h for the emulator: the same names, for CPU tensors.
+#pragma once
+
+#include "core/parallel.h"
+#include "cuda_runtime.h"
+
+#define RK_CUDA_KEY CPU
+
+namespace rec_kernels {
+
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor&) {}
+  cudaStream_t stream() const { return nullptr; }
+};
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,
+            const Arguments&... arguments) {
+  const KeepDenormals guard;  // a GPU does not care what the CPU's threads are set to
+  emulator::run_grid({grid.x, grid.y, grid.z}, {block.x, block.y, block.z}, shared_bytes,
+                     [&] { kernel(static_cast<Parameters>(arguments)...); });
+}
+
+inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t) { std::memcpy(to, from, bytes); }
+
+template <class T>
+T* shared_memory() {
+  return static_cast<T*>(emulator::shared_bytes());
+}
+
+inline void check_alignment(const void* p, size_t bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % bytes) emulator::fail("access of %zu bytes at %p is not aligned", bytes, p);
+}
+
+}  // namespace rec_kernels

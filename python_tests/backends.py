@@ -1,0 +1,118 @@
+"""The backends that compute the same bits: CPU kernels of every instruction set, CUDA kernels emulated, and on a GPU.
+
+``cuda_emulated`` are the kernels of csrc/cuda compiled by the C++ compiler (csrc/emulator); the library is built when a
+test first asks for it. Their threads take turns in ascending, descending and random order: a race shows as other bits.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels import testing
+
+ROOT = Path(__file__).parents[1]
+BUILD = ROOT / "build" / "emulated"
+#: How many comparisons each kind of backend has passed; the test summary prints them.
+PASSED: collections.Counter[str] = collections.Counter()
+
+
+class Backend(NamedTuple):
+    """Where a case runs, and the ops that run it there on CPU tensors."""
+
+    name: str
+    ops: object
+
+    @property
+    def kind(self) -> str:
+        """ "cpu", "cuda_emulated" or "cuda"."""
+        return self.name.split(",")[0]
+
+
+def every_backend() -> Iterator[Backend]:
+    """Runs the loop body with every backend of this machine; those before are in effect only meanwhile."""
+    for run in (_cpu, _emulated, _cuda):
+        for backend in run():
+            yield backend
+            PASSED[backend.kind] += 1
+
+
+def _cpu() -> Iterator[Backend]:
+    for isa in testing.cpu_isas():
+        for threads in (1, 2, 3):
+            with testing.use_cpu_isa(isa), testing.use_threads(threads):
+                yield Backend(f"cpu, {isa}, {threads} thread(s)", torch.ops.rec_kernels)
+
+
+def _emulated() -> Iterator[Backend]:
+    ops = emulated()
+    for number, order in enumerate(("ascending", "descending", "random")):
+        with _order(number):
+            yield Backend(f"cuda_emulated, {order} order", ops)
+
+
+@contextmanager
+def _order(number: int) -> Iterator[None]:
+    emulated()._set_order(number, 1)
+    try:
+        yield
+    finally:
+        emulated()._set_order(0, 0)
+
+
+def _cuda() -> Iterator[Backend]:
+    if torch.cuda.is_available():
+        yield Backend("cuda", _OnCuda())
+
+
+def build(target: str, **options: str) -> Path:
+    """Builds one of the emulator's libraries where it is not up to date; returns its path.
+
+    Args:
+        target: "rec_kernels_emulated" or "rec_kernels_emulated_asan".
+        options: CMake definitions.
+    """
+    definitions = {"REC_KERNELS_EMULATE": "ON", "REC_KERNELS_TORCH": torch.__path__[0]} | options
+    flags = [f"-D{name}={value}" for name, value in definitions.items()]
+    for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", BUILD, *flags], ["ninja", "-C", BUILD, target]):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{target} cannot be built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return BUILD / f"lib{target}.so"
+
+
+@functools.cache
+def emulated() -> object:
+    """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
+    # The sanitized library only loads into a process that has the sanitizers, as test_emulator.py starts one.
+    torch.ops.load_library(os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated"))
+    return torch.ops.rec_kernels_emulated
+
+
+class _OnCuda:
+    """torch.ops.rec_kernels for CPU tensors: copies them to the GPU, and back what the op returns and has changed."""
+
+    def __getattr__(self, name: str) -> Callable:
+        op = getattr(torch.ops.rec_kernels, name)
+
+        def call(*args, **kwargs):
+            there = [a.cuda() if isinstance(a, Tensor) else a for a in args]
+            options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
+            result = op(*there, **options)
+            for mine, other in zip(args, there, strict=True):
+                if name.endswith("_") and isinstance(mine, Tensor):
+                    mine.copy_(other)
+            if isinstance(result, tuple):
+                return tuple(r.cpu() for r in result)
+            return None if result is None else result.cpu()
+
+        return call

@@ -1,0 +1,53 @@
+// One kernel per kind of bug that the emulator finds; test_emulator.py runs them.
+#include "core/vec.cuh"
+
+namespace rec_kernels {
+namespace {
+
+constexpr int kThreads = 64;
+
+enum Bug {
+  kNone,
+  kLaneMissing,
+  kOtherCollective,
+  kLaneNotInMask,
+  kBarrierMissed,
+  kMisaligned,
+  kUnwrittenShared,
+  kRace,
+  kOutside,
+  kOutsideShared,
+};
+
+// x [n] -> out [64]: each thread's own element of x, after a shuffle and a trip through shared memory.
+__global__ void planted_kernel(int bug, const float* x, int64_t n, float* out) {
+  float* shared = shared_memory<float>();
+  const int t = threadIdx.x, lane = t % 32;
+  if (bug == kBarrierMissed && t == 40) return;
+  float value = bug == kOutside && t == 63 ? x[n] : x[t];
+  if (!(bug == kLaneMissing && t == 7)) {
+    if (bug == kOtherCollective && t == 3) __any_sync(0xffffffffu, 1);
+    else value = __shfl_sync(bug == kLaneNotInMask ? 0xffff0000u : 0xffffffffu, value, lane ^ 1);
+  }
+  if (bug == kMisaligned) value += load_columns(x + 1, 0, 4, true).v[0];
+  if (!(bug == kUnwrittenShared && t == 5)) shared[t] = value;
+  if (bug == kOutsideShared && t == 63) shared[t + 1] = value;
+  if (bug != kRace) __syncthreads();
+  out[t] = shared[t ^ 33];
+}
+
+Tensor planted(int64_t bug, const Tensor& x) {
+  const OnDeviceOf device(x);
+  Tensor out = new_tensor(x, {kThreads}, ScalarType::Float);
+  launch(planted_kernel, dim3(1), dim3(kThreads), kThreads * sizeof(float), device.stream(), static_cast<int>(bug),
+         x.const_data_ptr<float>(), x.numel(), out.mutable_data_ptr<float>());
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) { m.def("planted(int bug, Tensor x) -> Tensor"); }
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("planted", TORCH_BOX(&planted)); }
+
+}  // namespace rec_kernels

@@ -1,0 +1,321 @@
+"""Comparisons: what may be compared, which runs are trained, and what the numbers say."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+from scipy import stats
+
+import rec_kernels as rk
+from rec_kernels.dlrm import Batch, Feature, TrainConfig, compare, compare_report, report, runs, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import HeldOut
+from rec_kernels.dlrm.train import Run, RunInterruptedError
+
+
+class TinyData:
+    """400 rows for training and 200 for the test, whose label hangs on the id of the one feature."""
+
+    name, num_dense = "tiny", 2
+    features = (Feature("id", 20),)
+    opened = 0
+
+    def num_rows(self, split):
+        return {"train": 400, "test": 200}[split]
+
+    def batches(self, split, batch_size, start=0):
+        generator = np.random.default_rng(["train", "test"].index(split))
+        ids = generator.integers(0, 20, self.num_rows(split))
+        label = torch.from_numpy((generator.random(len(ids)) < ids / 20).astype(np.float32))
+        dense = torch.from_numpy(generator.random((len(ids), 2), dtype=np.float32))
+        for first in range(start * batch_size, len(ids), batch_size):
+            part = slice(first, min(first + batch_size, len(ids)))
+            values = torch.from_numpy(ids[part])
+            jagged = rk.KeyedJaggedTensor(["id"], values, offsets=torch.arange(len(values) + 1))
+            yield Batch(dense[part], jagged, label[part])
+
+
+def tiny():
+    """Named by ``--data``."""
+    TinyData.opened += 1
+    return TinyData()
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    TinyData.opened = 0
+    # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
+    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "curves", lambda records: [])
+
+    def run(*configurations, seeds="2", more=()):
+        flags = ["--data", f"{__name__}:tiny", "--batch-size", "100", "--runs-dir", str(tmp_path), "--bottom", "4"]
+        return main(["compare", *configurations, "--seeds", seeds, "--name", "c", *flags, "--top", "4", *more])
+
+    return run
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """The runs that are trained, and whether they are resumed."""
+    names = []
+
+    def spy(config, data, **options):
+        names.append((config.run, options["resume"] is not None))
+        return train(config, data, **options)
+
+    monkeypatch.setattr(compare, "train", spy)
+    return names
+
+
+def result(tmp_path) -> dict:
+    found = json.loads((tmp_path / "c" / "compare.json").read_text())
+    return found | {"configurations": {c["name"]: c for c in found["configurations"]}}
+
+
+def test_two_configurations_and_two_seeds(command, tmp_path, capsys, trained):
+    assert command("a", "b:lr=0.5,bottom=8+4", more=["--epochs", "2"]) == 0
+    assert [name for name, _ in trained] == ["a-seed0", "b-seed0", "a-seed1", "b-seed1"]
+    assert TinyData.opened == 1
+    out, err = capsys.readouterr()
+    assert (tmp_path / "c" / "compare.md").read_text() in out
+    assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    assert "runs: 100%" in err
+    assert "training" not in err
+    found = result(tmp_path)["configurations"]
+    assert found["b"]["options"] | {"lr": 0.5, "bottom": [8, 4], "epochs": 2} == found["b"]["options"]
+    assert "lr=0.5, bottom=8+4" in " ".join(out.split()) or "bottom=8+4, lr=0.5" in " ".join(out.split())
+    assert found["a"]["parameters"] == 2 * 4 + 4 + 4 * 16 + 16 + 17 * 4 + 4 + 4 + 1 + 20 * 16
+    assert found["a"]["table_bytes"] == 20 * 16 * 4 + 20 * 4
+    # A run of a comparison is the run that the trainer makes by itself.
+    options = {"data": f"{__name__}:tiny", "batch_size": 100, "bottom": (8, 4), "top": (4,), "epochs": 2, "lr": 0.5}
+    alone = train(TrainConfig(**options, seed=1, runs_dir=str(tmp_path)), TinyData(), progress=False)
+    assert found["b"]["runs"][1]["auc"] == alone["auc"]
+    aucs = [[run["auc"] for run in found[name]["runs"]] for name in "ab"]
+    assert found["b"]["auc"]["difference"]["mean"] == pytest.approx(np.mean(aucs[1]) - np.mean(aucs[0]))
+    assert found["a"]["auc"]["std"] == pytest.approx(np.std(aucs[0], ddof=1))
+
+
+def test_finished_runs_are_kept(command, tmp_path, trained, capsys):
+    assert command("a", "b:lr=0.5") == 0
+    before = (tmp_path / "c" / "compare.json").read_bytes()
+    assert command("a", "b:lr=0.5") == 0
+    assert len(trained) == 4
+    assert (tmp_path / "c" / "compare.json").read_bytes() == before
+    assert command("a", "b:lr=0.5", "new:optimizer=sgd", seeds="3") == 0
+    assert [name for name, _ in trained[4:]] == ["new-seed0", "new-seed1", "a-seed2", "b-seed2", "new-seed2"]
+    capsys.readouterr()
+    assert command("a", "b:lr=0.25,top=8") == 1
+    error = capsys.readouterr().err
+    assert "b-seed0 has another config: top is (8,), was (4,); lr is 0.25, was 0.5: choose another --name" in error
+    assert len(trained) == 9
+
+
+def test_an_interrupted_run_goes_on(command, tmp_path, trained, capsys):
+    assert command("a", "b:lr=0.5", seeds="1") == 0
+    whole = result(tmp_path)["configurations"]["b"]["runs"][0]["auc"]
+    directory = tmp_path / "c" / "b-seed0"
+    config = TrainConfig.read(directory)
+    for path in directory.iterdir():
+        path.unlink()
+    runs.write_config(directory, dataclasses.asdict(config))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(RunInterruptedError, match="interrupted after step 1 of 4"):
+        Run(config, HeldOut(TinyData(), 100, 0.0), directory).fit(stop)
+    assert command("a", "b:lr=0.5", seeds="1") == 0
+    assert trained[2:] == [("b-seed0", True)]
+    assert result(tmp_path)["configurations"]["b"]["runs"][0]["auc"] == whole
+
+
+def test_a_killed_run_begins_anew_or_repeats_its_test(command, tmp_path, trained):
+    assert command("a", "b:lr=0.5", seeds="1") == 0
+    before = result(tmp_path)["configurations"]
+    (tmp_path / "c" / "a-seed0" / "checkpoint.pt").unlink()
+    for name in "ab":
+        metrics = tmp_path / "c" / f"{name}-seed0" / "metrics.jsonl"
+        metrics.write_text(metrics.read_text()[:-20])
+    assert command("a", "b:lr=0.5", seeds="1") == 0
+    assert trained[2:] == [("a-seed0", False), ("b-seed0", True)]
+    for name, found in result(tmp_path)["configurations"].items():
+        assert found["runs"][0]["auc"] == before[name]["runs"][0]["auc"]
+
+
+def test_failed_runs_are_published(command, tmp_path, trained, capsys):
+    for _ in range(2):
+        assert command("a", "bad:dense_lr=1e30", "c:lr=0.1") == 0
+        text = capsys.readouterr().out
+        assert "| bad           | 0 of 2 |" in text
+        assert "no pair of finished runs" in text
+        assert "- bad-seed0: loss is nan at step 2 of 4" in text
+        assert "(bad 0, c 2)" in text
+    assert len(trained) == 6
+    bad = result(tmp_path)["configurations"]["bad"]
+    assert [run["outcome"] for run in bad["runs"]] == ["failed", "failed"]
+    assert bad["auc"]["mean"] is bad["parameters"] is None
+    assert "Failed: loss is nan" in (tmp_path / "c" / "bad-seed0" / "report.html").read_text()
+
+
+def test_interruption_tells_how_to_go_on(command, tmp_path, monkeypatch, capsys):
+    def interrupted(config, data, **options):
+        raise RunInterruptedError("interrupted after step 3 of 4", tmp_path)
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    assert command("a", "b:lr=0.5") == 130
+    assert "interrupted after step 3 of 4; the same command goes on from there" in capsys.readouterr().err
+
+
+def test_folders_of_others_are_refused(command, tmp_path, capsys):
+    with compare._locked(tmp_path / "c"):
+        assert command("a", "b") == 1
+    assert "another process is at the comparison" in capsys.readouterr().err
+    (tmp_path / "c" / "config.json").touch()
+    assert command("a", "b") == 1
+    assert f"{tmp_path / 'c'} is a run, not a comparison" in capsys.readouterr().err
+    (tmp_path / "c" / "config.json").unlink()
+    (tmp_path / "c" / "b-seed1").mkdir()
+    assert command("a", "b") == 1
+    assert "config.json is not the config of a run" in capsys.readouterr().err
+    assert not (tmp_path / "c" / "a-seed0").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["a"], "there is one configuration, 'a': a comparison needs 2 or more"),
+        (["a", "a:lr=0.5"], "two configurations are named 'a'"),
+        (["a", "../b:lr=0.5"], "its name is '../b', allowed is letters, digits"),
+        (["a", ":lr=0.5"], "its name is '', allowed is letters"),
+        (["a", "b:"], "configuration 'b:': '' is not option=value"),
+        (["a", "b:lr"], "'lr' is not option=value"),
+        (["a", "b:speed=1"], "there is no option 'speed', allowed are data, path"),
+        (["a", "b:lr=fast"], "configuration 'b:lr=fast': lr is 'fast', allowed is a finite number above 0"),
+        (["a", "b:lr=-1"], "configuration 'b:lr=-1': lr is -1.0, allowed is a finite number above 0"),
+        (["a", "b:bottom=64+x"], "bottom is '64+x', allowed is widths of 1 or more"),
+        (["a", "b:lr=1,lr=2"], "'lr' is given twice"),
+        (["a", "b:patience=2"], "patience is 2, which needs eval_every"),
+        *(
+            (["a", f"b:{how}=1"], f"{how!r} cannot differ between configurations, allowed are data,")
+            for how in ("run", "runs_dir", "threads", "data_dir", "checkpoint_every", "tensorboard", "seed")
+        ),
+        *(
+            (["a", "b", "--seeds", seeds], f"seeds is {seeds!r}, allowed is a count of 1 to 1000, or")
+            for seeds in ("x", "0", "-3", "1,1", "1,", "", "1.5", "0,-1", "1001")
+        ),
+        (["a", "b", "--name", "../c"], "name is '../c', allowed is letters"),
+        (["a", "b", "--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
+        (["a", "b", "--seed", "3"], "unrecognized arguments: --seed 3"),
+        (["a", "b", "--run", "x"], "unrecognized arguments: --run x"),
+        ([], "the following arguments are required: NAME[:OPTION=VALUE,...]"),
+    ],
+)
+def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["compare", *arguments, "--runs-dir", str(tmp_path / "runs")])
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+def test_plan_takes_what_is_not_given_from_the_base():
+    base = TrainConfig(weeks=4, lr=0.1, bottom=(32,))
+    plan = compare.plan(["a", "b:lr=0.5,bottom=64+32,top=", "c:data=my.module:make"], base, "3,5", "x")
+    assert plan.configs["a"] == base
+    assert plan.configs["b"] == dataclasses.replace(base, lr=0.5, bottom=(64, 32), top=())
+    assert plan.configs["c"].data == "my.module:make"
+    assert plan.seeds == (3, 5)
+    config = plan.run_config("b", 5)
+    assert (config.run, config.runs_dir, config.seed, config.lr) == ("b-seed5", "runs/x", 5, 0.5)
+    assert compare.parse_seeds("3") == (0, 1, 2)
+
+
+def records(aucs, **changes) -> dict[int, dict]:
+    same = {"kind": "test", "examples": 10, "base_rate": 0.5} | changes
+    return {seed: same | {"auc": auc, "log_loss": 1 - auc} for seed, auc in enumerate(aucs) if auc is not None}
+
+
+def test_intervals_are_those_of_the_paired_t_test():
+    generator = np.random.default_rng(0)
+    first = generator.normal(0.8, 0.1, 9)
+    second = first + generator.normal(0.01, 0.02, 9)
+    found = compare_report.difference(records(first), records(second), "auc", 1)
+    expected = stats.ttest_rel(second, first).confidence_interval(0.95)
+    assert (found["low"], found["high"]) == (pytest.approx(expected.low), pytest.approx(expected.high))
+    assert found["mean"] == pytest.approx(np.mean(second - first))
+    assert found["pairs"] == 9
+    # Four values 0, 0, 1, 1: mean 1/2, standard error 1/sqrt(12), and 3.182 is the 97.5 % point of t with 3 degrees.
+    assert compare_report.half_width([0, 0, 1, 1]) == pytest.approx(3.18245 / 12**0.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("other", "auc", "log_loss"),
+    [
+        ([0.72, 0.73, 0.74], "better", "better"),
+        ([0.68, 0.67, 0.66], "worse", "worse"),
+        ([0.69, 0.70, 0.72], "indistinguishable", "indistinguishable"),
+        ([0.70, 0.70, 0.70], "indistinguishable", "indistinguishable"),
+        ([0.71, None, None], "no interval from 1 pair", "no interval from 1 pair"),
+        ([None, None, None], "no pair of finished runs", "no pair of finished runs"),
+    ],
+)
+def test_verdicts(other, auc, log_loss):
+    reference = records([0.7, 0.7, 0.7])
+    assert compare_report.difference(reference, records(other), "auc", 1)["verdict"] == auc
+    assert compare_report.difference(reference, records(other), "log_loss", -1)["verdict"] == log_loss
+
+
+def test_pairs_are_seeds_that_both_finished():
+    failed = {"kind": "failed", "error": "x"}
+    reference, other = records([0.7, 0.1, 0.8, 0.9]), records([0.6, 0.9, 0.7, 0.8])
+    reference[1] = other[3] = failed
+    other[2] = other[2] | {"auc": None}
+    found = compare_report.difference(reference, other, "auc", 1)
+    assert (found["pairs"], found["mean"]) == (1, pytest.approx(-0.1))
+    assert compare_report.difference(reference, other, "log_loss", -1)["pairs"] == 2
+
+
+def test_other_test_rows_are_not_compared():
+    found = compare_report.difference(records([0.7, 0.8]), records([0.6, 0.7], examples=11), "auc", 1)
+    assert found == {"pairs": 0, "mean": None, "low": None, "high": None, "verdict": "not comparable: other test rows"}
+
+
+@pytest.mark.parametrize(("seeds", "failed"), [(1, 0), (7, 0), (8, 1), (8, 0)])
+def test_few_pairs_are_said(seeds, failed):
+    table = {"num_embeddings": 5, "embedding_dim": 4, "weight_bytes": 80, "state_bytes": 20}
+    more = {"dense_parameters": 7, "examples_per_second": 10.0, "tables": [table]}
+    outcomes = {name: records(np.linspace(low, 0.9, seeds), **more) for name, low in (("a", 0.8), ("b", 0.7))}
+    outcomes["b"] |= {seed: {"kind": "failed", "error": "why"} for seed in range(failed)}
+    plan = compare.plan(["a", "b"], TrainConfig(), str(seeds), "c")
+    result = compare_report.summarise(plan, outcomes)
+    assert (result["configurations"][1]["parameters"], result["configurations"][1]["table_bytes"]) == (27, 100)
+    text = compare_report.markdown("c", result)
+    pairs = seeds - failed
+    assert (f"Fewer than 8 pairs of finished runs (b {pairs})" in text) == (pairs < 8)
+    assert ("no interval from 1 pair" in text) == (seeds == 1)
+    assert ("- b-seed0: why" in text) == (failed > 0)
+
+
+def test_picture_shows_means_intervals_and_names():
+    aucs = {"small": [0.7, 0.72], "large": [0.8, 0.9], "failed": []}
+    configurations = []
+    for (name, values), size in zip(aucs.items(), (2**20, 2**25, None), strict=True):
+        auc = {"mean": float(np.mean(values)) if values else None, "half_width": compare_report.half_width(values)}
+        configurations.append({"name": name, "auc": auc, "table_bytes": size})
+    (axes,) = compare_report.draw({"seeds": [0, 1], "configurations": configurations}).axes
+    assert axes.get_legend_handles_labels()[1] == ["small", "large"]
+    assert axes.get_xscale() == "log"
+    for container, x, mean in zip(axes.containers, (1, 32), (0.71, 0.85), strict=True):
+        assert container.lines[0].get_xydata().tolist() == [[x, pytest.approx(mean)]]
+        (bar,) = container.lines[2][0].get_segments()
+        half = 12.7062 * np.std(aucs[("small", "large")[x > 1]], ddof=1) / 2**0.5
+        assert np.ptp(bar[:, 1]) / 2 == pytest.approx(half, rel=1e-4)

@@ -1,0 +1,111 @@
+"""Data sets by name: options that do not fit, objects that are none, and the example of docs/data.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.datasets import MEMBERS, open_data
+from rec_kernels.dlrm.train import train
+
+PAGE = (Path(__file__).parents[1] / "docs" / "data.md").read_text()
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Write a module that ``module:function`` can name; returns its name."""
+
+    def make(source: str) -> str:
+        name = f"data_of_{tmp_path.name.replace('-', '_')}"
+        (tmp_path / f"{name}.py").write_text(source)
+        monkeypatch.syspath_prepend(tmp_path)
+        return name
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"path": "x"}, r"path is 'x', but data is 'completejourney': path is for criteo; leave it out"),
+        ({"rows": 9}, r"rows is 9, but data is 'completejourney': rows is for criteo and synthetic"),
+        ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, but data is 'criteo': weeks is for completejour"),
+        ({"data": "synthetic", "path": "x"}, r"path is 'x', but data is 'synthetic'"),
+        ({"data": "synthetic", "weeks": 3}, r"weeks is 3, but data is 'synthetic'"),
+        ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, but data is 'math:sqrt': table_rows is for criteo"),
+        ({"data": "criteo"}, r"data is 'criteo', which needs path: a file in Criteo's format"),
+        ({"data": "criteo", "path": "nowhere"}, r"nowhere does not exist"),
+        ({"data": "kaggle"}, r"'kaggle', allowed are completejourney, criteo, synthetic and module:function"),
+        ({"data": "no_such_module:f"}, r"'no_such_module:f': No module named 'no_such_module'"),
+        ({"data": "math:nothing"}, r"'math:nothing': module 'math' has no attribute 'nothing'"),
+        ({"data": ":f"}, r"data is ':f': Empty module name"),
+        ({"data": "math:pi"}, r"data is 'math:pi', which is float, expected a function that returns a data set"),
+        (
+            {"data": "builtins:dict"},
+            r"'builtins:dict', which returned dict without name, num_dense, features, num_rows",
+        ),
+    ],
+)
+def test_what_is_no_data_set_is_refused(options, message):
+    with pytest.raises(DataError, match=message):
+        open_data(TrainConfig(**options))
+
+
+@pytest.mark.parametrize("missing", MEMBERS)
+def test_a_missing_member_is_named(module, missing):
+    members = ", ".join(f"{member}='x'" for member in MEMBERS if member != missing)
+    name = module(f"from types import SimpleNamespace\ndef make(): return SimpleNamespace({members})")
+    with pytest.raises(DataError, match=f"returned SimpleNamespace without {missing}: a data set has name, num_dense"):
+        open_data(TrainConfig(data=f"{name}:make"))
+
+
+@pytest.mark.parametrize("name", ["../up", "", None])
+def test_a_name_that_cannot_be_a_folder_is_refused(module, name):
+    source = f"from types import SimpleNamespace as S\ndef make(): return S(**dict.fromkeys({MEMBERS}, {name!r}))"
+    with pytest.raises(DataError, match=re.escape(f"a data set of name {name!r}, allowed are letters")):
+        open_data(TrainConfig(data=f"{module(source)}:make"))
+
+
+def test_synthetic_takes_its_options():
+    data = open_data(TrainConfig(data="synthetic", rows=70, table_rows=30))
+    assert (data.num_rows("train"), data.num_rows("test"), data.features[0].num_embeddings) == (70, 10, 30)
+    data = open_data(TrainConfig(data="synthetic"))
+    assert (data.num_rows("train"), data.features[0].num_embeddings) == (1_000_000, 100_000)
+
+
+def test_criteo_takes_its_options(tmp_path):
+    file = tmp_path / "a.tsv"
+    file.write_text("".join(f"{row % 2}{(chr(9) + str(row)) * 39}\n" for row in range(20)))
+    store = tmp_path / "store"
+    data = open_data(TrainConfig(data="criteo", path=str(file), rows=14, table_rows=3, data_dir=str(store)))
+    assert (data.num_rows("train"), data.num_rows("test"), data.features[0].num_embeddings) == (12, 2, 3)
+    assert len(list(store.iterdir())) == 1
+
+
+def test_command_line_trains_on_criteo_and_reports_errors(tmp_path, capsys):
+    file = tmp_path / "a.tsv"
+    lines = [f"{row % 2}{(chr(9) + str(row % 2)) * 39}\n" for row in range(70)]
+    file.write_text("".join(lines))
+    command = ["train", "--data", "criteo", "--path", str(file), "--data-dir", str(tmp_path / "store")]
+    command += ["--batch-size", "6", "--runs-dir", str(tmp_path / "runs"), "--threads", "1"]
+    assert main(command) == 0
+    assert "test rows           10, 50.0% positive" in capsys.readouterr().out
+    file.write_text("".join([*lines, "3\n"]))
+    assert main(command) == 1
+    assert f"error: {file}, line 71: 1 columns, expected 40" in capsys.readouterr().err
+
+
+def test_example_of_the_documentation_is_a_data_set_that_can_be_learnt(module, tmp_path):
+    (example,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    name = module(example)
+    config = TrainConfig(data=f"{name}:clicks", batch_size=50, epochs=3, threads=1, runs_dir=str(tmp_path / "runs"))
+    test = train(config)
+    assert test["examples"] == 1000
+    assert test["auc"] > 0.9

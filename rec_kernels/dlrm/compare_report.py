@@ -1,0 +1,233 @@
+"""What a comparison shows: means, paired differences and their intervals, as JSON, as Markdown and as a picture."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats
+
+from rec_kernels.dlrm.compare import Comparison, comparable_defaults
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.page import number
+
+ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
+CONFIDENCE = 0.95
+SCORES = (("auc", "test AUC", 1), ("log_loss", "test log loss", -1))  # 1: more is better
+
+
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the 95 % confidence interval of the mean of N values (Student's t, N - 1 degrees); None below 2 values."""
+    if len(values) < 2:
+        return None
+    return float(stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1) * np.std(values, ddof=1) / math.sqrt(len(values)))
+
+
+def difference(reference: dict[int, dict], other: dict[int, dict], key: str, sign: int) -> dict:
+    """The paired difference other - reference of a score.
+
+    Args:
+        reference, other: the records that end the runs, by seed; pairs are the seeds that both finished.
+        key: of the score in the records.
+        sign: 1 if more is better, -1 if less is.
+
+    Returns:
+        pairs; mean; low and high of the 95 % interval of the mean, None below 2 pairs; verdict: "better" or "worse" if
+        the interval excludes zero, else "indistinguishable", or why there is none.
+    """
+    seeds = [seed for seed in reference if _value(reference[seed], key) is not None and seed in other]
+    seeds = [seed for seed in seeds if _value(other[seed], key) is not None]
+    nothing = {"pairs": 0, "mean": None, "low": None, "high": None}
+    if any(_test_rows(reference[seed]) != _test_rows(other[seed]) for seed in seeds):
+        return nothing | {"verdict": "not comparable: other test rows"}
+    if not seeds:
+        return nothing | {"verdict": "no pair of finished runs"}
+    values = [other[seed][key] - reference[seed][key] for seed in seeds]
+    mean, half = float(np.mean(values)), half_width(values)
+    if half is None:
+        return {"pairs": 1, "mean": mean, "low": None, "high": None, "verdict": "no interval from 1 pair"}
+    low, high = mean - half, mean + half
+    verdict = "indistinguishable"
+    if low > 0 or high < 0:
+        verdict = "better" if mean * sign > 0 else "worse"
+    return {"pairs": len(values), "mean": mean, "low": low, "high": high, "verdict": verdict}
+
+
+def _value(record: dict, key: str) -> float | None:
+    return record[key] if record["kind"] == "test" else None
+
+
+def _test_rows(record: dict) -> tuple:
+    return record["examples"], record["base_rate"]
+
+
+def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> dict:
+    """The result as plain data: "seeds", and "configurations" with their runs, scores, differences and costs.
+
+    Args:
+        comparison: what was to be trained.
+        outcomes: what ``compare.run`` returned.
+    """
+    reference = next(iter(comparison.configs))
+    return {
+        "seeds": list(comparison.seeds),
+        "confidence": CONFIDENCE,
+        "reference": reference,
+        "configurations": [
+            {
+                "name": name,
+                "options": _changed(config),
+                "runs": [_run(comparison, name, seed, record) for seed, record in outcomes[name].items()],
+                **{key: _score(outcomes, reference, name, key, sign) for key, _, sign in SCORES},
+                **_cost(list(outcomes[name].values())),
+            }
+            for name, config in comparison.configs.items()
+        ],
+    }
+
+
+def _changed(config: TrainConfig) -> dict:
+    """The options that decide the outcome, the seed aside, and are not at their default."""
+    changed = {name: (getattr(config, name), default) for name, default in comparable_defaults().items()}
+    return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in changed.items() if v != default}
+
+
+def _run(comparison: Comparison, name: str, seed: int, record: dict) -> dict:
+    kept = ("error",) if record["kind"] == "failed" else ("auc", "log_loss", "examples_per_second")
+    run = comparison.run_config(name, seed).run
+    return {"seed": seed, "run": run, "outcome": record["kind"]} | {key: record[key] for key in kept}
+
+
+def _score(outcomes: dict[str, dict[int, dict]], reference: str, name: str, key: str, sign: int) -> dict:
+    values = [_value(record, key) for record in outcomes[name].values()]
+    values = [value for value in values if value is not None]
+    return {
+        "mean": float(np.mean(values)) if values else None,
+        "std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        "half_width": half_width(values),
+        "difference": difference(outcomes[reference], outcomes[name], key, sign) if name != reference else None,
+    }
+
+
+def _cost(records: list[dict]) -> dict:
+    """Parameters of the model, bytes of tables and optimizer state, and examples per second; None if no run ended."""
+    tests = [record for record in records if record["kind"] == "test"]
+    if not tests:
+        return {"parameters": None, "table_bytes": None, "examples_per_second": None}
+    tables = tests[0]["tables"]
+    in_tables = sum(table["num_embeddings"] * table["embedding_dim"] for table in tables)
+    return {
+        "parameters": tests[0]["dense_parameters"] + in_tables,
+        "table_bytes": sum(table["weight_bytes"] + table["state_bytes"] for table in tables),
+        "examples_per_second": float(np.mean([test["examples_per_second"] for test in tests])),
+    }
+
+
+def markdown(title: str, result: dict) -> str:
+    """The result of ``summarise`` for a person."""
+    parts = [f"# Comparison {title}", _notes(result)]
+    parts += [f"## {label}\n\n{_score_table(result, key)}" for key, label, _ in SCORES]
+    parts.append(f"## Cost\n\n{_cost_table(result)}")
+    failed = [
+        f"- {run['run']}: {run['error']}"
+        for configuration in result["configurations"]
+        for run in configuration["runs"]
+        if run["outcome"] == "failed"
+    ]
+    if failed:
+        parts.append("## Failed runs\n\nThey are left out of the numbers above.\n\n" + "\n".join(failed))
+    return "\n\n".join(parts) + "\n"
+
+
+def _notes(result: dict) -> str:
+    seeds, reference = ", ".join(map(str, result["seeds"])), result["reference"]
+    common = _common(result)
+    notes = [
+        f"Seeds: {seeds}. Options of all configurations not at their default: {_options(common) or 'none'}.",
+        f"Differences are to {reference}, between runs of the same seed; intervals are 95 % of the mean difference "
+        '(Student\'s t). "better" and "worse": the interval excludes zero. Each interval stands by itself: the more '
+        "configurations, the more often one excludes zero by chance. sd: standard deviation over the seeds.",
+    ]
+    pairs = {c["name"]: c["auc"]["difference"]["pairs"] for c in result["configurations"] if c["name"] != reference}
+    few = ", ".join(f"{name} {count}" for name, count in pairs.items() if count < ENOUGH)
+    if few:
+        notes.append(
+            f"Fewer than {ENOUGH} pairs of finished runs ({few}): small differences cannot be told from chance; below "
+            "2 pairs there is no interval."
+        )
+    return "\n\n".join(notes)
+
+
+def _common(result: dict) -> dict:
+    first, *others = (configuration["options"] for configuration in result["configurations"])
+    return {key: value for key, value in first.items() if all(other.get(key) == value for other in others)}
+
+
+def _options(options: dict) -> str:
+    return ", ".join(f"{key}={'+'.join(map(str, v)) if isinstance(v, list) else v}" for key, v in options.items())
+
+
+def _score_table(result: dict, key: str) -> str:
+    rows = [("configuration", "runs", "mean", "sd", "difference", "95 % interval", "verdict")]
+    for configuration in result["configurations"]:
+        score, runs = configuration[key], configuration["runs"]
+        ended = sum(run["outcome"] == "test" for run in runs)
+        apart = score["difference"] or {"mean": None, "low": None, "high": None, "verdict": "reference"}
+        interval = "-" if apart["low"] is None else f"{apart['low']:+.5f} to {apart['high']:+.5f}"
+        mean = "-" if apart["mean"] is None else f"{apart['mean']:+.5f}"
+        count = f"{ended} of {len(runs)}" if ended < len(runs) else str(ended)
+        scores = number(score["mean"], 5), number(score["std"], 5)
+        rows.append((configuration["name"], count, *scores, mean, interval, apart["verdict"]))
+    return _table(rows)
+
+
+def _cost_table(result: dict) -> str:
+    rows = [("configuration", "parameters", "tables and state [MiB]", "examples/s", "its options not at their default")]
+    common = _common(result)
+    for c in result["configurations"]:
+        own = {key: value for key, value in c["options"].items() if key not in common}
+        numbers = ("-",) * 3
+        if c["parameters"] is not None:
+            numbers = f"{c['parameters']:,}", f"{c['table_bytes'] / 2**20:.2f}", f"{c['examples_per_second']:,.0f}"
+        rows.append((c["name"], *numbers, _options(own) or "-"))
+    return _table(rows)
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Markdown table whose columns are aligned as text, too."""
+    rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    wide = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["| " + " | ".join(cell.ljust(w) for cell, w in zip(row, wide, strict=True)) + " |" for row in rows]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in wide) + "|", *lines[1:]])
+
+
+def draw(result: dict) -> Figure:
+    """Mean test AUC over the bytes of tables and state; bars are 95 % intervals of each mean, which are not paired."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = [c for c in result["configurations"] if c["auc"]["mean"] is not None]
+    for c, marker in zip(shown, itertools.cycle("osD^vP*X")):
+        half = c["auc"]["half_width"]
+        axes.errorbar(c["table_bytes"] / 2**20, c["auc"]["mean"], half, fmt=marker, capsize=4, label=c["name"])
+    sizes = [c["table_bytes"] for c in shown]
+    if sizes and max(sizes) > 10 * min(sizes):
+        axes.set_xscale("log")
+    axes.set_xlabel("tables and optimizer state [MiB]")
+    axes.set_ylabel("test AUC, mean over the seeds" + (" and 95 % interval" if len(result["seeds"]) > 1 else ""))
+    axes.grid(alpha=0.3)
+    if shown:
+        axes.legend(title="configuration")
+    return figure
+
+
+def write(comparison: Comparison, result: dict) -> str:
+    """Write ``compare.json``, ``compare.md`` and ``compare.png`` to the comparison's folder; returns the Markdown."""
+    text = markdown(comparison.folder.name, result)
+    (comparison.folder / "compare.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+    (comparison.folder / "compare.md").write_text(text, encoding="utf-8")
+    draw(result).savefig(comparison.folder / "compare.png", dpi=120)
+    return text

@@ -1,0 +1,231 @@
+"""Click logs in the format of the Kaggle Display Advertising Challenge (Criteo), prepared for training.
+
+A line is a row: label (0 or 1), 13 integers, 26 categories (hexadecimal, up to 8 digits), separated by tabs, without a
+header; a field after the label may be blank. Rows are in the order of time. The first 6/7 of them are for training and
+the last 1/7 for the test: the challenge's training file has seven days.
+
+Dense columns are log(x + 1), blanks and negative numbers 0, as in DLRM (Naumov et al., arXiv:1906.00091).
+Categories are compared as numbers ("0a" and "A" are the same one); a blank is a value of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib import format as npy
+from tqdm import tqdm
+
+import rec_kernels as rk
+from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
+from rec_kernels.dlrm.data import Batch, DataError, Feature
+from rec_kernels.dlrm.ids import ids_by_appearance, mix64
+from rec_kernels.dlrm.prepared import Contents, base_directory, open_directory
+
+FORMAT = 1  # raise it whenever the same source gives other arrays
+FEWEST_ROWS = 7  # so that one of them is for the test
+MOST_TABLE_ROWS = 2**31 - 1  # ids are int32
+BLANK = 2**32  # among the values of a category
+PART = 1 << 20  # numbers copied at once
+ARRAYS = ("label", "dense", "ids", "num_embeddings")
+
+
+class Criteo:
+    """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
+
+    Preparing takes 250 bytes of disk per row, 160 of which stay, and memory for one column at a time.
+
+    Args:
+        path: a file, plain or ``.gz``, or a folder of such files, read in the order of their names.
+        rows: None, or only the first rows. Files are read in blocks: what follows in the same block is checked, too.
+        table_rows: None for a vocabulary per column: ids in order of first appearance, 0 for what the training rows do
+            not have. Or R, and the id is SplitMix64(column * 2^33 + value) mod R, with 2^32 as the value of a blank.
+        data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default.
+        progress: show progress bars while preparing.
+
+    Attributes:
+        label: float32 [N].
+        dense: float32 [N, 13].
+        ids: int32 [26, N].
+        train_rows: first test row.
+
+    Raises:
+        DataError: the source is missing, empty, damaged or malformed, or has fewer than 7 rows; says where.
+        OSError: the prepared data cannot be written.
+    """
+
+    num_dense = len(INTEGERS)
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        rows: int | None = None,
+        table_rows: int | None = None,
+        data_dir: str | Path | None = None,
+        progress: bool = False,
+    ):
+        if table_rows is not None and table_rows > MOST_TABLE_ROWS:
+            raise DataError(f"table_rows is {table_rows}, allowed are 1 to {MOST_TABLE_ROWS}")
+        if rows is not None and rows < FEWEST_ROWS:
+            raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
+        files = source_files(Path(path))
+        data = open_directory(
+            base_directory(data_dir) / _directory_name(Path(path), rows, table_rows),
+            Contents(_identity(files, rows, table_rows), ARRAYS),
+            lambda folder: _prepare(folder, files, rows, table_rows, progress),
+        )
+        self.name = "criteo" + (f"-rows{rows}" if rows else "") + (f"-tables{table_rows}" if table_rows else "")
+        self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
+        self.features = [Feature(name, int(n)) for name, n in zip(CATEGORIES, data["num_embeddings"], strict=True)]
+        self.train_rows = train_rows(len(self.label))
+
+    def num_rows(self, split: str) -> int:
+        """Rows of "train" or "test"."""
+        start, stop = self._range(split)
+        return stop - start
+
+    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of a split from number ``start`` on, in the order of the file."""
+        first, stop = self._range(split)
+        for row in range(first + start * batch_size, stop, batch_size):
+            rows = slice(row, min(row + batch_size, stop))
+            ids = torch.from_numpy(self.ids[:, rows].flatten())
+            yield Batch(
+                dense=torch.from_numpy(self.dense[rows].copy()),
+                features=rk.KeyedJaggedTensor(list(CATEGORIES), ids, offsets=torch.arange(len(ids) + 1)),
+                label=torch.from_numpy(self.label[rows].copy()),
+            )
+
+    def _range(self, split: str) -> tuple[int, int]:
+        ranges = {"train": (0, self.train_rows), "test": (self.train_rows, len(self.label))}
+        if split not in ranges:
+            raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
+        return ranges[split]
+
+
+def source_files(path: Path) -> list[Path]:
+    """The files of a source: ``path``, or what is in it in the order of names, hidden files left out.
+
+    Raises:
+        DataError: there is nothing, or a folder in the folder.
+    """
+    if not path.exists():
+        raise DataError(f"{path} does not exist: path must be a file in Criteo's format or a folder of such files")
+    if not path.is_dir():
+        return [path]
+    files = sorted((file for file in path.iterdir() if not file.name.startswith(".")), key=lambda file: file.name)
+    if not files:
+        raise DataError(f"{path} has no files: path must be a file in Criteo's format or a folder of such files")
+    for file in files:
+        if not file.is_file():
+            raise DataError(f"{file} is not a file: a folder given as path must hold files in Criteo's format only")
+    return files
+
+
+def _identity(files: list[Path], rows: int | None, table_rows: int | None) -> dict[str, Any]:
+    stats = [file.stat() for file in files]
+    return {
+        "format": FORMAT,
+        "source": [[file.name, s.st_size, s.st_mtime_ns] for file, s in zip(files, stats, strict=True)],
+        "rows": rows,
+        "table_rows": table_rows,
+    }
+
+
+def _directory_name(path: Path, rows: int | None, table_rows: int | None) -> str:
+    """One per source and options: a changed source replaces what was made of it, other options stand beside it."""
+    choice = json.dumps([str(path.resolve()), rows, table_rows])
+    return f"criteo-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
+
+
+def train_rows(rows: int) -> int:
+    """How many of so many rows, the first ones, are for training."""
+    return rows * 6 // 7
+
+
+def _prepare(folder: Path, files: list[Path], rows: int | None, table_rows: int | None, progress: bool) -> None:
+    # Ids need all values of one column, lines bring one value of all columns: the columns wait on the disk.
+    with TemporaryDirectory(prefix="columns-", dir=folder) as scratch:
+        columns = Path(scratch)
+        total = _write_columns(columns, files, rows, progress)
+        if total < FEWEST_ROWS:
+            where = files[0] if len(files) == 1 else files[0].parent
+            raise DataError(f"{where} has {total} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
+        _write_array(folder / "label.npy", (total,), _parts(columns / "label", np.float32))
+        _write_array(folder / "dense.npy", (total, len(INTEGERS)), _parts(columns / "dense", np.float32))
+        num_embeddings = []
+        ids = _ids(columns, total, table_rows, num_embeddings, progress)
+        _write_array(folder / "ids.npy", (len(CATEGORIES), total), ids)
+        np.save(folder / "num_embeddings.npy", np.array(num_embeddings), allow_pickle=False)
+
+
+def _write_columns(columns: Path, files: list[Path], rows: int | None, progress: bool) -> int:
+    """A raw file each for labels, dense columns and every category; returns the number of rows."""
+    total = 0
+    with ExitStack() as stack:
+        outputs = [stack.enter_context((columns / name).open("wb")) for name in ("label", "dense", *CATEGORIES)]
+        for block in read_rows(files, progress=progress):
+            keep = len(block.label) if rows is None else min(len(block.label), rows - total)
+            for output, values in zip(outputs, (block.label, block.dense, *block.categories), strict=True):
+                output.write(values[:keep])
+            total += keep
+            if total == rows:
+                break
+    return total
+
+
+def _ids(
+    columns: Path, total: int, table_rows: int | None, num_embeddings: list[int], progress: bool
+) -> Iterator[np.ndarray]:
+    """Ids of one category after the other, int32 [total]; the rows of its table are appended to num_embeddings."""
+    for number, name in enumerate(tqdm(CATEGORIES, desc="ids", unit="column", disable=not progress)):
+        raw = np.fromfile(columns / name, dtype=RAW)
+        (columns / name).unlink()
+        values = raw["value"].astype(np.int64)
+        values[raw["blank"]] = BLANK
+        if table_rows is None:
+            ids, rows = ids_by_appearance(values, train_rows(total))
+        else:
+            ids, rows = hashed_ids(values, number, table_rows), table_rows
+        num_embeddings.append(rows)
+        yield ids.astype(np.int32)
+
+
+def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
+    """SplitMix64(column * 2^33 + value) mod table_rows.
+
+    Args:
+        values: int64 [n], 0 to 2^32 (a blank).
+        column: number of the category, from 0.
+        table_rows: rows of the table.
+
+    Returns:
+        uint64 [n].
+    """
+    return mix64((column << 33) + values) % np.uint64(table_rows)
+
+
+def _parts(raw: Path, dtype: type) -> Iterator[np.ndarray]:
+    with raw.open("rb") as file:
+        while len(part := np.fromfile(file, dtype=dtype, count=PART)):
+            yield part
+    raw.unlink()
+
+
+def _write_array(path: Path, shape: tuple[int, ...], parts: Iterator[np.ndarray]) -> None:
+    """A ``.npy`` file from the ``parts`` of an array, in C order; all of them have one dtype."""
+    first = next(parts)
+    with path.open("wb") as file:
+        header = {"descr": npy.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
+        npy.write_array_header_1_0(file, header)
+        for part in chain([first], parts):
+            file.write(part)

@@ -1,0 +1,126 @@
+"""Gradient accumulation for fused tables: lookups whose backwards have run and whose common update has not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class Lookup(NamedTuple):
+    """What an update needs to know of a micro-batch.
+
+    Args:
+        grad: [B, C] float32, gradient of the pooled output.
+        values: [N] ids; offsets: [F * B + 1], key-major; weights: [N] float32 or None. Ids and offsets are int32 or
+            int64, each on its own.
+        status: [2] int64, what the lookup reported: its first element is below the largest int64 if an id was out of
+            range. The update is skipped then, on devices where the lookup itself cannot raise in time.
+    """
+
+    grad: Tensor
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    status: Tensor
+
+
+class Pending:
+    """The lookups of one ``accumulate()`` block, in the order of their backwards.
+
+    Args:
+        token: the collection's, whose gradient arrives when a lookup from before the block runs its backward.
+    """
+
+    def __init__(self, token: Tensor) -> None:
+        self.lookups: list[Lookup] = []
+        self._is_open = True
+        # A token of its own: the collection's belongs to lookups that update at once.
+        self._token = torch.empty(0, device=token.device, requires_grad=True)
+        self._watch = token.register_hook(_refuse_earlier_lookup)
+
+    def close(self) -> None:
+        """No further backward is taken."""
+        self._is_open = False
+        self.lookups = []
+        self._watch.remove()
+
+    def add(self, lookup: Lookup) -> None:
+        """Keeps copies: callers may reuse the memory of ids and gradients for the next micro-batch.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        if not self._is_open:
+            raise RuntimeError(
+                "this lookup was made in an accumulate() block that has ended, so its backward cannot be part of the "
+                "update any more: call backward() inside the block"
+            )
+        self.lookups.append(Lookup(*(t if t is None else t.detach().clone() for t in lookup)))
+
+    @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
+    def record(self, pooled: Tensor, *bags: Tensor | None) -> Tensor:
+        """``pooled``, [B, C] float32, the result of a lookup; its backward becomes part of the update.
+
+        Args:
+            pooled: the lookup's output.
+            bags: values, offsets, weights and status, as in ``Lookup``.
+        """
+        return _Recorded.apply(pooled, self._token, self, *bags)
+
+
+class _Recorded(torch.autograd.Function):
+    """Identity; the backward notes the gradient, and hands it on for the sake of per-sample weights."""
+
+    @staticmethod
+    def forward(ctx, pooled: Tensor, token: Tensor, pending: Pending, *bags: Tensor | None) -> Tensor:
+        ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
+        ctx.pending = pending
+        ctx.save_for_backward(*bags)
+        return pooled
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.pending.add(Lookup(grad, *ctx.saved_tensors))
+        return grad, None, None, None, None, None, None
+
+
+def _refuse_earlier_lookup(_) -> None:
+    raise RuntimeError(
+        "a lookup made before this accumulate() block ran its backward inside it, and has updated the tables by "
+        "itself: call the collection inside the block, too"
+    )
+
+
+def join(lookups: list[Lookup], num_features: int) -> Lookup:
+    """One batch of all micro-batches: per feature, micro-batch after micro-batch.
+
+    Args:
+        lookups: at least one; F = ``num_features`` features each, batch sizes of their own.
+
+    Returns:
+        Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
+        changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does.
+    """
+    status = torch.stack([lookup.status for lookup in lookups]).amin(0)
+    lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
+    if len(lookups) == 1:
+        return lookups[0]._replace(status=status)
+    bounds = [lookup.offsets[:: len(lookup.grad)].tolist() for lookup in lookups]
+
+    def by_feature(of_ids: list[Tensor]) -> Tensor:
+        bags = [(f, ids, bound) for f in range(num_features) for ids, bound in zip(of_ids, bounds, strict=True)]
+        return torch.cat([ids[bound[f] : bound[f + 1]] for f, ids, bound in bags])
+
+    lengths = torch.cat([lookup.offsets.long().diff().view(num_features, -1) for lookup in lookups], dim=1)
+    weights = None
+    if any(lookup.weights is not None for lookup in lookups):
+        weights = by_feature(
+            [torch.ones_like(x.values, dtype=torch.float32) if x.weights is None else x.weights for x in lookups]
+        )
+    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
+    grad, values = torch.cat([x.grad for x in lookups]), by_feature([x.values for x in lookups])
+    return Lookup(grad, values, offsets, weights, status)
