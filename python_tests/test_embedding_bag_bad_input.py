@@ -252,6 +252,12 @@ BAD_ARGUMENTS = [
         lambda t: torch.tensor([0, 17, 48]),
         "output_offsets[1] = 17 must be 16, the sum of the embedding_d",
     ),
+    ("num_rows", lambda n: 7, "num_rows = 7 must be 0 or 8, the most of row_offsets + num_embeddings, or more"),
+    (
+        "max_embedding_dim",
+        lambda n: 31,
+        "max_embedding_dim = 31 must be 0 or 32, the largest of embedding_dims, or more",
+    ),
     ("output_dim", lambda n: 65, "output_dim = 65 must be 64, the sum of embedding_dims"),
     ("mean", lambda t: t.long(), "mean must be bool, got int64"),
     ("mean", lambda t: t[1:], "mean must have shape [3], got [2]"),
@@ -281,7 +287,7 @@ BAD_ARGUMENTS = [
 @pytest.mark.parametrize(("name", "change", "message"), BAD_ARGUMENTS)
 def test_bad_argument(name: str, change, message: str) -> None:
     """ValueError from every op that takes the argument."""
-    assert takers(name)
+    assert takers(name), name
     for op in takers(name):
         check_refused(op, {name: change(arguments().get(name))}, ValueError, message)
 

@@ -34,7 +34,7 @@ class OnDeviceOf {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
-  kernel<<<grid, block, shared_bytes, stream> > >(static_cast<Parameters>(arguments)...);
+  kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
   STD_CUDA_KERNEL_LAUNCH_CHECK();
 }
 

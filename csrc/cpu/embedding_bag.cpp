@@ -62,10 +62,11 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor
                                              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
                                              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
                                              const OptionalTensor& output_offsets, const OptionalTensor& mean,
-                                             int64_t output_dim, const std::string& pooling, int64_t padding_idx,
+                                             int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+                                             const std::string& pooling, int64_t padding_idx,
                                              const std::string& bounds_check, bool, bool include_last_offset) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   return forward(weights,
                  read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset));
@@ -101,10 +102,10 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const Tensor& weights, const std::vector<Tensor>& tables, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check, bool) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
@@ -117,10 +118,10 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
     const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, const std::string& optimizer, double) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(weights, sum, step, lr, parse_optimizer(optimizer));
   return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
@@ -130,10 +131,11 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
                                    const Tensor& offsets, const OptionalTensor& weight_offsets,
                                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                                   const OptionalTensor& mean, int64_t output_dim, const std::string& pooling,
-                                   int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+                                   int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+                                   const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);

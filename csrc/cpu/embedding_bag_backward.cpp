@@ -137,9 +137,10 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
                       const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                      int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+                      const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
@@ -156,10 +157,10 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
@@ -200,11 +201,12 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
                     const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps,
-                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                    const std::string& optimizer_name, double eps, const OptionalTensor& status,
+                    const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   check_update(weights, sum, step, lr, optimizer);

@@ -36,6 +36,11 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   }
   check_value(column == layout.output_dim, "output_dim = ", layout.output_dim, " must be ", column,
               ", the sum of embedding_dims");
+  check_value(layout.num_rows == 0 || layout.num_rows >= in->num_rows, "num_rows = ", layout.num_rows, " must be 0 or ",
+              in->num_rows, ", the most of row_offsets + num_embeddings, or more");
+  check_value(layout.max_embedding_dim == 0 || layout.max_embedding_dim >= in->max_dim,
+              "max_embedding_dim = ", layout.max_embedding_dim, " must be 0 or ", in->max_dim,
+              ", the largest of embedding_dims, or more");
   in->output_dim = column;
 }
 

@@ -97,6 +97,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f
 
 template <int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const Feature f = a.features[bag / a.bags.batch];
@@ -108,6 +109,7 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
 
 // A warp takes a bag: out[i] = (grad of the bag) . (row of id i), times 1 / n for mean.
 __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
+  if (*a.status == kBadLayout) return;
   const Group<kWarpSize> warp;
   for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
     const Feature f = a.features[bag / a.bags.batch];
@@ -130,11 +132,6 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
   }
 }
 
-__global__ void init_status_kernel(int64_t* status) {
-  status[0] = kNoBadPosition;
-  status[1] = 0;
-}
-
 template <bool kWeighted>
 void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   const int lanes = lanes_for(max_dim);
@@ -150,7 +147,7 @@ void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, cudaStream_t stream) {
   Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
-  Tensor status = new_status(weights, stream);
+  Tensor status = new_status(in, weights.numel(), weights, stream);
   const PoolArgs args{weights.const_data_ptr<float>(),  in.features,   in.bags,
                       output.mutable_data_ptr<float>(), in.output_dim, status.mutable_data_ptr<int64_t>()};
   if (in.bags.num_bags > 0) {
@@ -168,16 +165,14 @@ BagInput read_input(const Tensor& weights, const Tensor& values, const Tensor& o
                    layout.embedding_dims ? 1 : weights.size(1), include_last_offset, stream);
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_cuda(const Tensor& weights, const Tensor& values, const Tensor& offsets,
-                                              const OptionalTensor& per_sample_weights,
-                                              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-                                              const OptionalTensor& num_embeddings,
-                                              const OptionalTensor& embedding_dims,
-                                              const OptionalTensor& output_offsets, const OptionalTensor& mean,
-                                              int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-                                              const std::string& bounds_check, bool, bool include_last_offset) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+std::tuple<Tensor, Tensor> embedding_bag_cuda(
+    const Tensor& weights, const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool, bool include_last_offset) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OnDeviceOf device(weights);
   return forward(
@@ -190,8 +185,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
     const Tensor& weights, const std::vector<Tensor>& tables, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check, bool) {
+    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool) {
   int64_t start = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
@@ -201,8 +196,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
               " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
-                            embedding_dims, output_offsets, mean, output_dim, pooling, padding_idx, bounds_check, false,
-                            true);
+                            embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, pooling,
+                            padding_idx, bounds_check, false, true);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -210,29 +205,30 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
     const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double) {
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, const std::string& optimizer, double) {
   check_update(weights, sum, step, lr, parse_optimizer(optimizer));
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
-                            embedding_dims, output_offsets, mean, output_dim, pooling, padding_idx, bounds_check, false,
-                            true);
+                            embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, pooling,
+                            padding_idx, bounds_check, false, true);
 }
 
 Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
                                    const Tensor& offsets, const OptionalTensor& weight_offsets,
                                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                                   const OptionalTensor& mean, int64_t output_dim, const std::string& pooling,
-                                   int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+                                   int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+                                   const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OnDeviceOf device(weights);
   const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  Tensor status = new_status(weights, device.stream());
+  Tensor status = new_status(in, weights.numel(), weights, device.stream());
   const PoolArgs args{weights.const_data_ptr<float>(),   in.features, in.bags, nullptr, in.output_dim,
                       status.mutable_data_ptr<int64_t>()};
   if (in.bags.num_bags > 0)
@@ -242,12 +238,6 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
 }
 
 }  // namespace
-
-Tensor new_status(const Tensor& like, cudaStream_t stream) {
-  Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  launch(init_status_kernel, dim3(1), dim3(1), 0, stream, status.mutable_data_ptr<int64_t>());
-  return status;
-}
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
   m.impl("embedding_bag", TORCH_BOX(&embedding_bag_cuda));

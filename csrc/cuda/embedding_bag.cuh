@@ -7,8 +7,9 @@
 
 namespace rec_kernels {
 
-// The smallest position that is bad wins, so an offset (INT64_MIN + i) goes before every id (i).
-constexpr int64_t kNoBadPosition = INT64_MAX;
+// The first element of `status`. The smallest one that is noted wins: a bad layout goes before every offset
+// (kBadLayout + 1 + i for offsets[i]), an offset before every id (i).
+constexpr int64_t kNoBadPosition = INT64_MAX, kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
@@ -63,11 +64,11 @@ struct Range {
 __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t* status) {
   const Range r = {bags.offset(bag), bags.offset(bag + 1)};
   if (bag == 0 && (r.start < 0 || r.start > bags.num_ids)) {
-    note_bad(status, INT64_MIN);
+    note_bad(status, kBadLayout + 1);
     return {0, 0};
   }
   if (r.stop < r.start || r.stop > bags.num_ids) {
-    note_bad(status, INT64_MIN + bag + 1);
+    note_bad(status, kBadLayout + 1 + bag + 1);
     return {0, 0};
   }
   return r.start < 0 ? Range{0, 0} : r;  // the offset before was noted by its own bag
@@ -144,7 +145,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream);
 
-// (INT64_MAX, 0) as status, on the stream.
-Tensor new_status(const Tensor& like, cudaStream_t stream);
+// A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many floats they are.
+Tensor new_status(const BagInput& in, int64_t weights, const Tensor& like, cudaStream_t stream);
 
 }  // namespace rec_kernels

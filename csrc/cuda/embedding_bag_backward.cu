@@ -250,23 +250,32 @@ BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& 
                    rank == 2 ? weights_shape[1] : 1, true, stream);
 }
 
+int64_t floats_of(const std::vector<int64_t>& shape) {
+  int64_t floats = 1;
+  for (const int64_t size : shape) floats *= size;
+  return floats;
+}
+
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
                       const Tensor& offsets, const OptionalTensor& per_sample_weights,
                       const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
                       const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                      int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+                      const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OnDeviceOf device(values);
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(grad, device.stream());
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), grad, device.stream());
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, device.stream());
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
-  finish_all(in, sum_args(in, o, grad, nullptr, {}), DenseTarget{out.mutable_data_ptr<float>()}, grad, device.stream());
+  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
+  finish_all(in, sum_args(in, o, grad, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
+             device.stream());
   return out;
 }
 
@@ -298,24 +307,26 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(grad, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), grad, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, nullptr, {});
+  // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
+  int64_t bad = 0, num_runs = 0, floats = 0;
+  copy_to_host(&bad, status.const_data_ptr<int64_t>(), sizeof bad, stream);
+  check_value(bad >= 0, "the layout or the offsets are not valid");
   const int64_t most = o.runs.most_runs;
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
   launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, dims.mutable_data_ptr<int64_t>());
   exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
-  // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
-  int64_t num_runs = 0, floats = 0;
   copy_to_host(&num_runs, o.runs.num_runs, sizeof num_runs, stream);
   copy_to_host(&floats, first.const_data_ptr<int64_t>() + most, sizeof floats, stream);
   Tensor rows = new_tensor(grad, {num_runs}, ScalarType::Long);
@@ -351,11 +362,12 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
                     const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                    const OptionalTensor& mean, int64_t output_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps,
-                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,
-                           output_offsets, mean,        output_dim};
+                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                    const std::string& optimizer_name, double eps, const OptionalTensor& status,
+                    const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
+                           mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   check_update(weights, sum, step, lr, optimizer);
@@ -369,7 +381,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
               sum ? sum->numel() : 0);
   const float* scale = scalar_of(grad_scale, weights, "grad_scale");
   const float* overflow = scalar_of(found_inf, weights, "found_inf");
-  const Tensor grad = as_contiguous(grad_in), own_status = new_status(grad, stream);
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), grad, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{status_of(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, scale, skip);

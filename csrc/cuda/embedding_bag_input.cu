@@ -23,11 +23,36 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
                   layout.mean ? layout.mean->const_data_ptr<bool>() : nullptr,
                   {0, 0, 0, 0, 0, in->options.mean}};
   in->output_dim = layout.output_dim;
+  in->max_dim = layout.max_embedding_dim;
+  in->num_rows = layout.num_rows;
+  if (in->max_dim > 0 && in->num_rows > 0) return;
   const std::vector<int64_t> dims = to_host(layout.embedding_dims, stream), rows = to_host(layout.row_offsets, stream),
                              sizes = to_host(layout.num_embeddings, stream);
   for (size_t f = 0; f < dims.size(); ++f) {
     in->max_dim = std::max(in->max_dim, dims[f]);
     in->num_rows = std::max(in->num_rows, rows[f] + sizes[f]);
+  }
+}
+
+// One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
+// kernels trust what passes here, and do nothing where something does not.
+__global__ void __launch_bounds__(kThreads)
+    start_kernel(Features features, int64_t num_features, int64_t weights, int64_t output_dim, int64_t num_rows,
+                 int64_t max_dim, int64_t* status) {
+  if (threadIdx.x == 0) {
+    status[0] = kNoBadPosition;
+    status[1] = 0;
+  }
+  __syncthreads();
+  for (int64_t i = threadIdx.x; features.embedding_dims && i < num_features; i += blockDim.x) {
+    const Feature f = features[i];
+    const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0;
+    const bool rows = f.row_offset >= 0 && f.num_embeddings <= num_rows && f.row_offset <= num_rows - f.num_embeddings;
+    const bool inside = sizes && f.weight_offset >= 0 && f.weight_offset <= weights &&
+                        f.num_embeddings <= (weights - f.weight_offset) / f.embedding_dim;
+    const int64_t column = i > 0 ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
+    const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
+    if (!rows || !inside || f.output_offset != column || !last) note_bad(status, kBadLayout);
   }
 }
 
@@ -64,6 +89,13 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   check_value(b.num_bags < INT64_C(0xffffffff), "offsets describe ", b.num_bags,
               " bags; at most 2^32 - 2 fit in a call");
   return in;
+}
+
+Tensor new_status(const BagInput& in, int64_t weights, const Tensor& like, cudaStream_t stream) {
+  Tensor status = new_tensor(like, {2}, ScalarType::Long);
+  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, weights, in.output_dim,
+         in.num_rows, in.max_dim, status.mutable_data_ptr<int64_t>());
+  return status;
 }
 
 }  // namespace rec_kernels

@@ -34,6 +34,7 @@ __device__ int64_t count_ids(const EntryArgs& a, const Feature& f, const Group<G
 // A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
 template <int G>
 __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
+  if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const Feature f = a.features[bag / a.bags.batch];

@@ -7,7 +7,8 @@ namespace {
 const std::string kLayout =
     "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
     "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
-    "str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
+    "SymInt num_rows=0, SymInt max_embedding_dim=0, str pooling=\"sum\", int padding_idx=-1, str "
+    "bounds_check=\"error\"";
 
 void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
                          ScalarType dtype) {
@@ -50,7 +51,7 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   }
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.row_offsets && !layout.num_embeddings && !layout.output_offsets &&
-                    !layout.mean && layout.output_dim == 0,
+                    !layout.mean && layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }

@@ -33,6 +33,8 @@ struct TableLayout {
   const OptionalTensor& output_offsets;
   const OptionalTensor& mean;
   int64_t output_dim;
+  int64_t num_rows;           // no linear row number is as large; 0: not given
+  int64_t max_embedding_dim;  // no embedding_dim is larger; 0: not given
 };
 
 // How bags are read.

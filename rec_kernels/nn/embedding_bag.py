@@ -298,6 +298,8 @@ class EmbeddingBagCollection(nn.Module):
             "output_offsets": self._output_offsets,
             "mean": self._mean,
             "output_dim": sum(self._output_dims),
+            "num_rows": self._num_rows,
+            "max_embedding_dim": max(self._output_dims, default=0),
             "bounds_check": self.bounds_check,
         }
 

@@ -35,6 +35,8 @@ _LAYOUT = (
     "output_offsets",
     "mean",
     "output_dim",
+    "num_rows",
+    "max_embedding_dim",
     "pooling",
     "padding_idx",
     "bounds_check",
