@@ -39,8 +39,17 @@ class Backend(NamedTuple):
 
 
 def every_backend() -> Iterator[Backend]:
-    """Runs the loop body with every backend of this machine; those before are in effect only meanwhile."""
-    for run in (_cpu, _emulated, _cuda):
+    """Runs the loop body with every backend of this machine, which is in effect meanwhile."""
+    yield from _counted(_cpu, _emulated, _cuda)
+
+
+def device_backends() -> Iterator[Backend]:
+    """Those that run the CUDA kernels: emulated, and on a GPU where there is one."""
+    yield from _counted(_emulated, _cuda)
+
+
+def _counted(*runs: Callable[[], Iterator[Backend]]) -> Iterator[Backend]:
+    for run in runs:
         for backend in run():
             yield backend
             PASSED[backend.kind] += 1

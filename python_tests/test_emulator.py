@@ -90,9 +90,11 @@ def test_accesses_outside_of_memory_end_a_sanitized_run(bug: int, asan: dict[str
 
 
 def test_the_kernels_run_clean_under_the_sanitizers(asan: dict[str, str]) -> None:
-    """The comparisons of test_embedding_bag.py and test_scale_rows.py, with the sanitized library."""
+    """The comparisons with the reference and bad input on the device, with the sanitized library."""
     environment = asan | {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
-    tests = ["test_embedding_bag.py", "test_scale_rows.py", "test_embedding_bag_fused.py"]
+    tests = [
+        f"test_{name}.py" for name in ("embedding_bag", "embedding_bag_device", "embedding_bag_fused", "scale_rows")
+    ]
     command = [sys.executable, "-m", "pytest", "-q", *(f"python_tests/{name}" for name in tests)]
     done = subprocess.run(
         [*command, "-k", "not flush_denormal"], env=environment, cwd=ROOT, capture_output=True, text=True

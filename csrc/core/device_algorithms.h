@@ -14,7 +14,7 @@
 
 namespace rec_kernels {
 
-// Stable sort of (key, value) pairs by the lowest `bits` bits of the keys.
+// Counts are below 2^32. Stable sort of (key, value) pairs by the lowest `bits` bits of the keys.
 template <class Key>
 void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint32_t* sorted_values, int64_t count,
                 int bits, [[maybe_unused]] const Tensor& like, [[maybe_unused]] cudaStream_t stream) {
@@ -29,12 +29,13 @@ void sort_pairs(const Key* keys, Key* sorted_keys, const uint32_t* values, uint3
     sorted_values[i] = values[order[static_cast<size_t>(i)]];
   }
 #else
+  const auto items = static_cast<uint32_t>(count);  // 64-bit counts cost CUB registers
   size_t bytes = 0;
-  STD_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, sorted_keys, values, sorted_values, count, 0,
+  STD_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(nullptr, bytes, keys, sorted_keys, values, sorted_values, items, 0,
                                                  bits, stream));
   Tensor memory = new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
   STD_CUDA_CHECK(cub::DeviceRadixSort::SortPairs(memory.mutable_data_ptr(), bytes, keys, sorted_keys, values,
-                                                 sorted_values, count, 0, bits, stream));
+                                                 sorted_values, items, 0, bits, stream));
 #endif
 }
 
@@ -45,10 +46,11 @@ void exclusive_sum(const T* values, T* sums, int64_t count, [[maybe_unused]] con
 #if defined(RK_EMULATED)
   std::exclusive_scan(values, values + count, sums, T{0});
 #else
+  const auto items = static_cast<uint32_t>(count);
   size_t bytes = 0;
-  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(nullptr, bytes, values, sums, count, stream));
+  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(nullptr, bytes, values, sums, items, stream));
   Tensor memory = new_tensor(like, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(memory.mutable_data_ptr(), bytes, values, sums, count, stream));
+  STD_CUDA_CHECK(cub::DeviceScan::ExclusiveSum(memory.mutable_data_ptr(), bytes, values, sums, items, stream));
 #endif
 }
 

@@ -16,6 +16,9 @@
 
 namespace rec_kernels {
 
+// Blocks of a grid, at most; kernels take more work than that in a grid stride.
+constexpr int64_t kMostBlocks = int64_t{1} << 20;
+
 // Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.
 class OnDeviceOf {
  public:

@@ -33,11 +33,21 @@ __device__ __forceinline__ void store_columns(float* row, int64_t c, int64_t col
   if (c >= columns) return;
   if (aligned) {
     check_alignment(row + c, 16);
-    *reinterpret_cast<float4*>(row + c) = make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
+    // Not an assignment: nvcc would merge its four stores with those below.
+    __stwb(reinterpret_cast<float4*>(row + c), make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
     return;
   }
   for (int j = 0; j < 4; ++j)
     if (c + j < columns) row[c + j] = x.v[j];
+}
+
+// Asks for the line at p; never faults.
+__device__ __forceinline__ void prefetch(const void* p) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
+#else
+  (void)p;
+#endif
 }
 
 }  // namespace RK_ISA

@@ -97,7 +97,11 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f
 
 template <int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
-  if (*a.status == kBadLayout) return;
+  if (*a.status == kBadLayout) {  // nothing can be looked up
+    const int64_t size = a.bags.batch * a.output_dim;
+    for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) a.output[i] = __builtin_nanf("");
+    return;
+  }
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const Feature f = a.features[bag / a.bags.batch];
@@ -139,9 +143,13 @@ void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_lanes(lanes, [&](auto group) {
     constexpr int G = decltype(group)::value;
     const dim3 grid = blocks_for(a.bags.num_bags, G);
-    if (G < kWarpSize || blocks == 1) launch(pool_kernel<G, 1, kWeighted>, grid, dim3(kThreads), 0, stream, a);
-    else if (blocks == 2) launch(pool_kernel<G, 2, kWeighted>, grid, dim3(kThreads), 0, stream, a);
-    else launch(pool_kernel<G, kMaxBlocks, kWeighted>, grid, dim3(kThreads), 0, stream, a);
+    if constexpr (G < kWarpSize) {
+      launch(pool_kernel<G, 1, kWeighted>, grid, dim3(kThreads), 0, stream, a);
+    } else {
+      if (blocks == 1) launch(pool_kernel<G, 1, kWeighted>, grid, dim3(kThreads), 0, stream, a);
+      else if (blocks == 2) launch(pool_kernel<G, 2, kWeighted>, grid, dim3(kThreads), 0, stream, a);
+      else launch(pool_kernel<G, kMaxBlocks, kWeighted>, grid, dim3(kThreads), 0, stream, a);
+    }
   });
 }
 
@@ -160,7 +168,6 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, cu
 BagInput read_input(const Tensor& weights, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options,
                     bool include_last_offset, cudaStream_t stream) {
-  check_weights(weights, values, layout);
   return read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
                    layout.embedding_dims ? 1 : weights.size(1), include_last_offset, stream);
 }
@@ -174,6 +181,7 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
   const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
                            mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
   return forward(
       weights,
@@ -223,6 +231,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
                            mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
   const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);

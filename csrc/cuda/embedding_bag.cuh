@@ -97,11 +97,10 @@ struct Group {
 
 }  // namespace RK_ISA
 
-// Blocks of kThreads for `items` groups of `lanes`; beyond a few per multiprocessor they take items in a grid stride.
-inline dim3 blocks_for(int64_t items, int lanes) {
-  constexpr int64_t kMost = int64_t{1} << 20;
+// Blocks of kThreads for `items` groups of `lanes`, at most `most`.
+inline dim3 blocks_for(int64_t items, int lanes, int64_t most = kMostBlocks) {
   const int64_t blocks = ceil_div(items * lanes, kThreads);
-  return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < kMost ? blocks : kMost)));
+  return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
 
 // Lanes for rows of `columns` floats, four to a lane.

@@ -17,12 +17,15 @@ namespace {
 
 // Blocks of 4 * 32 columns that a warp keeps in registers; wider rows are summed twice.
 constexpr int kMaxBlocks = 4;
+// Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
+constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 
-// A target is what becomes of a row's gradient: open() once for a row, then put() for its columns.
+// A target is what becomes of a row's gradient: expect() before its sum is known, open() once, put() for its columns.
 struct DenseTarget {
   static constexpr bool kNeedsMeanSquare = false;
   float* gradient;
 
+  __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float open(const Feature&, int64_t, int64_t, float) const { return 0.0f; }
   __device__ float* place(const Feature& f, int64_t row, int64_t) const {
     return gradient + f.weight_offset + (row - f.row_offset) * f.embedding_dim;
@@ -40,6 +43,7 @@ struct SparseTarget {
     rows[run] = row - f.row_offset;
     return 0.0f;
   }
+  __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float* place(const Feature&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
 };
@@ -52,6 +56,11 @@ struct UpdateTarget {
   const float* lr;
   float eps;
 
+  // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
+  __device__ void expect(const Feature& f, int64_t row, int lane) const {
+    if (4 * lane < f.embedding_dim) prefetch(place(f, row, 0) + 4 * lane);
+    if (kNeedsMeanSquare && lane == 0) prefetch(sum + row);
+  }
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
     return Optimizer::make(*lr, eps, sum).prepare(row, mean_square);
   }
@@ -72,6 +81,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
+  target.expect(f, row, group.lane);
   Vec4 g[kBlocks];
   const auto sum_scaled = [&](int64_t column) {
     sum(column, g);
@@ -137,10 +147,12 @@ __device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk
 // Sums the chunks of the long runs, a group to a chunk.
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
+  if (a.skip.now()) return;
   const Group<G> group;
   const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
     const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
+    if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
     const int64_t done = (chunk - a.runs.chunk_starts[run]) * kChunk, left = a.runs.count(run) - done;
     const int64_t D = feature_of_run(a, run).embedding_dim;
     const OccurrenceSum<G, kBlocks> sum{a, group, a.runs.starts[run] + done, left < kChunk ? left : kChunk, D};
@@ -162,7 +174,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
   const int mine = threadIdx.x / G, groups = blockDim.x / G;
   const uint32_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
-    const int64_t run = run_of_chunk(a.runs, chunk);
+    const int64_t run = a.owners[chunk];
     if (a.runs.chunk_starts[run] != chunk) continue;
     const Feature f = feature_of_run(a, run);
     const int64_t D = f.embedding_dim;
@@ -206,8 +218,8 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
          target);
   if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
   launch(sum_chunks_kernel<G, kBlocks>, blocks_for(a.runs.most_chunks, G), dim3(kThreads), 0, stream, a);
-  launch(finish_long_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_chunks, kThreads), dim3(kThreads), 0, stream, a,
-         target);
+  launch(finish_long_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_chunks, kThreads, kLongRunBlocks),
+         dim3(kThreads), 0, stream, a, target);
 }
 
 template <class Target>
@@ -219,24 +231,36 @@ void finish_all(const BagInput& in, SumArgs args, const Target& target, const Te
   const Tensor next = new_tensor(like, {(rows / 2 + 1) * in.max_dim}, ScalarType::Float);
   args.partials = partials.mutable_data_ptr<float>();
   args.next_partials = next.mutable_data_ptr<float>();
+  const Tensor owners = new_tensor(like, {rows * 4}, ScalarType::Byte);
+  args.owners = static_cast<uint32_t*>(owners.mutable_data_ptr());
   args.max_dim = in.max_dim;
   const int lanes = lanes_for(in.max_dim);
   with_lanes(lanes, [&](auto group) {
     constexpr int G = decltype(group)::value;
     const int64_t blocks = ceil_div(in.max_dim, 4 * G);
-    if (G < kWarpSize || blocks == 1) launch_finish<G, 1>(args, target, stream);
-    else if (blocks == 2) launch_finish<G, 2>(args, target, stream);
-    else launch_finish<G, kMaxBlocks>(args, target, stream);
+    if constexpr (G < kWarpSize) {
+      launch_finish<G, 1>(args, target, stream);
+    } else {
+      if (blocks == 1) launch_finish<G, 1>(args, target, stream);
+      else if (blocks == 2) launch_finish<G, 2>(args, target, stream);
+      else launch_finish<G, kMaxBlocks>(args, target, stream);
+    }
   });
 }
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const float* grad_scale,
                  const Skip& skip) {
-  return {o.runs,        in.features,
-          in.bags.batch, grad.const_data_ptr<float>(),
-          in.output_dim, grad_scale,
-          skip,          nullptr,
-          nullptr,       0};
+  return {o.runs,
+          in.features,
+          in.bags.batch,
+          grad.const_data_ptr<float>(),
+          in.output_dim,
+          grad_scale,
+          skip,
+          nullptr,
+          nullptr,
+          nullptr,
+          0};
 }
 
 // The single table of a call without a layout, from the shape its gradient is to have.
@@ -266,6 +290,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
                            mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
@@ -312,6 +337,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
                            mean,           output_dim,  num_rows,       max_embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);

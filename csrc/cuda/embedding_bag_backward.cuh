@@ -51,6 +51,7 @@ struct SumArgs {
   Skip skip;
   float* partials;       // chunk sums, rows of max_dim floats
   float* next_partials;  // of their sums, and so on
+  uint32_t* owners;      // of each chunk: its run
   int64_t max_dim;
 };
 
@@ -83,7 +84,9 @@ struct OccurrenceSum {
       if (begin + group.lane < count) {
         const uint32_t payload = a.runs.payloads[first + begin + group.lane], bag = a.runs.bag(payload);
         const auto batch = static_cast<uint32_t>(a.batch);
-        place = int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
+        const Feature f = a.features[bag / batch];
+        // Another width: tables overlap in part, which only the CPU refuses. Nothing outside of grad is read.
+        if (f.embedding_dim == D) place = int64_t{bag % batch} * a.output_dim + f.output_offset;
         if (weighted) c = a.runs.coefficients[payload];
       }
       const int here = static_cast<int>(count - begin < G ? count - begin : G);

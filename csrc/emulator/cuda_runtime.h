@@ -29,6 +29,7 @@ extern dim3 blockDim, gridDim;
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline void __stwb(float4* p, float4 x) { std::memcpy(static_cast<void*>(p), &x, sizeof x); }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 using cudaStream_t = void*;

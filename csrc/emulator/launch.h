@@ -8,6 +8,9 @@
 
 namespace rec_kernels {
 
+// Few, so that grid-stride loops go round.
+constexpr int64_t kMostBlocks = 3;
+
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor&) {}

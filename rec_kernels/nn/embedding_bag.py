@@ -168,6 +168,7 @@ class EmbeddingBagCollection(nn.Module):
             self.register_buffer(f"_{name}", tensor, persistent=False)
         mean = torch.tensor([self.tables[i].pooling == "mean" for i in features], dtype=torch.bool, device=device)
         self.register_buffer("_mean", mean, persistent=False)
+        self._any_mean = any(t.pooling == "mean" for t in self.tables)
         self._num_rows = rows[-1]
 
     def _make_weights(self, device: torch.device | str | None) -> None:
@@ -296,7 +297,8 @@ class EmbeddingBagCollection(nn.Module):
             "num_embeddings": self._num_embeddings,
             "embedding_dims": self._embedding_dims,
             "output_offsets": self._output_offsets,
-            "mean": self._mean,
+            # Without it the backward needs no coefficients.
+            "mean": self._mean if self._any_mean else None,
             "output_dim": sum(self._output_dims),
             "num_rows": self._num_rows,
             "max_embedding_dim": max(self._output_dims, default=0),

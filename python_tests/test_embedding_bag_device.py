@@ -1,0 +1,132 @@
+"""What only the CUDA kernels do: bad input is found on the device, noted in ``status``, and nothing is updated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import device_backends
+from embedding_bag_cases import LR, Case, make_case
+
+from rec_kernels.testing import same_bits
+
+INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
+
+
+def case_of_two_tables(**changes) -> Case:
+    return make_case([(5, 16), (3, 33)], [0, 1, 0], [3, 2, 0, 4, 1, 2] * 1, seed=1, **changes)
+
+
+def unchanged(case: Case, found: tuple) -> bool:
+    weights, state, step = found
+    return same_bits(weights, case.weights) and same_bits(state, case.sum) and step.item() == 6
+
+
+@pytest.mark.parametrize("bad", [-1, 5, 2**40, -(2**62)])
+def test_bad_ids_are_noted_and_skip_the_update(bad: int) -> None:
+    """status: the smallest bad position, and how many; "ignore" trains the others, "error" nobody."""
+    case = case_of_two_tables()
+    case.values[[9, 2]] = torch.tensor([bad, bad])
+    assert case.offsets.tolist() == [0, 3, 5, 5, 9, 10, 12]
+    for backend in device_backends():
+        for bounds_check in ("error", "ignore"):
+            output, status = backend.ops.embedding_bag(
+                case.weights, *case.jagged, **case.layout, bounds_check=bounds_check
+            )
+            assert status.tolist() == [2, 2], backend.name
+            assert output.isfinite().all()
+            for optimizer in OPTIMIZERS:
+                found = case.update(optimizer, backend.ops, bounds_check=bounds_check, status=status)
+                assert unchanged(case, found) == (bounds_check == "error"), (backend.name, optimizer)
+                found = case.update(optimizer, backend.ops, bounds_check=bounds_check)
+                assert unchanged(case, found) == (bounds_check == "error"), (backend.name, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_status_and_found_inf_of_others_skip_the_update(optimizer: str) -> None:
+    case = case_of_two_tables()
+    for backend in device_backends():
+        for options in ({"status": torch.tensor([4, 1])}, {"found_inf": torch.tensor(1.0)}):
+            assert unchanged(case, case.update(optimizer, backend.ops, **options)), backend.name
+        fine = {"status": torch.tensor([INT64_MAX, 0]), "found_inf": torch.tensor(0.0)}
+        assert not unchanged(case, case.update(optimizer, backend.ops, **fine)), backend.name
+
+
+@pytest.mark.parametrize(
+    ("offsets", "noted"),
+    [
+        ([0, 3, 2, 5, 9, 10, 12], 2),
+        ([0, 3, 5, 5, 9, 10, 13], 6),
+        ([0, 2**40, 5, 5, 9, 10, 12], 1),
+        ([-1, 3, 5, 5, 9, 10, 12], 0),
+        ([13, 13, 13, 13, 13, 13, 13], 0),
+        ([0, 3, -3, 5, 9, 10, 12], 2),
+        ([0, 12, 0, 12, 0, 12, 12], 2),
+    ],
+)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bad_offsets_are_noted_and_nothing_outside_is_touched(offsets: list[int], noted: int, weighted: bool) -> None:
+    """The first bad one goes before every bad id; the sanitized run of this file watches the memory."""
+    case = case_of_two_tables(weighted=weighted)
+    case.offsets.copy_(torch.tensor(offsets))
+    case.values[0] = 99
+    shape = list(case.weights.shape)
+    for backend in device_backends():
+        for bounds_check in ("error", "ignore"):
+            layout = case.layout | {"bounds_check": bounds_check}
+            output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
+            assert status[0].item() == INT64_MIN + 1 + noted, backend.name
+            assert output.isfinite().all()
+            for optimizer in OPTIMIZERS:
+                found = case.update(optimizer, backend.ops, bounds_check=bounds_check)
+                assert unchanged(case, found), (backend.name, optimizer)
+            dense = backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout)
+            assert not dense.any()
+            values, starts, _ = case.jagged
+            backend.ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, starts, **layout)
+            with pytest.raises((ValueError, RuntimeError), match="the layout or the offsets are not valid"):
+                backend.ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("weight_offsets", 1, -1),
+        ("weight_offsets", 1, 81),
+        ("weight_offsets", 0, 2**62),
+        ("num_embeddings", 1, 2**62),
+        ("num_embeddings", 0, -1),
+        ("embedding_dims", 1, 0),
+        ("embedding_dims", 0, 2**40),
+        ("row_offsets", 2, -1),
+        ("row_offsets", 1, INT64_MAX),
+        ("output_offsets", 1, 15),
+        ("output_offsets", 2, 2**40),
+    ],
+)
+def test_bad_layouts_are_noted_and_nothing_is_touched(name: str, place: int, value: int) -> None:
+    """With num_rows and max_embedding_dim, nobody but the device sees the layout."""
+    case = case_of_two_tables()
+    layout = case.layout | {"num_rows": len(case.sum), "max_embedding_dim": 33}
+    layout[name] = layout[name].clone()
+    layout[name][place] = value
+    for backend in device_backends():
+        _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
+        assert status[0].item() == INT64_MIN, backend.name
+        weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
+        rate = torch.tensor(LR)
+        backend.ops.embedding_bag_backward_fused_(weights, state, step, rate, case.grad, *case.jagged, **layout)
+        assert unchanged(case, (weights, state, step)), backend.name
+        shape = list(case.weights.shape)
+        assert not backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout).any()
+
+
+def test_num_rows_and_max_embedding_dim_change_no_bit() -> None:
+    """Given, larger than needed, or left out."""
+    case = make_case([(5, 16), (3, 130)], [0, 1, 0], [70, 2, 0, 90, 1, 2], mean=[True, False, False], seed=2)
+    expected = case.update("rowwise_adagrad")
+    given = {"num_rows": len(case.sum), "max_embedding_dim": 130}
+    for backend in device_backends():
+        for options in ({}, given, given | {"max_embedding_dim": 600}):
+            found = case.update("rowwise_adagrad", backend.ops, **options)
+            assert all(map(same_bits, found, expected)), (backend.name, options)
