@@ -1,0 +1,80 @@
+"""The compiled CUDA kernels, read with cuobjdump: no spills, 16-byte loads and stores. No GPU is needed."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import rec_kernels as rk
+
+LIBRARY = rk.build_info()["cuda_library"]
+ARCHITECTURE = "sm_90"
+
+
+def cuobjdump() -> str | None:
+    """The CUDA toolkit's, or the one that the triton package carries."""
+    found = shutil.which("cuobjdump")
+    spec = importlib.util.find_spec("triton")
+    if found or spec is None:
+        return found
+    carried = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return str(carried) if carried.exists() else None
+
+
+pytestmark = [
+    pytest.mark.skipif(LIBRARY is None, reason="the CUDA library is not built"),
+    pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump"),
+]
+
+
+def dump(what: str) -> str:
+    command = [cuobjdump(), "-arch", ARCHITECTURE, what, LIBRARY]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    if "Function" not in text:
+        pytest.skip(f"the library was not built for {ARCHITECTURE}")
+    return text
+
+
+def kernel(function: str) -> str | None:
+    """A kernel of ours and its template numbers, from its mangled name: "pool_kernel 32 1"."""
+    match = re.search(r"11rec_kernels.*?\d+([a-z_]+_kernel)I?(?:Li(\d+)E)?(?:Li(\d+)E)?", function)
+    return " ".join(part for part in match.groups() if part) if match else None
+
+
+@pytest.fixture(scope="module")
+def resources() -> list[tuple[str, dict[str, int]]]:
+    """(kernel, its registers, stack and local memory in bytes)."""
+    found = re.findall(r"Function (\S+):\s+(REG:.*)", dump("-res-usage"))
+    usage = [(kernel(name), dict(re.findall(r"(\w+):(\d+)", text))) for name, text in found]
+    return [(name, {key: int(value) for key, value in numbers.items()}) for name, numbers in usage if name]
+
+
+def test_no_main_kernel_spills(resources) -> None:
+    """Rows of up to 128 columns: nothing goes to local memory, and two blocks of 256 threads fit, at the least."""
+    main = [(name, numbers) for name, numbers in resources if re.match(r"(pool|finish_short)_kernel \d+ 1$", name)]
+    assert len(main) >= 4 * (2 + 4)
+    for name, numbers in main:
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, name
+        assert numbers["REG"] <= 96, name
+    assert max(numbers["LOCAL"] for _, numbers in resources) == 0
+
+
+def test_rows_move_sixteen_bytes_at_a_time() -> None:
+    """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
+    parts = re.split(r"\s+Function : (\S+)\n", dump("-sass"))
+    checked = 0
+    for function, code in zip(parts[1::2], parts[2::2], strict=True):
+        match = re.match(r"(pool|finish_short|finish_long)_kernel (\d+) (\d+)$", kernel(function) or "")
+        if not match:
+            continue
+        checked += 1
+        blocks = int(match[3])
+        loads = 4 * blocks if match[1] != "finish_long" else blocks
+        assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
+        assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
+    assert checked >= 40
