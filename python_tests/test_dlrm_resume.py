@@ -168,6 +168,9 @@ def damage(path, how):
     content = path.read_bytes()
     if how == "truncated":
         path.write_bytes(content[: len(content) // 2])
+    elif how == "flipped":
+        place = content.index(torch.ones(8).numpy().tobytes())
+        path.write_bytes(content[:place] + b"\x01" + content[place + 1 :])
     elif how == "empty":
         path.write_bytes(b"")
     elif how == "text":
@@ -183,7 +186,7 @@ class Malicious:
         return (os.mkdir, ("executed",))
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "text", "executable", "format"])
+@pytest.mark.parametrize("how", ["truncated", "flipped", "empty", "text", "executable", "format"])
 def test_damaged_checkpoints_are_refused(how, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     checkpoint.save(tmp_path, {"step": 1, "model": {"w": torch.ones(1000)}})
@@ -205,6 +208,17 @@ def test_checkpoints_of_another_model_and_shortened_records_are_refused(data, tm
     checkpoint.save(run, state)
     with pytest.raises(DataError, match=r"does not fit the run: .*bottom\.0\.weight"):
         train(config(tmp_path), data, resume=run)
+
+
+def test_other_data_is_refused(data, data_dir, tmp_path):
+    train(config(tmp_path), data)
+    other = CompleteJourney(load_completejourney(2, data_dir))
+    for go_on in (
+        lambda: train(config(tmp_path), other, resume=tmp_path / "run"),
+        lambda: evaluate(tmp_path / "run", other),
+    ):
+        with pytest.raises(DataError, match=r"checkpoint\.pt was made with other data: .*completejourney-weeks1"):
+            go_on()
 
 
 @pytest.mark.parametrize(

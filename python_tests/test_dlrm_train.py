@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import json
 import math
 import subprocess
@@ -22,7 +23,7 @@ from rec_kernels.dlrm import (
     runs,
 )
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.data import HeldOut
+from rec_kernels.dlrm.data import DataError, HeldOut
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import PARTS, WINDOWS, Run, predict
@@ -188,6 +189,49 @@ def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, cap
     assert "error: tensorboard is not installed" in capsys.readouterr().err
 
 
+class Changed:
+    """The data set with a change to its batches."""
+
+    def __init__(self, data, change):
+        self.data, self.change = data, change
+        self.name, self.num_dense, self.features, self.num_rows = (
+            data.name,
+            data.num_dense,
+            data.features,
+            data.num_rows,
+        )
+
+    def batches(self, split, batch_size, start=0):
+        return self.change(self.data.batches(split, batch_size, start))
+
+
+def relabelled(batches):
+    return (batch._replace(label=batch.label * 2) for batch in batches)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda batches: itertools.islice(batches, 2),
+            r"ended after step 2 of \d+ of an epoch: it has fewer batches than",
+        ),
+        (lambda batches: iter(()), "ended after step 0 of"),
+        (relabelled, r"label 2\.0 at row \d+ of a batch of step 1, allowed are 0 and 1"),
+    ],
+)
+def test_data_sets_that_break_their_word_are_named(change, message, data, tmp_path):
+    with pytest.raises(DataError, match=message):
+        make_run(Changed(data, change), tmp_path / "run").fit()
+
+
+def test_predictions_that_are_not_finite_fail_the_run(command, tmp_path, capsys):
+    flags = ["--run", "bad", "--batch-size", "100000", "--dense-lr", "1e30"]
+    assert main([*command, *flags]) == 1
+    assert "error: the prediction of row 0 of split 'test' is nan, must be finite" in capsys.readouterr().err
+    assert records(tmp_path / "runs" / "bad")[-1]["kind"] == "failed"
+
+
 def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):
     (tmp_path / "runs" / "mine").mkdir(parents=True)
     assert main([*command, "--run", "mine"]) == 1
@@ -236,6 +280,7 @@ def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_pat
         (["--top", "64,0"], "top is (64, 0), allowed is widths of 1 or more"),
         (["--optimizer", "adam"], "optimizer is 'adam', allowed is rowwise_adagrad or sgd"),
         (["--valid-fraction", "1"], "valid_fraction is 1.0, allowed is 0 or more, below 1"),
+        (["--warmup-steps", "5", "--decay-steps", "9"], "decay_start is 0, must be at least warmup_steps (now 5)"),
         (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
         (["--tensorboard", "perhaps"], "argument --tensorboard: invalid switch value: 'perhaps'"),
     ],

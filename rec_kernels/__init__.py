@@ -1,13 +1,15 @@
 """Embedding kernels for recommendation models, as ``torch.ops.rec_kernels.*`` ops and thin modules over them."""
 
 from rec_kernels import ops
-from rec_kernels._library import build_info
+from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagConfig
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.scale_rows import scale_rows
+
+use_triton()
 
 __all__ = [
     "SGD",

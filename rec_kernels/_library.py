@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import platform
 import re
 from pathlib import Path
@@ -15,6 +16,8 @@ _CPU_LIBRARY = "librec_kernels_cpu.so"
 _CUDA_LIBRARY = "librec_kernels_cuda.so"
 _OLDEST_TORCH = (2, 10)
 
+# The registration of the Triton kernels; it ends when this object does.
+_triton: torch.library.Library | None = None
 #: Why the CUDA library is not in use; None while it is.
 cuda_unavailable: str | None = None
 
@@ -51,6 +54,18 @@ def _load_cuda() -> str | None:
     except OSError as error:
         return f"{path} cannot be loaded: {error}"
     return None
+
+
+def use_triton() -> None:
+    """Registers the Triton kernels for GPU tensors: where Triton is installed and the compiled library not in use."""
+    global _triton
+    if cuda_unavailable is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return
+    # Imported here: it takes Triton, and seconds.
+    from rec_kernels import triton
+
+    _triton = torch.library.Library("rec_kernels", "IMPL")
+    triton.register(_triton, "CUDA")
 
 
 _load_cpu()

@@ -17,7 +17,9 @@ from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate,
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m rec_kernels.dlrm", description="Reference DLRM trainer.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rec_kernels.dlrm", description="Reference DLRM trainer.", allow_abbrev=False
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
         "train",

@@ -125,6 +125,11 @@ class TrainConfig:
             value = getattr(self, option.name)
             if not option.metadata["check"](value):
                 raise ValueError(f"{option.name} is {value!r}, allowed is {option.metadata['allowed']}")
+        if self.decay_steps and self.decay_start < self.warmup_steps:
+            raise ValueError(
+                f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) for rates "
+                "that fall (decay_steps)"
+            )
         if self.patience and not (self.eval_every and self.valid_fraction):
             raise ValueError(
                 f"patience is {self.patience}, which needs eval_every (now {self.eval_every}) and valid_fraction (now "

@@ -52,7 +52,9 @@ def write_config(directory: Path, config: dict) -> None:
     """Write ``config.json``: the options of the run and the versions it began with."""
     packages = ("rec_kernels", "torch", "numpy", "scikit-learn")
     versions = {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
-    (directory / CONFIG).write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
+    fresh = directory / f".{CONFIG}.new"
+    fresh.write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
+    fresh.replace(directory / CONFIG)
 
 
 class Records:
@@ -81,8 +83,12 @@ class Records:
             self._board.flush()
 
     def mark(self) -> int:
-        """Where the file ends now, in bytes."""
-        return self.path.stat().st_size if self.path.exists() else 0
+        """Where the file ends now, in bytes, all of which are on the disk."""
+        if not self.path.exists():
+            return 0
+        with self.path.open("rb") as file:
+            os.fsync(file.fileno())
+            return file.seek(0, os.SEEK_END)
 
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.

@@ -44,9 +44,36 @@ class RunInterruptedError(Exception):
 
 def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
     try:
-        return HeldOut(data or open_data(config), config.batch_size, config.valid_fraction)
+        data = open_data(config) if data is None else data
+        empty = [split for split in ("train", "test") if data.num_rows(split) < 1]
+        if empty:
+            raise DataError(f"data set {data.name!r} has no rows in split {empty[0]!r}")
+        return HeldOut(data, config.batch_size, config.valid_fraction)
     except ValueError as error:
         raise DataError(str(error)) from error
+
+
+def identity(data: DataSet) -> dict:
+    """What a checkpoint remembers of its data: a run goes on with no other."""
+    rows = {split: data.num_rows(split) for split in ("train", "test")}
+    return {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+
+
+def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
+    """The checkpoint of a run, which is given to ``model``.
+
+    Raises:
+        DataError: it is missing, damaged, of other data or of another model.
+    """
+    state = checkpoint.load(directory)
+    path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
+    if found != expected:
+        raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    try:
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} does not fit the run: {' '.join(str(error).split())}") from error
+    return state
 
 
 def build_model(config: TrainConfig, data: DataSet) -> DLRM:
@@ -92,18 +119,21 @@ def train(
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
     data = _split(config, data)
-    state = checkpoint.load(resume) if resume is not None else None
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
         runs.write_config(directory, dataclasses.asdict(config))
-    run = Run(config, data, directory, state)
+    run = Run(config, data, directory, resume=resume is not None)
     run.progress = progress
     try:
         with _StopAtSignal() as stop:
             run.fit(stop)
         test = run.test()
-    except (TrainingError, RunInterruptedError):
+    except TrainingError as error:
+        run.records.append({"kind": "failed", "step": run.step + 1, "error": str(error)})
         report.write(directory)  # of what there is
+        raise
+    except RunInterruptedError:
+        report.write(directory)
         raise
     report.write(directory)
     return test | {"directory": str(directory)}
@@ -119,15 +149,17 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     data = _split(config, data)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     model = build_model(config, data)
-    model.load_state_dict(checkpoint.load(directory)["model"])
+    _load(directory, model, data)
     return score(*predict(model, data, split))
 
 
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
 
-    def __init__(self, config: TrainConfig, data: HeldOut, directory: Path, state: dict | None = None):
+    def __init__(self, config: TrainConfig, data: HeldOut, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
         self.model = build_model(config, data)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
@@ -140,8 +172,8 @@ class Run:
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window = _Window()
         self.progress = True
-        if state is not None:
-            self._restore(state)
+        if resume:
+            self._restore()
 
     def fit(self, stop: threading.Event | None = None) -> None:
         """Trains until the end, an early stop, or ``stop``.
@@ -191,6 +223,7 @@ class Run:
         checkpoint.save(
             self.directory,
             {
+                "data": identity(self.data),
                 "step": self.step,
                 "seconds": self.seconds,
                 "best": self.best,
@@ -203,15 +236,15 @@ class Run:
             },
         )
 
-    def _restore(self, state: dict) -> None:
+    def _restore(self) -> None:
+        state = _load(self.directory, self.model, self.data)
         try:
-            self.model.load_state_dict(state["model"])
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
             self.window = _Window(state["window"])
             self.records.rewind(state["records"])
-        except (KeyError, RuntimeError, ValueError, TypeError) as error:
+        except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {reason}") from error
 
@@ -224,13 +257,18 @@ class Run:
         """The batches of each step from ``self.step`` on."""
         c = self.config
         while self.step < self.steps:
-            start = self.step % self.steps_per_epoch * c.accumulate
+            before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
             batches = ahead(self.data.batches("train", c.batch_size, start))
             started = time.perf_counter()
             while group := list(islice(batches, c.accumulate)):
                 self.window.seconds["data"] += time.perf_counter() - started
                 yield group
                 started = time.perf_counter()
+            if self.step % self.steps_per_epoch or self.step == before:
+                raise DataError(
+                    f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
+                    f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
+                )
 
     def _step(self, group: list[Batch]) -> int:
         """One update from the batches of ``group``; returns their rows."""
@@ -258,6 +296,7 @@ class Run:
         clock.lap("forward")
         if not math.isfinite(value):
             self._refuse(value, batch)
+        _check_labels(batch.label, f"a batch of step {self.step + 1}")
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
@@ -269,7 +308,6 @@ class Run:
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
         )
-        self.records.append({"kind": "failed", "step": self.step + 1, "error": error})
         raise TrainingError(error)
 
     def _close_window(self) -> float:
@@ -295,14 +333,32 @@ class Run:
 
 
 def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and logits of a split in its order, float32 [rows] each."""
+    """Labels and logits of a split in its order, float32 [rows] each.
+
+    Raises:
+        DataError: a label is not 0 or 1, or there are none. TrainingError: a logit is not finite.
+    """
     size = TEST_BATCH_SIZE if split == "test" else data.batch_size
     labels, logits = [], []
     with torch.no_grad():
         for batch in ahead(data.batches(split, size)):
             labels.append(batch.label)
             logits.append(model(batch))
-    return torch.cat(labels).numpy(), torch.cat(logits).numpy()
+    if not labels:
+        raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
+    label, logit = torch.cat(labels), torch.cat(logits)
+    _check_labels(label, split)
+    if not logit.isfinite().all():
+        row = int((~logit.isfinite()).nonzero()[0])
+        raise TrainingError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
+    return label.numpy(), logit.numpy()
+
+
+def _check_labels(labels: torch.Tensor, where: str) -> None:
+    wrong = ((labels != 0) & (labels != 1)).nonzero()
+    if len(wrong):
+        row = int(wrong[0])
+        raise DataError(f"label {labels[row].item()} at row {row} of {where}, allowed are 0 and 1")
 
 
 def batch_tensors(batch: Batch) -> dict:

@@ -1,0 +1,61 @@
+"""Compiles every Triton kernel of embedding_bag for NVIDIA and AMD GPUs, of which none has to be there.
+
+Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
+compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel, and how often the
+PTX fuses a multiplication and an addition, divides exactly, and rounds to BF16.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from embedding_bag_cases import make_case
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction, mangle_type
+
+import rec_kernels.triton as kernels
+
+TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)]
+COUNTED = ["fma.rn.f32", "div.rn.f32", "cvt.rn.bf16"]
+_seen: set[tuple] = set()
+
+
+def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
+    """Takes the place of a launch."""
+    options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
+    given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
+    signature = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in self.arg_names}
+    constants = {(i,): given[name] for i, name in enumerate(self.arg_names) if name in fixed}
+    key = (self.fn.__name__, *signature.values(), *constants.values())
+    if key in _seen:
+        return
+    _seen.add(key)
+    for target in TARGETS:
+        code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
+        ptx = code.get("ptx", "")
+        print(target.backend, self.fn.__name__, *(ptx.count(text) for text in COUNTED))
+
+
+def main() -> None:
+    """Calls every function: FP32 tables with and without a layout, a BF16 table."""
+    JITFunction.run = compile_instead
+    case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], weighted=True)
+    shape = list(case.weights.shape)
+    kernels.embedding_bag(case.weights, *case.jagged, **case.layout)
+    kernels.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+    kernels.embedding_bag_backward_per_sample_weights(case.grad, case.weights, *case.jagged[:2], **case.layout)
+    for optimizer in ("sgd", "rowwise_adagrad"):
+        case.update(optimizer, kernels)
+        one = torch.tensor(1.0)
+        case.update(optimizer, kernels, grad_scale=one, found_inf=one, status=torch.tensor([2**63 - 1, 0]))
+    values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
+    table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
+    kernels.embedding_bag(table, values, offsets, bounds_check="none")
+    state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))
+    kernels.embedding_bag_backward_fused_(table, *state, grad, values, offsets)
+
+
+if __name__ == "__main__":
+    main()

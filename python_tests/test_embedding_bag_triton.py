@@ -1,0 +1,448 @@
+"""The Triton kernels of embedding_bag against the reference, within the rounding of their sums.
+
+Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
+starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_embedding_bag_triton.py``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import PASSED
+from embedding_bag_cases import EPS, LR, Case, cases, make_case
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, LAYOUT, arguments
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+import rec_kernels as rk
+from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
+from rec_kernels.triton import inputs  # noqa: E402
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
+INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
+# The reference's own sum of magnitudes is rounded, by less than this for the at most 5,000 terms of these tests.
+SLACK = 1 + 1e-3
+
+
+class _Ops:
+    """The functions of rec_kernels.triton for CPU tensors, copied to DEVICE and back where it is another."""
+
+    def __getattr__(self, name: str) -> Callable:
+        def call(*args, **kwargs):
+            there, options = tree_map_only(Tensor, lambda t: t.to(DEVICE), (args, kwargs))
+            result = getattr(triton, name)(*there, **options)
+            for mine, other in zip(args, there, strict=True):
+                if name.endswith("_") and isinstance(mine, Tensor):
+                    mine.copy_(other)
+            return tree_map_only(Tensor, Tensor.cpu, result)
+
+        return call
+
+
+ops = _Ops()
+
+
+def _rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The case with tables that ``dtype`` can hold."""
+    case.weights = case.weights.to(dtype).float()
+    return case
+
+
+def _absolute(case: Case) -> Case:
+    """The case whose sums are those of the magnitudes of this one's terms."""
+    factors = case.per_sample_weights
+    other = dataclasses.replace(case, per_sample_weights=None if factors is None else factors.abs())
+    other.weights, other.grad = case.weights.abs(), case.grad.abs()
+    return other
+
+
+def _compare(actual: Tensor, expected: Tensor, magnitude: Tensor, terms: int) -> None:
+    assert actual.shape == expected.shape
+    assert actual.dtype == torch.float32
+    assert_same_sum(actual, expected, magnitude.double() * SLACK, terms)
+    PASSED["triton"] += 1
+
+
+def _check_forward(case: Case, dtype: torch.dtype) -> None:
+    case = _rounded(case, dtype)
+    output, status = ops.embedding_bag(case.weights.to(dtype), *case.jagged, **case.layout)
+    # One addition for every id, a multiplication, a division.
+    terms = int(case.offsets.diff().max()) + 2 if len(case.offsets) > 1 else 2
+    _compare(output, case.expected_output(), _absolute(case).expected_output(), terms)
+    assert status.tolist() == [INT64_MAX, 0]
+
+
+def _check_gradients(case: Case) -> None:
+    magnitude, shape, terms = _absolute(case), list(case.weights.shape), len(case.values) + 3
+    dense = ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+    _compare(dense, case.expected_dense_gradient(), magnitude.expected_dense_gradient(), terms)
+    rows, row_grads, counts = ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **case.layout)
+    touched = sorted(case.row_gradients)
+    assert rows.tolist() == [row for _, row in touched]
+    assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.features]
+    expected, most = (
+        torch.cat([torch.zeros(0), *(c.row_gradients[key] for key in touched)]) for c in (case, magnitude)
+    )
+    _compare(row_grads, expected, most, terms)
+    values, offsets, _ = case.jagged
+    found = ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **case.layout)
+    terms = max(d for _, d in case.tables) + 3
+    _compare(found, case.expected_factor_gradient(), magnitude.expected_factor_gradient(), terms)
+
+
+def _row_limits(case: Case, key: tuple[int, int], optimizer: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(w, error of w, v, error of v) of one row after a step, in float64, for any rounding of its gradient."""
+    (table, row), g, unit = key, case.row_gradients[key].double(), rounding_bound(4)
+    error = 2 * rounding_bound(len(case.values) + 3) * SLACK * _absolute(case).row_gradients[key].double()
+    w, v = case.split(case.weights)[table][row].double(), case.sum[case.first_rows[table] + row].double()
+    if optimizer == "sgd":
+        return w - LR * g, LR * error + unit * (w.abs() + LR * (g.abs() + error)), v, v * 0
+    low, high = (g.abs() - error).clamp(min=0), g.abs() + error
+    wide = 2 * rounding_bound(len(g) + 4)
+    v_low, v_high = v + low.square().mean() * (1 - wide), v + high.square().mean() * (1 + wide)
+    v_low, v_high = v_low * (1 - unit), v_high * (1 + unit)
+    f_low, f_high = LR / (v_high.sqrt() + EPS), LR / (v_low.sqrt() + EPS)
+    middle = (f_low + f_high) / 2
+    error_w = g.abs() * (f_high - f_low) / 2 + error * f_high + 2 * unit * (w.abs() + f_high * high)
+    return w - middle * g, error_w, (v_low + v_high) / 2, (v_high - v_low) / 2
+
+
+def _rounding(w: Tensor, dtype: torch.dtype) -> Tensor:
+    """The most by which storing a row changes it, beyond what FP32 rounds."""
+    if dtype == torch.float32:
+        return torch.zeros_like(w)
+    info = torch.finfo(dtype)
+    # Compiled kernels round to nearest; Triton's interpreter cuts BF16 off instead.
+    return (w + info.tiny) * info.eps * (1 if INTERPRETED and dtype == torch.bfloat16 else 0.5)
+
+
+def _check_update(case: Case, dtype: torch.dtype = torch.float32) -> None:
+    case, exact = _rounded(case, dtype), case.weights
+    for optimizer in OPTIMIZERS:
+        case.weights = exact.to(dtype)
+        found, state, step = case.update(optimizer, ops)
+        case.weights = case.weights.float()
+        expected, allowed = case.weights.double(), torch.zeros(case.weights.shape, dtype=torch.float64)
+        expected_state, allowed_state = case.sum.double(), torch.zeros(case.sum.shape, dtype=torch.float64)
+        views, limits = case.split(expected), case.split(allowed)
+        for table, row in case.row_gradients:
+            w, error, v, error_v = _row_limits(case, (table, row), optimizer)
+            views[table][row], limits[table][row] = w, error + _rounding(w.abs() + error, dtype)
+            at = case.first_rows[table] + row
+            expected_state[at], allowed_state[at] = v, error_v
+        # The gaps between tables are NaN, and rows that no bag names are what they were: both are allowed no error.
+        same = found.isnan() & expected.isnan()
+        assert (((found.double() - expected).abs() <= allowed) | same).all(), optimizer
+        assert ((state.double() - expected_state).abs() <= allowed_state).all(), optimizer
+        assert step.item() == 7
+        assert found.dtype == dtype
+        PASSED["triton"] += 1
+
+
+@settings(max_examples=40)
+@given(cases(), st.sampled_from(FLOATS))
+def test_forward(case: Case, dtype: torch.dtype) -> None:
+    """Any tables, features, pooling, weights, integer widths, padding and unused ids, in every table dtype."""
+    _check_forward(case, dtype)
+
+
+@settings(max_examples=25)
+@given(cases())
+def test_gradients(case: Case) -> None:
+    """Dense and sparse gradients of the weights, and the gradient of per_sample_weights."""
+    _check_gradients(case)
+
+
+@settings(max_examples=25)
+@given(cases(), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_fused_updates(case: Case, dtype: torch.dtype) -> None:
+    """SGD and row-wise Adagrad: weights and state; rows that no bag names keep their bits."""
+    _check_update(case, dtype)
+
+
+@pytest.mark.parametrize("dim", [1, 100, 300, 1025, 2100])
+@pytest.mark.parametrize("mean", [False, True])
+def test_dimensions(dim: int, mean: bool) -> None:
+    """Also rows wider than a block; duplicate ids in a bag, an empty bag, weights, and 32-bit ids."""
+    case = make_case(
+        [(3, dim)], [0], [5, 0, 1, 4], mean=[mean], weighted=True, ids_dtype=torch.int32, seed=dim, gaps=[1]
+    )
+    _check_forward(case, torch.float32)
+    _check_gradients(case)
+    _check_update(case)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_hot_row(weighted: bool) -> None:
+    """A row with very many occurrences, of two features with different columns of the gradient."""
+    case = make_case([(1, 3), (2, 20)], [0, 1, 0], [400, 300, 3, 4, 70, 0], weighted=weighted, seed=1)
+    _check_forward(case, torch.float32)
+    _check_gradients(case)
+    _check_update(case)
+
+
+def test_half_precision_update() -> None:
+    """FP16 rows are rounded to nearest once."""
+    _check_update(make_case([(6, 33), (4, 9)], [0, 1], [3, 2, 0, 4], mean=[True, False], seed=2), torch.float16)
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_empty_bags_only(batch: int) -> None:
+    """No ids at all: zeros, empty gradients, and an update that counts the step and changes nothing else."""
+    case = make_case([(4, 5), (2, 3)], [0, 1], [0] * 2 * batch)
+    _check_forward(case, torch.float32)
+    _check_gradients(case)
+    _check_update(case)
+
+
+def test_no_features() -> None:
+    """Zero tables: everything is empty."""
+    none = torch.zeros(0, dtype=torch.int64)
+    layout, offsets = dict.fromkeys(LAYOUT, none), torch.zeros(1, dtype=torch.int64)
+    output, status = ops.embedding_bag(torch.zeros(0), none, offsets, **layout)
+    assert output.shape == (0, 0)
+    assert status.tolist() == [INT64_MAX, 0]
+    assert [len(t) for t in ops.embedding_bag_backward_sparse(output, [0], none, offsets, **layout)] == [0, 0, 0]
+
+
+def test_one_table_without_layout() -> None:
+    """weights [E, D] and no layout is the same as a layout of one table; include_last_offset=False adds the end."""
+    case = make_case([(6, 20)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
+    table, (values, offsets, factors) = case.weights.view(6, 20), case.jagged
+    for pooling in ("sum", "mean"):
+        layout = case.layout | {"mean": torch.tensor([pooling == "mean"])}
+        expected, _ = ops.embedding_bag(case.weights, *case.jagged, **layout)
+        options = {"pooling": pooling, "padding_idx": 2}
+        for last, starts in ((True, offsets), (False, offsets[:-1].int())):
+            output, _ = ops.embedding_bag(table, values, starts, factors, **options, include_last_offset=last)
+            assert same_bits(output, expected)
+        dense = ops.embedding_bag_backward_dense(case.grad, [6, 20], *case.jagged, **options)
+        flat = ops.embedding_bag_backward_dense(case.grad, [120], *case.jagged, **layout)
+        assert same_bits(dense, flat.view(6, 20))
+
+
+def test_the_three_lookups_are_one() -> None:
+    """embedding_bag, embedding_bag_tables and embedding_bag_fused; num_rows and max_embedding_dim change nothing."""
+    given_ = arguments()
+    results = [
+        getattr(ops, op)(**{n: given_[n] for n in inspect.signature(getattr(triton, op)).parameters if n in given_})
+        for given_ in (given_, given_ | {"num_rows": 9, "max_embedding_dim": 40})
+        for op in FAMILY[:3]
+    ]
+    assert all(same_bits(a, b) for result in results for a, b in zip(result, results[0], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["error", "ignore"])
+def test_bad_ids(mode: str) -> None:
+    """Left out of sum, n and gradients, and noted; a NaN factor of theirs goes nowhere."""
+    values, offsets = torch.tensor([1, 7, 2, -1, 9, 3]), torch.tensor([0, 3, 5, 6])
+    factors = torch.tensor([1.0, torch.nan, 2.0, torch.nan, torch.nan, 3.0])
+    keep = torch.tensor([0, 2, 5])
+    kept = (values[keep], torch.tensor([0, 2, 2, 3]), factors[keep])
+    table, grad = torch.randn(4, 130), torch.randn(3, 130)
+    for pooling in ("sum", "mean"):
+        options = {"pooling": pooling, "bounds_check": mode}
+        output, status = ops.embedding_bag(table, values, offsets, factors, **options)
+        assert status.tolist() == [1, 3]
+        expected, _ = ops.embedding_bag(table, *kept, pooling=pooling)
+        assert torch.allclose(output, expected, rtol=1e-6, atol=1e-6)
+        dense = ops.embedding_bag_backward_dense(grad, [4, 130], values, offsets, factors, **options)
+        assert same_bits(dense, ops.embedding_bag_backward_dense(grad, [4, 130], *kept, pooling=pooling))
+        found = ops.embedding_bag_backward_per_sample_weights(grad, table, values, offsets, **options)
+        expected = ops.embedding_bag_backward_per_sample_weights(grad, table, *kept[:2], pooling=pooling)
+        assert not found[[1, 3, 4]].any()
+        assert torch.allclose(found[keep], expected, rtol=1e-6, atol=1e-5)
+        state = (table.clone(), torch.ones(4), torch.tensor(0))
+        ops.embedding_bag_backward_fused_(*state, torch.tensor(0.1), grad, values, offsets, factors, **options)
+        changed = (state[0] != table).any(dim=1).tolist()
+        # Row 0 is never trained in the place of another; an error skips the whole step.
+        assert changed == [False, mode == "ignore", mode == "ignore", mode == "ignore"]
+        assert state[2].item() == int(mode == "ignore")
+
+
+def test_unchecked_ids() -> None:
+    """bounds_check="none" computes the same from good ids."""
+    case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], seed=3)
+    results = [ops.embedding_bag(case.weights, *case.jagged, **case.layout, bounds_check=m) for m in ("none", "error")]
+    assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "first"),
+    [
+        ([0, 1, 3, 2, 4, 6, 7], 3),
+        ([0, 1, 3, 3, 4, 6, 8], 6),
+        ([0, 99, 3, 3, 4, 6, 7], 1),
+        ([-1, 1, 3, 3, 4, 6, 7], 0),
+        ([8, 8, 8, 8, 8, 8, 8], 0),
+        ([0, 1, -3, 3, 4, 6, 7], 2),
+    ],
+)
+@pytest.mark.parametrize("mode", ["error", "ignore", "none"])
+def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
+    """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""
+    given_ = arguments() | {"offsets": torch.tensor(offsets), "bounds_check": mode}
+    names = inspect.signature(triton.embedding_bag).parameters
+    output, status = ops.embedding_bag(**{n: given_[n] for n in names if n in given_})
+    assert status[0].item() == BAD_LAYOUT + 1 + first
+    bag = max(first - 1, 0)  # the bag that the offset ends, or the first
+    column = [0, 16, 48, 64]
+    assert not output[bag % 2, column[bag // 2] : column[bag // 2 + 1]].any()
+    _assert_nothing_changes(given_ | {"status": None})
+
+
+def _assert_nothing_changes(given_: dict) -> None:
+    """Neither by an update, nor does a gradient say that it should."""
+    names = list(inspect.signature(triton.embedding_bag_backward_fused_).parameters)
+    before = {n: given_[n].clone() for n in ("weights", "sum", "step")}
+    ops.embedding_bag_backward_fused_(*(given_.get(n, _DEFAULTS[n]) for n in names))
+    assert all(same_bits(given_[n], t) for n, t in before.items())
+    names = inspect.signature(triton.embedding_bag_backward_dense).parameters
+    given_ = {n: given_[n] for n in names if n in given_}
+    assert not ops.embedding_bag_backward_dense(**given_).any()
+    assert not ops.embedding_bag_backward_sparse(**given_)[1].any()
+
+
+_DEFAULTS = {n: p.default for n, p in inspect.signature(triton.embedding_bag_backward_fused_).parameters.items()}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weight_offsets": [0, 81, 0]},
+        {"weight_offsets": [0, -1, 0]},
+        {"num_embeddings": [5, 2**62, 5]},
+        {"num_embeddings": [5, -1, 5]},
+        {"embedding_dims": [0, 32, 16]},
+        {"row_offsets": [0, -1, 0]},
+        {"row_offsets": [0, 6, 0], "num_rows": 8, "max_embedding_dim": 32},
+        {"output_offsets": [0, 17, 48]},
+        {"output_dim": 63},
+        {"max_embedding_dim": 31, "num_rows": 8},
+    ],
+)
+def test_bad_layout(change: dict[str, object]) -> None:
+    """Numbers on the device that do not fit: noted, nothing is read or written at the places they name."""
+    given_ = arguments()
+    given_ |= {n: torch.tensor(v) if isinstance(v, list) else v for n, v in change.items()}
+    given_["grad"] = given_["grad"][:, : given_["output_dim"]]
+    given_["sum"] = torch.ones(10)
+    if isinstance(change.get("num_embeddings"), list):
+        given_["num_rows"] = 8
+        given_["max_embedding_dim"] = 32
+    names = inspect.signature(triton.embedding_bag).parameters
+    _, status = ops.embedding_bag(**{n: given_[n] for n in names if n in given_})
+    assert status.tolist() == [BAD_LAYOUT, 0]
+    _assert_nothing_changes(given_ | {"status": None})
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_skipped_updates(optimizer: str) -> None:
+    """found_inf, and a status that names a bad id under "error", keep weights, state and step; else neither counts."""
+    case = make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], weighted=True, seed=3, gaps=[0, 4])
+    before, plain = (case.weights, case.sum, torch.tensor(6)), case.update(optimizer, ops)
+    assert not same_bits(plain[0], case.weights)
+    good, bad, offset = (torch.tensor([p, n]) for p, n in ((INT64_MAX, 0), (3, 1), (BAD_LAYOUT + 2, 0)))
+    for options, expected in (
+        ({"found_inf": torch.tensor(1.0)}, before),
+        ({"found_inf": torch.tensor(torch.nan)}, before),
+        ({"found_inf": torch.zeros(1)}, plain),
+        ({"status": good}, plain),
+        ({"status": bad}, before),
+        ({"status": bad, "bounds_check": "ignore"}, plain),
+        ({"status": offset, "bounds_check": "ignore"}, before),
+    ):
+        assert all(map(same_bits, case.update(optimizer, ops, **options), expected)), options
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_grad_scale(optimizer: str) -> None:
+    """A gradient scaled by 2^k and grad_scale = 2^k give the bits of the unscaled gradient."""
+    case = make_case([(5, 18), (3, 1030)], [0, 1], [2, 0, 3, 1], mean=[True, False], seed=3)
+    plain = case.update(optimizer, ops)
+    scaled = case.update(optimizer, ops, grad=case.grad * 8, grad_scale=torch.tensor(8.0))
+    assert all(map(same_bits, scaled, plain))
+
+
+# Those that only the device knows, and the one that is no error here.
+_ON_DEVICE = ("embedding_dims[", "num_embeddings[", "table of", "row_offsets[", "weight_offsets[", "output_offsets[")
+_REFUSED = [
+    (name, change, message)
+    for name, change, message in BAD_ARGUMENTS
+    if not message.startswith((*_ON_DEVICE, "num_rows =", "max_embedding_dim =", "output_dim ="))
+    and message not in ("weights must be float32, got float16", "does not fit in 175 weights")
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), _REFUSED)
+def test_bad_argument(name: str, change: Callable, message: str) -> None:
+    """The words of the compiled ops, from every function that takes the argument; nothing has changed."""
+    takers = [op for op in FAMILY if name in inspect.signature(getattr(triton, op)).parameters]
+    assert takers
+    for op in takers:
+        given_ = arguments()
+        given_[name] = change(given_.get(name))
+        names = inspect.signature(getattr(triton, op)).parameters
+        given_ = {n: given_[n] for n in names if n in given_}
+        before = {n: t.clone() for n, t in given_.items() if isinstance(t, Tensor)}
+        with pytest.raises(ValueError, match=re.escape(message)):
+            getattr(ops, op)(**given_)
+        assert all(same_bits(given_[n], t) for n, t in before.items())
+
+
+def test_other_device_and_unknown_argument() -> None:
+    """One tensor on another device is refused; so is an argument that the op does not have."""
+    table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
+    with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
+        triton.embedding_bag(table, values, offsets.to("meta"))
+    with pytest.raises(TypeError, match="weight_ofsets"):
+        triton.embedding_bag(table, values, offsets, weight_ofsets=None)
+
+
+def _train() -> list[Tensor]:
+    """Weights and state of a module after two updates, and the gradients of one with torch's."""
+    torch.manual_seed(1)
+    tables = [
+        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
+        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
+    ]
+    batch = rk.KeyedJaggedTensor(["f", "g", "h"], torch.randint(4, (36,)), lengths=torch.full((18,), 2)).to(DEVICE)
+    fused = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=0.5)).to(DEVICE)
+    plain = rk.EmbeddingBagCollection(tables).to(DEVICE)
+    for _ in range(2):
+        fused(batch).values().square().sum().backward()
+    plain(batch).values().square().sum().backward()
+    return [*fused.state_dict().values(), *(p.grad for p in plain.parameters())]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
+def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernels of a dispatch key, the functions get what autograd and the modules pass."""
+    expected, calls, read_input = _train(), [], inputs.read_input
+    monkeypatch.setattr(inputs, "read_input", lambda *given_: calls.append(1) or read_input(*given_))
+    library = torch.library.Library("rec_kernels", "IMPL")
+    try:
+        triton.register(library, "CPU" if DEVICE == "cpu" else "CUDA")
+        found = _train()
+    finally:
+        library._destroy()
+    assert len(calls) == 6  # three forwards, three backwards
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,234 @@
+"""embedding_bag in Triton: the path for GPUs and installs without the compiled CUDA library.
+
+The functions have the names, arguments and results of the ops in docs/ops.md; ``help()`` shows the signatures. They
+take tensors on a GPU, or on the CPU under TRITON_INTERPRET=1 (to be set before Triton is imported). How they differ
+from the compiled kernels:
+
+- Results agree with docs/numerics.md within rounding: the bits are not promised, only that each sum has the same terms
+  in FP32, in whatever order the compiler adds them. No float is added by an atomic operation.
+- ``weights`` may also be FP16 or BF16. Their rows are widened to FP32 before they are used, and an updated row is
+  rounded to nearest once. Output, gradients and state are FP32.
+- Bad ids, bad offsets and a wrong layout raise nothing: they are noted in ``status``
+  (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
+  output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
+  ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
+- One program sums all occurrences of a row: very hot rows are slow.
+- Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
+
+Every function raises ValueError for a wrong shape, dtype, device or option, and TypeError for arguments that are not
+those of its op.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.triton import inputs, kernels
+from rec_kernels.triton.inputs import BagInput, check
+
+_ops = torch.ops.rec_kernels
+# Asks the compiler to leave a product and a sum two operations.
+_EXACT = {"enable_fp_fusion": False}
+
+
+def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
+    """Gives a function of one namespace the signature of the op of its name."""
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    arguments = getattr(_ops, function.__name__).default._schema.arguments
+    signature = inspect.Signature(
+        [
+            inspect.Parameter(
+                a.name,
+                positional,
+                annotation=str(a.type),
+                default=a.default_value if a.has_default_value() else inspect.Parameter.empty,
+            )
+            for a in arguments
+        ]
+    )
+
+    @functools.wraps(function)
+    def call(*positions, **names):
+        bound = signature.bind(*positions, **names)
+        bound.apply_defaults()
+        a = SimpleNamespace(**bound.arguments)
+        # Triton launches on the current device, which need not be that of the tensors.
+        with torch.accelerator.device_index(a.values.device.index):
+            return function(a)
+
+    call.__signature__ = signature
+    return call
+
+
+def _pool(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    inputs.check_weights(a)
+    bags = inputs.read_input(a, tuple(a.weights.shape))
+    output = a.weights.new_empty((bags.batch, bags.output_dim), dtype=torch.float32)
+    if bags.num_bags:
+        kernels.pool_kernel[(bags.num_bags,)](
+            weights=a.weights,
+            factors=bags.factors,
+            output=output,
+            output_dim=bags.output_dim,
+            **bags.bags,
+            **bags.blocks,
+            **_EXACT,
+        )
+    return output, bags.status
+
+
+@_like_op
+def embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """Pools bags of one table or many: (output [B, output_dim] float32, status [2] int64)."""
+    return _pool(a)
+
+
+@_like_op
+def embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The same lookup; ``tables``, views of ``weights``, are for autograd only."""
+    inputs.check_tables(a)
+    return _pool(a)
+
+
+@_like_op
+def embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+    """The same lookup; state, step and learning rate are for the backward only."""
+    inputs.check_update(a)
+    return _pool(a)
+
+
+class _Occurrences(NamedTuple):
+    """The ids of a call sorted by linear row: [N] each."""
+
+    keys: Tensor  # the rows, in ascending order; num_rows for what does not count
+    stops: Tensor  # behind the last occurrence of the same row
+    order: Tensor  # where in `values` it was
+    bag_of: Tensor  # at the place in `values`
+    coefficients: Tensor  # likewise
+
+
+def _sort(bags: BagInput) -> _Occurrences:
+    count = bags.values.shape[0]
+    check(count < 2**31, f"values hold {count} ids; at most 2^31 - 1 fit in a call of a backward")
+    # Half the bytes, half the time of the sort.
+    key = torch.int32 if bags.num_rows < 2**31 else torch.int64
+    keys = bags.values.new_full((count,), bags.num_rows, dtype=key)
+    bag_of = bags.values.new_empty((count,), dtype=torch.int32)
+    coefficients = bags.values.new_empty((count,), dtype=torch.float32)
+    if bags.num_bags:
+        kernels.occurrences_kernel[(bags.num_bags,)](
+            factors=bags.factors, keys=keys, bag_of=bag_of, coefficients=coefficients, **bags.bags, **_EXACT
+        )
+    keys, order = torch.sort(keys, stable=True)
+    return _Occurrences(keys, torch.searchsorted(keys, keys, right=True), order, bag_of, coefficients)
+
+
+def _finish_rows(
+    a: SimpleNamespace,
+    bags: BagInput,
+    occurrences: _Occurrences,
+    target: Tensor,
+    *,
+    places: Tensor | None = None,
+    update: bool = False,
+) -> None:
+    if not bags.values.shape[0]:
+        return
+    kernels.finish_rows_kernel[(bags.values.shape[0],)](
+        target=target,
+        state=a.sum if update else None,
+        lr=a.lr if update else None,
+        eps=a.eps if update else 0.0,
+        grad=a.grad.contiguous(),
+        **occurrences._asdict(),
+        features=bags.features,
+        places=places,
+        own_status=bags.status,
+        forward_status=a.status if update else None,
+        grad_scale=a.grad_scale if update else None,
+        found_inf=a.found_inf if update else None,
+        batch=bags.batch,
+        output_dim=bags.output_dim,
+        left_out=bags.num_rows,
+        RAISE=update and bags.raises,
+        **bags.blocks,
+        **_EXACT,
+    )
+
+
+@_like_op
+def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
+    """Updates every touched row of ``weights`` once, with ``sum``, and advances ``step``; waits for no GPU."""
+    inputs.check_update(a)
+    inputs.check_weights(a)
+    bags = inputs.read_input(a, tuple(a.weights.shape))
+    inputs.check_gradient(a, bags)
+    inputs.check_controls(a, bags)
+    _finish_rows(a, bags, _sort(bags), a.weights, update=True)
+    kernels.advance_step_kernel[(1,)](a.step, bags.status, a.status, a.found_inf, RAISE=bags.raises)
+
+
+def _read_backward(a: SimpleNamespace) -> BagInput:
+    rank = 2 if a.embedding_dims is None else 1
+    shape = tuple(a.weights_shape)
+    check(len(shape) == rank, f"weights_shape must have {rank} element(s), got {len(shape)}")
+    bags = inputs.read_input(a, shape)
+    inputs.check_gradient(a, bags)
+    return bags
+
+
+@_like_op
+def embedding_bag_backward_dense(a: SimpleNamespace) -> Tensor:
+    """The gradient of ``weights``: ``weights_shape``, float32, zeros for rows that no id names."""
+    bags = _read_backward(a)
+    out = a.grad.new_zeros(a.weights_shape)
+    _finish_rows(a, bags, _sort(bags), out)
+    return out
+
+
+@_like_op
+def embedding_bag_backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of the touched rows: (rows int64, row_grads float32, row_counts [F] int64); waits for the GPU."""
+    bags = _read_backward(a)
+    occurrences = _sort(bags)
+    keys, features = occurrences.keys, bags.features
+    starts_run = keys != bags.num_rows
+    starts_run[1:] &= keys[1:] != keys[:-1]
+    starts = starts_run.nonzero()[:, 0]
+    run_rows = keys[starts].long()
+    feature = features[occurrences.bag_of[occurrences.order[starts]].long() // max(bags.batch, 1)]
+    last = feature[:, 3].cumsum(0)
+    places = torch.zeros_like(occurrences.order)
+    places[starts] = last - feature[:, 3]
+    row_grads = a.grad.new_zeros((int(last[-1]) if len(last) else 0,))
+    _finish_rows(a, bags, occurrences, row_grads, places=places)
+    first, rows = features[:, 1].contiguous(), features[:, 2]
+    counts = torch.searchsorted(run_rows, first + rows) - torch.searchsorted(run_rows, first)
+    return run_rows - feature[:, 1], row_grads, counts
+
+
+@_like_op
+def embedding_bag_backward_per_sample_weights(a: SimpleNamespace) -> Tensor:
+    """The gradient of ``per_sample_weights``: [N] float32, zeros for ids that do not count."""
+    inputs.check_weights(a)
+    bags = inputs.read_input(a, tuple(a.weights.shape))
+    inputs.check_gradient(a, bags)
+    out = a.grad.new_zeros(a.values.shape)
+    if bags.num_bags:
+        kernels.factor_gradient_kernel[(bags.num_bags,)](
+            grad=a.grad.contiguous(),
+            weights=a.weights,
+            out=out,
+            output_dim=bags.output_dim,
+            **bags.bags,
+            **bags.blocks,
+            **_EXACT,
+        )
+    return out

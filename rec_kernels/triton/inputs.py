@@ -1,0 +1,236 @@
+"""From the arguments of an embedding_bag op to what the Triton kernels read, and the checks that wait for no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import triton
+from torch import Tensor
+
+from rec_kernels.triton.kernels import start_kernel
+
+# As in rec_kernels/ops/embedding_bag.py, which this layer does not import.
+TABLE_ALIGNMENT = 16
+LAYOUT = ("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets")
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_MOST = 2**31 - 1  # programs in a launch
+
+
+def check(ok: bool, message: str) -> None:
+    """Raises ValueError(message) unless ok."""
+    if not ok:
+        raise ValueError(message)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_tensor(
+    t: Tensor,
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    *,
+    shape: tuple[int, ...] | None = None,
+    rank: int | None = None,
+    contiguous: bool = False,
+) -> None:
+    """Raises ValueError, which names the tensor and what it should be, for another shape, dtype or memory layout."""
+    check(rank is None or t.dim() == rank, f"{name} must have {rank} dimension(s), got shape {list(t.shape)}")
+    right = shape is None or tuple(t.shape) == shape
+    check(right, f"{name} must have shape {list(shape or ())}, got {list(t.shape)}")
+    allowed = " or ".join(map(_name, dtypes))
+    check(t.dtype in dtypes, f"{name} must be {allowed}, got {_name(t.dtype)}")
+    check(not contiguous or t.is_contiguous(), f"{name} must be contiguous; call .contiguous() on it")
+
+
+def check_one_device(a: SimpleNamespace) -> None:
+    """Raises ValueError unless all tensors among the arguments are where ``values`` is."""
+    for name, argument in vars(a).items():
+        for t in argument if isinstance(argument, list | tuple) else (argument,):
+            if isinstance(t, Tensor):
+                where = f"{name} is on {t.device}, values on {a.values.device}"
+                check(t.device == a.values.device, f"{where}: they must be on the same device")
+
+
+@dataclass(frozen=True)
+class BagInput:
+    """A checked call. ``features`` and ``status`` are those of rec_kernels.triton.kernels."""
+
+    values: Tensor
+    offsets: Tensor
+    factors: Tensor | None
+    features: Tensor
+    status: Tensor
+    num_bags: int
+    batch: int
+    output_dim: int
+    max_dim: int
+    num_rows: int
+    padding_idx: int
+    check_ids: bool
+    raises: bool
+
+    @property
+    def bags(self) -> dict[str, object]:
+        """Arguments of every kernel that goes through the bags."""
+        return {
+            "values": self.values,
+            "offsets": self.offsets,
+            "features": self.features,
+            "status": self.status,
+            "num_ids": self.values.shape[0],
+            "num_offsets": self.offsets.shape[0],
+            "batch": self.batch,
+            "padding_idx": self.padding_idx,
+            "CHECK": self.check_ids,
+            "BLOCK_IDS": 64,
+        }
+
+    @property
+    def blocks(self) -> dict[str, int]:
+        """A tile of rows: 2048 elements keep 128 threads busy; more than 16 rows would mostly wait for short bags."""
+        columns = min(triton.next_power_of_2(max(self.max_dim, 1)), 1024)
+        return {"BLOCK_ROWS": min(16, 2048 // columns), "BLOCK_COLUMNS": columns}
+
+
+def check_weights(a: SimpleNamespace) -> None:
+    """Raises ValueError for weights that no table can lie in."""
+    rank = 2 if a.embedding_dims is None else 1
+    check_tensor(a.weights, "weights", FLOATS, rank=rank, contiguous=True)
+
+
+def _check_layout(a: SimpleNamespace, bags: int) -> None:
+    layout = {name: getattr(a, name) for name in LAYOUT}
+    if a.embedding_dims is None:
+        others = [*layout.values(), a.mean, a.output_dim or None, a.num_rows or None, a.max_embedding_dim or None]
+        unused = all(x is None for x in others)
+        check(unused, "embedding_dims is missing: other layout arguments mean nothing without it")
+        return
+    check_tensor(a.embedding_dims, "embedding_dims", (torch.int64,), rank=1)
+    features = a.embedding_dims.shape[0]
+    for name, t in layout.items():
+        missing = f"{name} is missing: embedding_dims is given, so the layout of every feature must be"
+        check(t is not None, missing)
+        check_tensor(t, name, (torch.int64,), shape=(features,), contiguous=True)
+    if a.mean is not None:
+        check_tensor(a.mean, "mean", (torch.bool,), shape=(features,), contiguous=True)
+    expected = "offsets must have num_features * batch + 1 elements"
+    fits = bags % features == 0 if features else bags == 0
+    check(fits, f"{expected}, got {a.offsets.shape[0]} for {features} features")
+
+
+def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
+    integers = (torch.int32, torch.int64)
+    check(a.pooling in ("sum", "mean"), f'pooling must be "sum" or "mean", got "{a.pooling}"')
+    known = a.bounds_check in ("error", "ignore", "none")
+    check(known, f'bounds_check must be "error", "ignore" or "none", got "{a.bounds_check}"')
+    check_tensor(a.values, "values", integers, rank=1)
+    check_tensor(a.offsets, "offsets", integers, rank=1)
+    bags = a.offsets.shape[0] - int(include_last_offset)
+    check(bags >= 0, "offsets must have num_features * batch + 1 elements, got none")
+    factors = getattr(a, "per_sample_weights", None)
+    if factors is not None:
+        check_tensor(factors, "per_sample_weights", (torch.float32,), shape=tuple(a.values.shape))
+    _check_layout(a, bags)
+    check(bags <= _MOST, f"offsets describe {bags} bags; at most 2^31 - 1 fit in a call")
+    return bags
+
+
+def _sizes(a: SimpleNamespace, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """(output_dim, num_rows, max_dim); reads them back from the GPU only where a layout comes without them."""
+    if a.embedding_dims is None:
+        check(shape[1] >= 1, f"weights must have at least one column, got shape {list(shape)}")
+        return shape[1], shape[0], shape[1]
+    num_rows, max_dim = a.num_rows, a.max_embedding_dim
+    if a.embedding_dims.shape[0] and not (num_rows > 0 and max_dim > 0):
+        ends = a.row_offsets + a.num_embeddings
+        most = torch.stack([ends.max(), a.embedding_dims.max()]).tolist()
+        num_rows, max_dim = max(num_rows, most[0]), max(max_dim, most[1])
+    return a.output_dim, num_rows, max_dim
+
+
+def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
+    """Checks a call and starts its status.
+
+    Args:
+        a: the arguments of an op, by name.
+        weights_shape: (E, D) of one table, (number of elements,) with a layout.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or option. The numbers in layout tensors are checked on the device;
+            ``status`` tells of wrong ones.
+    """
+    check_one_device(a)
+    include_last_offset = getattr(a, "include_last_offset", True)
+    bags = _check_bags(a, include_last_offset)
+    output_dim, num_rows, max_dim = _sizes(a, weights_shape)
+    features = 1 if a.embedding_dims is None else a.embedding_dims.shape[0]
+    packed = a.values.new_empty((features, 6), dtype=torch.int64)
+    status = a.values.new_empty((2,), dtype=torch.int64)
+    elements = torch.Size(weights_shape).numel()
+    layout = [getattr(a, name) for name in LAYOUT]
+    mean = a.pooling == "mean"
+    start_kernel[(1,)](
+        *layout, a.mean, packed, status, features, elements, output_dim, num_rows, max_dim, MEAN=mean, BLOCK=128
+    )
+    factors = getattr(a, "per_sample_weights", None)
+    return BagInput(
+        values=a.values.contiguous(),
+        offsets=a.offsets.contiguous(),
+        factors=None if factors is None else factors.contiguous(),
+        features=packed,
+        status=status,
+        num_bags=bags,
+        batch=bags // features if features else 0,
+        output_dim=output_dim,
+        max_dim=max_dim,
+        num_rows=num_rows,
+        padding_idx=a.padding_idx,
+        check_ids=a.bounds_check != "none",
+        raises=a.bounds_check == "error",
+    )
+
+
+def check_gradient(a: SimpleNamespace, bags: BagInput) -> None:
+    """Raises ValueError for a gradient of another shape or dtype than the output's."""
+    check_tensor(a.grad, "grad", (torch.float32,), shape=(bags.batch, bags.output_dim))
+
+
+def check_tables(a: SimpleNamespace) -> None:
+    """Raises ValueError for tables that are not all of weights, each at the next multiple of TABLE_ALIGNMENT."""
+    elements = 0
+    for t in a.tables:
+        check(t.dim() == 2, f"tables must have 2 dimension(s), got shape {list(t.shape)}")
+        elements += -(-t.numel() // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
+    where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT}"
+    fits = a.weights.numel() == elements
+    check(fits, f"weights must have {elements} elements, {where}, got {a.weights.numel()}")
+    check(a.embedding_dims is not None, "embedding_dims is missing: embedding_bag_tables needs the layout arguments")
+
+
+def check_update(a: SimpleNamespace) -> None:
+    """Raises ValueError for optimizer state, step or learning rate of another kind than the optimizer's."""
+    known = a.optimizer in ("sgd", "rowwise_adagrad")
+    check(known, f'optimizer must be "sgd" or "rowwise_adagrad", got "{a.optimizer}"')
+    check_tensor(a.step, "step", (torch.int64,), rank=0)
+    check_tensor(a.lr, "lr", (torch.float32,), rank=0)
+    right = (a.sum is not None) == (a.optimizer == "rowwise_adagrad")
+    check(right, 'sum must be given for optimizer "rowwise_adagrad" and for no other')
+    if a.sum is not None:
+        check_tensor(a.sum, "sum", (torch.float32,), rank=1, contiguous=True)
+
+
+def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
+    """Raises ValueError for state that does not reach every row, and for what says whether and how to update."""
+    enough = a.sum is None or a.sum.shape[0] >= bags.num_rows
+    check(enough, f"sum must have one element per row ({bags.num_rows}), got {0 if enough else a.sum.shape[0]}")
+    if a.status is not None:
+        check_tensor(a.status, "status", (torch.int64,), shape=(2,), contiguous=True)
+    for name in ("grad_scale", "found_inf"):
+        t = getattr(a, name)
+        if t is not None:
+            check(t.numel() == 1, f"{name} must have one element, got shape {list(t.shape)}")
+            check_tensor(t, name, (torch.float32,))

@@ -1,0 +1,379 @@
+"""Triton kernels of embedding_bag: from ids to pooled rows, and from a gradient to the rows that it changes.
+
+Addresses are int64. Sums are FP32 and their order is the compiler's: docs/numerics.md holds within rounding, not bit
+for bit. Floats are never added by atomic operations; the two counters in ``status`` are integers. The kernels run on
+CPU tensors under TRITON_INTERPRET=1 and compile for NVIDIA and AMD targets; none of them has run on a GPU yet.
+
+Two arrays go through all kernels:
+
+- ``features``: [F, 6] int64, what the layout arguments say: weight_offset, row_offset, num_embeddings, embedding_dim,
+  output_offset, mean.
+- ``status``: [2] int64. [0] is the smallest of: BAD_LAYOUT; BAD_LAYOUT + 1 + i for a bad offsets[i]; i for an id out of
+  range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
+"""
+
+# ruff: noqa: N803, N806 (constants of a kernel and D are written large)
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+NOTHING_BAD = tl.constexpr(2**63 - 1)
+BAD_LAYOUT = tl.constexpr(-(2**63))
+COLUMNS = tl.constexpr(6)  # of `features`
+
+# Numbers that change from call to call: a kernel compiled for each kind of them would be compiled over and over.
+_VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "padding_idx", "left_out"]
+
+
+@triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim"])
+def start_kernel(
+    weight_offsets,  # [F], or None with the four below: one table of num_rows x max_dim
+    row_offsets,
+    num_embeddings,
+    embedding_dims,
+    output_offsets,
+    means,  # [F] bool or None
+    features,  # [F, 6], written
+    status,  # [2], written
+    num_features,
+    num_weights,
+    output_dim,
+    num_rows,
+    max_dim,
+    MEAN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program. The other kernels trust a layout that passes here, and touch nothing where one does not."""
+    bad = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, num_features, BLOCK):
+        f = first + tl.arange(0, BLOCK)
+        there = f < num_features
+        weight = tl.zeros([BLOCK], tl.int64)
+        row, output = weight, weight
+        rows, dim = weight + num_rows, weight + max_dim
+        mean = weight + MEAN
+        if embedding_dims is not None:
+            weight = tl.load(weight_offsets + f, mask=there, other=0)
+            row = tl.load(row_offsets + f, mask=there, other=0)
+            rows = tl.load(num_embeddings + f, mask=there, other=0)
+            dim = tl.load(embedding_dims + f, mask=there, other=1)
+            output = tl.load(output_offsets + f, mask=there, other=0)
+            behind = there & (f > 0)
+            column = tl.load(output_offsets + f - 1, mask=behind, other=0)
+            column += tl.load(embedding_dims + f - 1, mask=behind, other=0)
+            good = (dim >= 1) & (dim <= max_dim) & (rows >= 0) & (rows <= num_rows)
+            good &= (row >= 0) & (row <= num_rows - rows) & (weight >= 0) & (weight <= num_weights)
+            good &= (rows <= (num_weights - weight) // tl.maximum(dim, 1)) & (output == column)
+            good &= (f < num_features - 1) | (output + dim == output_dim)
+            bad |= (there & ~good).to(tl.int32)
+        if means is not None:
+            mean = tl.load(means + f, mask=there, other=0).to(tl.int64)
+        to = features + f.to(tl.int64) * COLUMNS
+        tl.store(to, weight, mask=there)
+        tl.store(to + 1, row, mask=there)
+        tl.store(to + 2, rows, mask=there)
+        tl.store(to + 3, dim, mask=there)
+        tl.store(to + 4, output, mask=there)
+        tl.store(to + 5, mean, mask=there)
+    tl.store(status, tl.where(tl.max(bad, axis=0) != 0, BAD_LAYOUT, NOTHING_BAD))
+    tl.store(status + 1, 0)
+
+
+@triton.jit
+def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
+    """Positions [start, stop) of a bag; none of a bag whose offsets are bad, which is noted."""
+    start = tl.load(offsets + bag).to(tl.int64)
+    # The offset after the last stored one is the number of ids, as torch has it.
+    stop = tl.load(offsets + bag + 1, mask=bag + 1 < num_offsets, other=num_ids).to(tl.int64)
+    starts_badly = (start < 0) | (start > num_ids)
+    stops_badly = (stop < start) | (stop > num_ids)
+    first = (bag == 0) & starts_badly
+    if first | stops_badly:
+        tl.atomic_min(status, tl.where(first, BAD_LAYOUT + 1, BAD_LAYOUT + 2 + bag))
+    # A start that only the bag before has noted makes this one empty, too.
+    empty = starts_badly | stops_badly
+    return tl.where(empty, 0, start), tl.where(empty, 0, stop)
+
+
+@triton.jit
+def _read_ids(values, position, stop, rows, padding_idx, CHECK: tl.constexpr):
+    """Ids at positions below ``stop``, which of them count, and which are out of range."""
+    inside = position < stop
+    ids = tl.load(values + position, mask=inside, other=0).to(tl.int64)
+    bad = inside & (position < 0)
+    if CHECK:
+        bad = inside & ((ids < 0) | (ids >= rows))
+    return ids, inside & ~bad & (ids != padding_idx), bad
+
+
+@triton.jit
+def _count_ids(
+    values,
+    status,
+    start,
+    stop,
+    rows,
+    padding_idx,
+    CHECK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """How many ids of a bag count; notes those out of range."""
+    n = tl.zeros([], tl.int64)
+    for first in range(start, stop, BLOCK):
+        position = (first + tl.arange(0, BLOCK)).to(tl.int64)
+        _, counts, bad = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        n += tl.sum(counts.to(tl.int64), axis=0)
+        if CHECK:
+            left_out = tl.sum(bad.to(tl.int64), axis=0)
+            if left_out > 0:
+                tl.atomic_min(status, tl.min(tl.where(bad, position, NOTHING_BAD), axis=0))
+                tl.atomic_add(status + 1, left_out)
+    return n
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def pool_kernel(
+    weights,  # every table, FP32, FP16 or BF16
+    values,  # [num_ids]
+    offsets,  # [num_offsets]
+    factors,  # per_sample_weights, [num_ids] or None
+    features,
+    output,  # [batch, output_dim], written
+    status,
+    num_ids,
+    num_offsets,
+    batch,
+    output_dim,
+    padding_idx,
+    CHECK: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A program takes a bag: BLOCK_ROWS rows of BLOCK_COLUMNS columns at a time."""
+    if tl.load(status) == BAD_LAYOUT:
+        return
+    bag = tl.program_id(0).to(tl.int64)
+    start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
+    feature = features + bag // batch * COLUMNS
+    table, rows, D = weights + tl.load(feature), tl.load(feature + 2), tl.load(feature + 3)
+    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    divisor = tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32)
+    to = output + bag % batch * output_dim + tl.load(feature + 4)
+    for column in range(0, D, BLOCK_COLUMNS):
+        c = column + tl.arange(0, BLOCK_COLUMNS)
+        total = tl.zeros([BLOCK_COLUMNS], tl.float32)
+        for first in range(start, stop, BLOCK_ROWS):
+            position = first + tl.arange(0, BLOCK_ROWS)
+            ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+            mask = counts[:, None] & (c < D)[None, :]
+            x = tl.load(table + ids[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            if factors is not None:
+                # One that does not count may be NaN.
+                x = x * tl.load(factors + position, mask=counts, other=0.0)[:, None]
+            total += tl.sum(x, axis=0)
+        tl.store(to + c, tl.math.div_rn(total, divisor), mask=c < D)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def factor_gradient_kernel(
+    grad,  # [batch, output_dim]
+    weights,
+    values,
+    offsets,
+    features,
+    out,  # [num_ids], zeros; the ids that count are written
+    status,
+    num_ids,
+    num_offsets,
+    batch,
+    output_dim,
+    padding_idx,
+    CHECK: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A program takes a bag: the dot product of its gradient and each of its rows, times 1 / n for mean pooling."""
+    if tl.load(status) == BAD_LAYOUT:
+        return
+    bag = tl.program_id(0).to(tl.int64)
+    start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
+    feature = features + bag // batch * COLUMNS
+    table, rows, D = weights + tl.load(feature), tl.load(feature + 2), tl.load(feature + 3)
+    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
+    g_of_bag = grad + bag % batch * output_dim + tl.load(feature + 4)
+    for first in range(start, stop, BLOCK_ROWS):
+        position = first + tl.arange(0, BLOCK_ROWS)
+        ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        dot = tl.zeros([BLOCK_ROWS], tl.float32)
+        for column in range(0, D, BLOCK_COLUMNS):
+            c = column + tl.arange(0, BLOCK_COLUMNS)
+            g = tl.load(g_of_bag + c, mask=c < D, other=0.0)
+            mask = counts[:, None] & (c < D)[None, :]
+            x = tl.load(table + ids[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
+            dot += tl.sum(x * g[None, :], axis=1)
+        tl.store(out + position, dot * each, mask=counts)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def occurrences_kernel(
+    values,
+    offsets,
+    factors,
+    features,
+    status,
+    keys,  # [num_ids], full of a number above every row; the row of each id that counts is written
+    bag_of,  # [num_ids] int32, written where keys is
+    coefficients,  # [num_ids], written where keys is
+    num_ids,
+    num_offsets,
+    batch,
+    padding_idx,
+    CHECK: tl.constexpr,
+    BLOCK_IDS: tl.constexpr,
+):
+    """A program takes a bag: for each id, its linear row, and what the bag's gradient counts in that of the row."""
+    if tl.load(status) == BAD_LAYOUT:
+        return
+    bag = tl.program_id(0).to(tl.int64)
+    start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
+    feature = features + bag // batch * COLUMNS
+    first_row, rows = tl.load(feature + 1), tl.load(feature + 2)
+    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
+    for first in range(start, stop, BLOCK_IDS):
+        position = first + tl.arange(0, BLOCK_IDS)
+        ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        c = tl.zeros([BLOCK_IDS], tl.float32) + each
+        if factors is not None:
+            c = c * tl.load(factors + position, mask=counts, other=0.0)
+        tl.store(keys + position, first_row + ids, mask=counts)
+        tl.store(bag_of + position, tl.zeros([BLOCK_IDS], tl.int64) + bag, mask=counts)
+        tl.store(coefficients + position, c, mask=counts)
+
+
+@triton.jit
+def _row_gradient(
+    sources,  # what finish_rows_kernel got
+    start,
+    stop,
+    D,
+    column,
+    scale,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """Columns [column, column + BLOCK_COLUMNS) of the sum over the sorted occurrences [start, stop), times scale."""
+    grad, order, bag_of, coefficients, features, batch, output_dim = sources
+    c = column + tl.arange(0, BLOCK_COLUMNS)
+    total = tl.zeros([BLOCK_COLUMNS], tl.float32)
+    for first in range(start, stop, BLOCK_ROWS):
+        i = first + tl.arange(0, BLOCK_ROWS)
+        inside = i < stop
+        position = tl.load(order + i, mask=inside, other=0)
+        bag = tl.load(bag_of + position, mask=inside, other=0).to(tl.int64)
+        output_offset = tl.load(features + bag // batch * COLUMNS + 4, mask=inside, other=0)
+        g = grad + bag % batch * output_dim + output_offset
+        g = tl.load(g[:, None] + c[None, :], mask=inside[:, None] & (c < D)[None, :], other=0.0)
+        total += tl.sum(g * tl.load(coefficients + position, mask=inside, other=0.0)[:, None], axis=0)
+    return total * scale
+
+
+@triton.jit
+def _must_skip(own_status, forward_status, found_inf, RAISE: tl.constexpr):
+    """Whether rows must not be written. Bad ids matter only to updates where they are errors, bad offsets always."""
+    own = tl.load(own_status)
+    skip = (own < 0) | ((own != NOTHING_BAD) & RAISE)
+    if forward_status is not None:
+        seen = tl.load(forward_status)
+        skip |= (seen < 0) | ((seen != NOTHING_BAD) & RAISE)
+    if found_inf is not None:
+        skip |= tl.load(found_inf) != 0.0
+    return skip
+
+
+@triton.jit
+def advance_step_kernel(step, own_status, forward_status, found_inf, RAISE: tl.constexpr):
+    """One program: counts an update that was not skipped."""
+    if not _must_skip(own_status, forward_status, found_inf, RAISE):
+        tl.store(step, tl.load(step) + 1)
+
+
+@triton.jit
+def _put(
+    to,
+    c,
+    D,
+    g,
+    factor,
+    UPDATE: tl.constexpr,
+):
+    """Writes columns of a row: its gradient, or the row less factor * gradient, rounded to nearest."""
+    if UPDATE:
+        g = tl.load(to + c, mask=c < D, other=0.0).to(tl.float32) - factor * g
+    tl.store(to + c, g.to(to.dtype.element_ty), mask=c < D)
+
+
+@triton.jit(do_not_specialize=_VARYING)
+def finish_rows_kernel(
+    target,  # the tables to update, or the gradient to write
+    state,  # row-wise Adagrad's sum, or None
+    lr,  # one float, or None: write gradients
+    eps,
+    grad,
+    keys,  # [num_ids], sorted
+    stops,  # [num_ids]: behind the last one of the same key
+    order,  # [num_ids]: where in `values` it was
+    bag_of,
+    coefficients,
+    features,
+    places,  # [num_ids]: where in target the gradient of the run that starts there goes, or None: where the row is
+    own_status,
+    forward_status,
+    grad_scale,
+    found_inf,
+    batch,
+    output_dim,
+    left_out,  # the key of what does not count
+    RAISE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A program takes a sorted occurrence; the first of a row sums the gradient of the row and writes it once."""
+    start = tl.program_id(0).to(tl.int64)
+    row = tl.load(keys + start).to(tl.int64)
+    before = tl.load(keys + start - 1, mask=start > 0, other=left_out).to(tl.int64)
+    # Bags with bad offsets may overlap others, and then a key and its bag need not belong together.
+    if (row == left_out) | (row == before) | _must_skip(own_status, forward_status, found_inf, RAISE):
+        return
+    stop = tl.load(stops + start)
+    feature = features + tl.load(bag_of + tl.load(order + start)).to(tl.int64) // batch * COLUMNS
+    D = tl.load(feature + 3)
+    place = tl.load(feature) + (row - tl.load(feature + 1)) * D
+    if places is not None:
+        place = tl.load(places + start)
+    scale = 1.0
+    if grad_scale is not None:
+        scale = tl.math.div_rn(1.0, tl.load(grad_scale))
+    # Columns beyond the first block are summed again where the whole row has to be known first.
+    sources = (grad, order, bag_of, coefficients, features, batch, output_dim)
+    c = tl.arange(0, BLOCK_COLUMNS)
+    g = _row_gradient(sources, start, stop, D, 0, scale, BLOCK_ROWS, BLOCK_COLUMNS)
+    factor = 0.0
+    if lr is not None:
+        factor = tl.load(lr)
+    if state is not None:
+        squares = tl.sum(g * g, axis=0)
+        for column in range(BLOCK_COLUMNS, D, BLOCK_COLUMNS):
+            more = _row_gradient(sources, start, stop, D, column, scale, BLOCK_ROWS, BLOCK_COLUMNS)
+            squares += tl.sum(more * more, axis=0)
+        v = tl.load(state + row) + tl.math.div_rn(squares, D.to(tl.float32))
+        tl.store(state + row, v)
+        factor = tl.math.div_rn(factor, tl.math.sqrt_rn(v) + eps)
+    _put(target + place, c, D, g, factor, lr is not None)
+    for column in range(BLOCK_COLUMNS, D, BLOCK_COLUMNS):
+        g = _row_gradient(sources, start, stop, D, column, scale, BLOCK_ROWS, BLOCK_COLUMNS)
+        _put(target + place, column + c, D, g, factor, lr is not None)
