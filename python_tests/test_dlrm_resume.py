@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,18 @@ def test_checkpoints_of_another_model_and_shortened_records_are_refused(data, tm
     checkpoint.save(run, state)
     with pytest.raises(DataError, match=r"does not fit the run: .*bottom\.0\.weight"):
         train(config(tmp_path), data, resume=run)
+
+
+def test_a_run_does_not_decide_what_is_called(data, tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("my_data")
+    module.make = lambda: data
+    monkeypatch.setitem(sys.modules, "my_data", module)
+    train(config(tmp_path, weeks=None, data="my_data:make"))
+    run = str(tmp_path / "run")
+    for command in (["evaluate", run], ["train", "--resume", run]):
+        assert main(command) == 1
+        assert "has data 'my_data:make', a function to be called: say so with --data" in capsys.readouterr().err
+        assert main([*command, "--data", "my_data:make"]) == 0
 
 
 def test_other_data_is_refused(data, data_dir, tmp_path):

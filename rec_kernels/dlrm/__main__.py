@@ -11,9 +11,10 @@ from pathlib import Path
 from rec_kernels.dlrm import compare, compare_report
 from rec_kernels.dlrm.config import TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, train
+from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -36,6 +37,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     command.set_defaults(run_command=_evaluate)
     command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    command.add_argument(
+        "--data", default=argparse.SUPPRESS, help="data set, where that of the run is a function to be called"
+    )
     command.add_argument(
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
@@ -70,6 +74,8 @@ def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
     config = _config(parser, options, resume)
+    if resume is not None and "data" not in options:
+        refuse_to_run_code(config, resume)
     if show:
         print(config.to_json())
         return
@@ -78,7 +84,11 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
 
 
 def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
-    print(scores_text(evaluate(options["run"], split=options["split"]), options["split"]))
+    directory, split = options["run"], options["split"]
+    data = None
+    if "data" in options:
+        data = open_data(dataclasses.replace(TrainConfig.read(directory), data=options["data"]))
+    print(scores_text(evaluate(directory, data, split=split), split))
 
 
 def _compare(parser: argparse.ArgumentParser, options: dict) -> None:

@@ -146,6 +146,8 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         DataError: the run, its checkpoint or its data is missing or not what it should be.
     """
     config = TrainConfig.read(directory)
+    if data is None:
+        refuse_to_run_code(config, directory)
     data = _split(config, data)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
@@ -154,6 +156,14 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     model = build_model(config, data)
     _load(directory, model, data)
     return score(*predict(model, data, split))
+
+
+def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
+    """Raise DataError if the data of a run's config is a function: a file does not decide what is executed."""
+    if ":" in config.data:
+        raise DataError(
+            f"{directory} has data {config.data!r}, a function to be called: say so with --data {config.data}"
+        )
 
 
 class Run:
