@@ -26,7 +26,7 @@ from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 
 TEST_BATCH_SIZE = 8192
-WINDOWS = 40  # points of the training curves
+WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
 PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
 
