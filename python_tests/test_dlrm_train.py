@@ -26,7 +26,8 @@ from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, HeldOut
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
-from rec_kernels.dlrm.train import PARTS, WINDOWS, Run, predict
+from rec_kernels.dlrm.train import WINDOWS, Run, predict
+from rec_kernels.dlrm.window import PARTS
 
 WEEKS = 3
 TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}

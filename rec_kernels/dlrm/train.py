@@ -23,11 +23,11 @@ from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.schedule import Schedule
-from rec_kernels.dlrm.scores import auc, score
+from rec_kernels.dlrm.scores import score
+from rec_kernels.dlrm.window import Clock, Window
 
 TEST_BATCH_SIZE = 8192
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
-PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
 
 class TrainingError(RuntimeError):
@@ -180,7 +180,7 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.window = _Window()
+        self.window = Window()
         self.progress = True
         if resume:
             self._restore()
@@ -252,7 +252,7 @@ class Run:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
-            self.window = _Window(state["window"])
+            self.window = Window(state["window"])
             self.records.rewind(state["records"])
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
@@ -285,7 +285,7 @@ class Run:
         rows = sum(len(batch.label) for batch in group)
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
-        clock = _Clock(self.window.seconds)
+        clock = Clock(self.window.seconds)
         if len(group) == 1:
             self._learn(group[0], 1.0, clock)
         else:
@@ -299,7 +299,7 @@ class Run:
         self.window.steps += 1
         return rows
 
-    def _learn(self, batch: Batch, share: float, clock: _Clock) -> None:
+    def _learn(self, batch: Batch, share: float, clock: Clock) -> None:
         logits = self.model(batch)
         loss = binary_cross_entropy_with_logits(logits, batch.label)
         value = loss.item()
@@ -314,11 +314,10 @@ class Run:
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
         torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch)}, path)
-        error = (
+        raise TrainingError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
         )
-        raise TrainingError(error)
 
     def _close_window(self) -> float:
         """Records the steps since the last record; returns their mean loss."""
@@ -327,11 +326,11 @@ class Run:
         record["lr"] = self.schedule.rate(self.config.lr, self.step - 1)
         self.records.append(record)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
-        self.window = _Window()
+        self.window = Window()
         return record["loss"]
 
     def _evaluate(self) -> None:
-        clock = _Clock(self.window.seconds)
+        clock = Clock(self.window.seconds)
         split = "valid" if self.data.num_rows("valid") else "test"
         scores = score(*predict(self.model, self.data, split))
         self.records.append({"kind": "eval", "split": split, "step": self.step} | scores)
@@ -379,54 +378,6 @@ def batch_tensors(batch: Batch) -> dict:
             tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
             tensors[f"{name}.keys"] = list(jagged.keys())
     return tensors
-
-
-class _Clock:
-    """Adds the time since the last lap to a part of the step."""
-
-    def __init__(self, seconds: dict[str, float]):
-        self.seconds, self.last = seconds, time.perf_counter()
-
-    def lap(self, part: str) -> None:
-        now = time.perf_counter()
-        self.seconds[part] += now - self.last
-        self.last = now
-
-
-class _Window:
-    """Logits, labels and times of the steps since the last record."""
-
-    def __init__(self, state: dict | None = None):
-        self.steps = state["steps"] if state else 0
-        self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
-        self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
-        self._started = time.perf_counter() - sum(self.seconds.values())
-
-    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        self.logits.append(logits)
-        self.labels.append(labels)
-
-    def state(self) -> dict:
-        state = {"steps": self.steps, "seconds": self._all_seconds()}
-        if not self.steps:
-            return state
-        return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
-
-    def record(self) -> dict:
-        logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
-        return {
-            "steps": self.steps,
-            "loss": binary_cross_entropy_with_logits(logits, labels).item(),
-            "auc": auc(labels.numpy(), logits.numpy()),
-            "examples": len(labels),
-            "examples_per_second": len(labels) / (sum(seconds.values()) - seconds["evaluation"]),
-            "seconds": seconds,
-        }
-
-    def _all_seconds(self) -> dict[str, float]:
-        """Those of every part, "other" being what no part accounts for."""
-        known = {part: seconds for part, seconds in self.seconds.items() if part != "other"}
-        return known | {"other": time.perf_counter() - self._started - sum(known.values())}
 
 
 class _StopAtSignal:

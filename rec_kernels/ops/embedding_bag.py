@@ -42,6 +42,9 @@ _LAYOUT = (
     "bounds_check",
 )
 
+_NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
+_FORMATS_UNSUPPORTED = "format must be None or 'fp32', embedding_dim None, output_dtype None or torch.float32"
+
 
 def embedding_bag(
     input: Tensor,
@@ -84,13 +87,9 @@ def embedding_bag(
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
-        raise NotImplementedError(
-            "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
-        )
+        raise NotImplementedError(_NORMS_UNSUPPORTED)
     if format not in (None, "fp32") or embedding_dim is not None or output_dtype not in (None, torch.float32):
-        raise NotImplementedError(
-            "format must be None or 'fp32', embedding_dim None, output_dtype None or torch.float32"
-        )
+        raise NotImplementedError(_FORMATS_UNSUPPORTED)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
@@ -98,9 +97,7 @@ def embedding_bag(
         raise ValueError("offsets must be given when input has one dimension")
     options = {"pooling": mode, "include_last_offset": include_last_offset}
     if padding_idx is not None:
-        if not -len(weight) <= padding_idx < len(weight):
-            raise ValueError(f"padding_idx = {padding_idx} must be in [{-len(weight)}, {len(weight)})")
-        options["padding_idx"] = padding_idx % len(weight)
+        options["padding_idx"] = _padding_row(padding_idx, len(weight))
     if per_sample_weights is not None:
         options["per_sample_weights"] = per_sample_weights
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
@@ -108,6 +105,12 @@ def embedding_bag(
     # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
     with torch._C._AutoDispatchBelowAutograd():
         return _embedding_bag(weight, input, offsets, **options)[0]
+
+
+def _padding_row(padding_idx: int, rows: int) -> int:
+    if not -rows <= padding_idx < rows:
+        raise ValueError(f"padding_idx = {padding_idx} must be in [{-rows}, {rows})")
+    return padding_idx % rows
 
 
 def _flatten_bags(

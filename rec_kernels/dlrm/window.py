@@ -1,0 +1,65 @@
+"""What a training run collects between two records of its curves."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from rec_kernels.dlrm.scores import auc
+
+#: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
+PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
+
+
+class Clock:
+    """Adds the time since the last lap to a part of the step."""
+
+    def __init__(self, seconds: dict[str, float]):
+        self.seconds, self.last = seconds, time.perf_counter()
+
+    def lap(self, part: str) -> None:
+        """``part`` is one of ``PARTS``."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
+
+
+class Window:
+    """Logits, labels and times of the steps since the last record."""
+
+    def __init__(self, state: dict | None = None):
+        self.steps = state["steps"] if state else 0
+        self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
+        self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
+        self._started = time.perf_counter() - sum(self.seconds.values())
+
+    def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
+        """Those of a batch, float32 [B] each."""
+        self.logits.append(logits)
+        self.labels.append(labels)
+
+    def state(self) -> dict:
+        """For a checkpoint: what a new window is made from."""
+        state = {"steps": self.steps, "seconds": self._all_seconds()}
+        if not self.steps:
+            return state
+        return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
+
+    def record(self) -> dict:
+        """Loss, AUC, sizes and seconds of each of ``PARTS``."""
+        logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
+        return {
+            "steps": self.steps,
+            "loss": binary_cross_entropy_with_logits(logits, labels).item(),
+            "auc": auc(labels.numpy(), logits.numpy()),
+            "examples": len(labels),
+            "examples_per_second": len(labels) / (sum(seconds.values()) - seconds["evaluation"]),
+            "seconds": seconds,
+        }
+
+    def _all_seconds(self) -> dict[str, float]:
+        """Those of every part, "other" being what no part accounts for."""
+        known = {part: seconds for part, seconds in self.seconds.items() if part != "other"}
+        return known | {"other": time.perf_counter() - self._started - sum(known.values())}
