@@ -17,9 +17,9 @@ struct Split {
 };
 
 Split split_work(const BagInput& in) {
-  const int64_t floats = in.bags.num_ids * in.max_dim + in.num_bags * 16;
+  const int64_t floats = in.bags.num_ids * in.max_dim + in.bags.num_bags * 16;
   const int64_t workers = workers_for(1 + floats / kPieceFloats, 1);
-  return {ceil_div(in.num_bags, pieces_for(floats, kPieceFloats, workers)), workers};
+  return {ceil_div(in.bags.num_bags, pieces_for(floats, kPieceFloats, workers)), workers};
 }
 
 // Runs body(begin, end, &bounds) over all bags and returns the bounds of all workers.
@@ -33,7 +33,7 @@ Bounds for_bags(const BagInput& in, const Body& body) {
     more.resize(static_cast<size_t>(split.workers));
     bounds = more.data();
   }
-  parallel_pieces(in.num_bags, split.bags_per_piece, split.workers,
+  parallel_pieces(in.bags.num_bags, split.bags_per_piece, split.workers,
                   [&](int64_t begin, int64_t end, int64_t worker) { body(begin, end, bounds + worker); });
   Bounds all;
   for (int64_t w = 0; w < split.workers; ++w) {

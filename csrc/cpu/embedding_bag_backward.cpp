@@ -122,14 +122,10 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
   });
 }
 
-// The single table of a call without a layout, from the shape its gradient is to have.
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
                        const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options) {
-  const size_t rank = layout.embedding_dims ? 1 : 2;
-  check_value(weights_shape.size() == rank, "weights_shape must have ", rank, " element(s), got ",
-              weights_shape.size());
-  return read_bags(values, offsets, per_sample_weights, layout, options, weights_shape[0],
-                   rank == 2 ? weights_shape[1] : 1);
+  const WeightsShape shape = read_weights_shape(weights_shape, layout);
+  return read_bags(values, offsets, per_sample_weights, layout, options, shape.rows, shape.columns);
 }
 
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
@@ -179,23 +175,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   return {rows, row_grads, row_counts};
 }
 
-// The value of an optional one-element float32 tensor.
-float scalar_or(const OptionalTensor& t, const Tensor& like, const char* name, float otherwise) {
-  if (!t) return otherwise;
-  check_value(t->numel() == 1, name, " must have one element, got shape ", shape_of(*t));
-  check_dtype(*t, ScalarType::Float, name);
-  check_same_device(*t, like, name, "weights");
-  return *t->const_data_ptr<float>();
-}
-
-bool forward_found_bad_ids(const OptionalTensor& status, const Tensor& weights, const BagOptions& options) {
-  if (!status || !options.raise) return false;
-  check_shape(*status, {2}, "status");
-  check_dtype(*status, ScalarType::Long, "status");
-  check_same_device(*status, weights, "status", "weights");
-  return *status->const_data_ptr<int64_t>() != kNoBadPosition;
-}
-
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                     const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
@@ -214,9 +193,10 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   check_value(!sum || sum->numel() >= in.num_rows, "sum must have one element per row (", in.num_rows, "), got ",
               sum ? sum->numel() : 0);
-  const float scale = scalar_or(grad_scale, weights, "grad_scale", 1.0f);
-  const bool overflowed = scalar_or(found_inf, weights, "found_inf", 0.0f) != 0.0f;
-  if (overflowed || forward_found_bad_ids(status, weights, options)) return;
+  const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
+  const float* overflow = optional_scalar(found_inf, weights, "found_inf");
+  const int64_t* found = options.raise ? optional_status(status, weights) : nullptr;
+  if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
 
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
@@ -227,7 +207,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   target.lr = *lr.const_data_ptr<float>();
   target.eps = static_cast<float>(eps);
   const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
-  finish_all(in, o, grad, 1.0f / scale, target, optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad);
+  finish_all(in, o, grad, scale ? 1.0f / *scale : 1.0f, target,
+             optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad);
   ++*step.mutable_data_ptr<int64_t>();
 }
 

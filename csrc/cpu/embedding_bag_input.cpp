@@ -50,17 +50,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{as_contiguous(values),
-              as_contiguous(offsets),
-              std::nullopt,
-              nullptr,
-              features,
-              offsets.numel() - (include_last_offset ? 1 : 0),
-              0,
-              0,
-              0,
-              Bags{},
-              options};
+  BagInput in{as_contiguous(values), as_contiguous(offsets), std::nullopt, nullptr, features, 0, 0, 0, Bags{}, options};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(features)]);
   if (layout.embedding_dims) {
@@ -71,19 +61,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     in.num_rows = rows;
     in.output_dim = in.max_dim = columns;
   }
-  Bags& b = in.bags;
-  b.ids = in.values.const_data_ptr();
-  b.offsets = in.offsets.const_data_ptr();
-  b.per_sample_weights = per_sample_weights ? in.per_sample_weights->const_data_ptr<float>() : nullptr;
-  b.num_ids = in.values.numel();
-  b.num_offsets = offsets.numel();
-  b.batch = features ? in.num_bags / features : 0;
-  b.padding_idx = options.padding_idx;
-  b.ids64 = values.scalar_type() == ScalarType::Long;
-  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
-  b.check_ids = options.check_ids;
-  check_value(in.num_bags < INT64_C(0xffffffff), "offsets describe ", in.num_bags,
-              " bags; at most 2^32 - 2 fit in a call");
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
   return in;
 }
 
@@ -92,12 +70,12 @@ void BagInput::raise(const Bounds& bounds) const {
   if (position == kNoBadPosition) return;
   if (position < 0) {
     // Every worker stops at a bad offset of its own: name the first of all.
-    const int64_t first = bags.bad_offset(0, num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
+    const int64_t first = bags.bad_offset(0, bags.num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
     throw_bad_position({first, bags.batch ? bag / bags.batch : 0, bags.batch ? bag % bags.batch : 0, bags.offset(i),
                         bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
   }
   if (!options.raise) return;
-  int64_t low = 0, high = num_bags;  // the last bag that starts at or before the position
+  int64_t low = 0, high = bags.num_bags;  // the last bag that starts at or before the position
   while (high - low > 1) {
     const int64_t middle = low + (high - low) / 2;
     (bags.offset(middle) <= position ? low : high) = middle;

@@ -15,7 +15,6 @@ struct BagInput {
   OptionalTensor per_sample_weights;
   std::unique_ptr<Feature[]> features;
   int64_t num_features;
-  int64_t num_bags;  // F * B
   int64_t num_rows;  // linear rows: above every row number
   int64_t output_dim;
   int64_t max_dim;

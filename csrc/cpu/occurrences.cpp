@@ -86,7 +86,7 @@ class TableSorter {
     out_.entries.reset(new uint64_t[count]);
     other_.reset(new uint64_t[count]);
     out_.starts.reset(new int64_t[count + plan.tables.size()]);
-    base_ = in.num_bags ? in.bags.offset(0) : 0;
+    base_ = in.bags.num_bags ? in.bags.offset(0) : 0;
   }
 
   // Returns the first bad position.
@@ -205,7 +205,7 @@ void choose_payload(const BagInput& in, Occurrences* out) {
     weighted = weighted || in.features[f].mean;
     most_rows = std::max(most_rows, in.features[f].num_embeddings);
   }
-  const int64_t payloads = std::max(weighted ? out->count : in.num_bags, int64_t{1});
+  const int64_t payloads = std::max(weighted ? out->count : in.bags.num_bags, int64_t{1});
   out->payload_bits = bit_width(static_cast<uint64_t>(payloads));
   check_value(out->payload_bits + bit_width(static_cast<uint64_t>(most_rows)) <= 64, "too many rows (", most_rows,
               ") and ids (", out->count, ") for one call: their numbers must fit in 64 bits together");
@@ -256,7 +256,7 @@ Occurrences sort_occurrences(const BagInput& in) {
   in.raise(bounds);
   Occurrences out;
   const Plan plan = plan_tables(in);
-  out.count = in.num_bags ? in.bags.offset(in.num_bags) - in.bags.offset(0) : 0;
+  out.count = in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0;
   choose_payload(in, &out);
   out.tables.resize(plan.tables.size());
   bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));

@@ -9,16 +9,11 @@ namespace rec_kernels {
 
 // The first element of `status`. The smallest one that is noted wins: a bad layout goes before every offset
 // (kBadLayout + 1 + i for offsets[i]), an offset before every id (i).
-constexpr int64_t kNoBadPosition = INT64_MAX, kBadLayout = INT64_MIN;
+constexpr int64_t kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
 constexpr int kThreads = 256;
-
-struct Feature {
-  int64_t weight_offset, row_offset, num_embeddings, embedding_dim, output_offset;
-  bool mean;
-};
 
 // The layout tensors; null: one table.
 struct Features {
@@ -30,26 +25,6 @@ struct Features {
     if (!embedding_dims) return one;
     return {weight_offsets[f], row_offsets[f],    num_embeddings[f],
             embedding_dims[f], output_offsets[f], means ? means[f] : one.mean};
-  }
-};
-
-struct Bags {
-  const void *ids, *offsets;
-  const float* per_sample_weights;  // or null
-  int64_t num_ids, num_offsets, num_bags, batch, padding_idx;
-  bool ids64, offsets64, check_ids;
-
-  __device__ __forceinline__ int64_t id(int64_t i) const {
-    return ids64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
-  }
-  // The offset after the last stored one is num_ids, as torch has it.
-  __device__ __forceinline__ int64_t offset(int64_t i) const {
-    if (i >= num_offsets) return num_ids;
-    return offsets64 ? static_cast<const int64_t*>(offsets)[i] : static_cast<const int32_t*>(offsets)[i];
-  }
-  // Compared unsigned, so that a negative id is out of range too.
-  __device__ __forceinline__ bool in_range(int64_t id, const Feature& f) const {
-    return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.num_embeddings);
   }
 };
 

@@ -263,15 +263,11 @@ SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& g
           0};
 }
 
-// The single table of a call without a layout, from the shape its gradient is to have.
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
                        const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options,
                        cudaStream_t stream) {
-  const size_t rank = layout.embedding_dims ? 1 : 2;
-  check_value(weights_shape.size() == rank, "weights_shape must have ", rank, " element(s), got ",
-              weights_shape.size());
-  return read_bags(values, offsets, per_sample_weights, layout, options, weights_shape[0],
-                   rank == 2 ? weights_shape[1] : 1, true, stream);
+  const WeightsShape shape = read_weights_shape(weights_shape, layout);
+  return read_bags(values, offsets, per_sample_weights, layout, options, shape.rows, shape.columns, true, stream);
 }
 
 int64_t floats_of(const std::vector<int64_t>& shape) {
@@ -366,23 +362,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   return {rows, row_grads, row_counts};
 }
 
-// The value of an optional one-element float32 tensor, on the device.
-const float* scalar_of(const OptionalTensor& t, const Tensor& like, const char* name) {
-  if (!t) return nullptr;
-  check_value(t->numel() == 1, name, " must have one element, got shape ", shape_of(*t));
-  check_dtype(*t, ScalarType::Float, name);
-  check_same_device(*t, like, name, "weights");
-  return t->const_data_ptr<float>();
-}
-
-const int64_t* status_of(const OptionalTensor& status, const Tensor& like) {
-  if (!status) return nullptr;
-  check_shape(*status, {2}, "status");
-  check_dtype(*status, ScalarType::Long, "status");
-  check_same_device(*status, like, "status", "weights");
-  return status->const_data_ptr<int64_t>();
-}
-
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                     const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
@@ -405,11 +384,11 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   check_value(!sum || sum->numel() >= in.num_rows, "sum must have one element per row (", in.num_rows, "), got ",
               sum ? sum->numel() : 0);
-  const float* scale = scalar_of(grad_scale, weights, "grad_scale");
-  const float* overflow = scalar_of(found_inf, weights, "found_inf");
+  const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
+  const float* overflow = optional_scalar(found_inf, weights, "found_inf");
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), grad, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
-  const Skip skip{status_of(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
+  const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, scale, skip);
   float* w = weights.mutable_data_ptr<float>();
   const float* rate = lr.const_data_ptr<float>();

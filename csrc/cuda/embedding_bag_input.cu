@@ -74,20 +74,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     in.output_dim = in.max_dim = columns;
     in.num_rows = rows;
   }
-  Bags& b = in.bags;
-  b.ids = in.values.const_data_ptr();
-  b.offsets = in.offsets.const_data_ptr();
-  b.per_sample_weights = per_sample_weights ? in.per_sample_weights->const_data_ptr<float>() : nullptr;
-  b.num_ids = in.values.numel();
-  b.num_offsets = offsets.numel();
-  b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
-  b.batch = features ? b.num_bags / features : 0;
-  b.padding_idx = options.padding_idx;
-  b.ids64 = values.scalar_type() == ScalarType::Long;
-  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
-  b.check_ids = options.check_ids;
-  check_value(b.num_bags < INT64_C(0xffffffff), "offsets describe ", b.num_bags,
-              " bags; at most 2^32 - 2 fit in a call");
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
   return in;
 }
 

@@ -70,6 +70,25 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   return features;
 }
 
+Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+               const BagOptions& options, int64_t features, bool include_last_offset) {
+  Bags b;
+  b.ids = values.const_data_ptr();
+  b.offsets = offsets.const_data_ptr();
+  b.per_sample_weights = per_sample_weights ? per_sample_weights->const_data_ptr<float>() : nullptr;
+  b.num_ids = values.numel();
+  b.num_offsets = offsets.numel();
+  b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
+  b.batch = features ? b.num_bags / features : 0;
+  b.padding_idx = options.padding_idx;
+  b.ids64 = values.scalar_type() == ScalarType::Long;
+  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
+  b.check_ids = options.check_ids;
+  check_value(b.num_bags < INT64_C(0xffffffff), "offsets describe ", b.num_bags,
+              " bags; at most 2^32 - 2 fit in a call");
+  return b;
+}
+
 void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout) {
   check_dtype(weights, ScalarType::Float, "weights");
   check_contiguous(weights, "weights");
@@ -98,6 +117,28 @@ void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor
   check_dtype(*sum, ScalarType::Float, "sum");
   check_contiguous(*sum, "sum");
   check_same_device(*sum, weights, "sum", "weights");
+}
+
+WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout) {
+  const size_t rank = layout.embedding_dims ? 1 : 2;
+  check_value(shape.size() == rank, "weights_shape must have ", rank, " element(s), got ", shape.size());
+  return {shape[0], rank == 2 ? shape[1] : 1};
+}
+
+const float* optional_scalar(const OptionalTensor& t, const Tensor& weights, const char* name) {
+  if (!t) return nullptr;
+  check_value(t->numel() == 1, name, " must have one element, got shape ", shape_of(*t));
+  check_dtype(*t, ScalarType::Float, name);
+  check_same_device(*t, weights, name, "weights");
+  return t->const_data_ptr<float>();
+}
+
+const int64_t* optional_status(const OptionalTensor& status, const Tensor& weights) {
+  if (!status) return nullptr;
+  check_shape(*status, {2}, "status");
+  check_dtype(*status, ScalarType::Long, "status");
+  check_same_device(*status, weights, "status", "weights");
+  return status->const_data_ptr<int64_t>();
 }
 
 void throw_bad_position(const BadPosition& bad) {

@@ -16,7 +16,10 @@
 // (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
 #pragma once
 
+#include <vector>
+
 #include "core/stable.h"
+#include "ops/bags.h"
 
 namespace rec_kernels {
 
@@ -54,10 +57,25 @@ RK_EXPORT Optimizer parse_optimizer(const std::string& name);
 // Shapes, dtypes and devices of everything but `weights`; returns the number of features F.
 RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                              const TableLayout& layout, bool include_last_offset);
+// The bags of a call whose tensors are contiguous and checked. Without include_last_offset, offsets name where bags
+// start and the last one ends with the ids.
+RK_EXPORT Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                         const BagOptions& options, int64_t features, bool include_last_offset);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                             Optimizer optimizer);
+
+// Rows and columns of the single table of a call without a layout, from the shape its gradient is to have; with a
+// layout the number of floats in `weights`, and 1.
+struct WeightsShape {
+  int64_t rows, columns;
+};
+RK_EXPORT WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout);
+
+// The memory of an optional one-element float32 tensor, and of an optional status; null without one.
+RK_EXPORT const float* optional_scalar(const OptionalTensor& t, const Tensor& weights, const char* name);
+RK_EXPORT const int64_t* optional_status(const OptionalTensor& status, const Tensor& weights);
 
 // Throws what a bad position means: std::out_of_range for an id (with feature, bag and the allowed range),
 // std::invalid_argument for an offset. `position` is an index into values, or -1 - i for offsets[i].

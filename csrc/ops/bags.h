@@ -1,0 +1,59 @@
+// What every kernel of embedding_bag reads of its input: plain structs, filled by the drivers.
+#pragma once
+
+#include "core/host_device.h"
+
+namespace rec_kernels {
+
+// The first element of a `status`, and BadPosition::position, when nothing is wrong.
+constexpr int64_t kNoBadPosition = INT64_MAX;
+
+struct Feature {
+  int64_t weight_offset;  // in floats
+  int64_t row_offset;
+  int64_t num_embeddings;
+  int64_t embedding_dim;
+  int64_t output_offset;
+  bool mean;
+};
+
+// Jagged input: ids and offsets of either integer width.
+struct Bags {
+  const void* ids;
+  const void* offsets;
+  const float* per_sample_weights;  // or null
+  int64_t num_ids;
+  int64_t num_offsets;  // stored; the offset after the last stored one is num_ids, as torch has it
+  int64_t num_bags;     // F * B
+  int64_t batch;
+  int64_t padding_idx;  // -1: none
+  bool ids64;
+  bool offsets64;
+  bool check_ids;
+
+  // Always inlined: an out-of-line copy would be shared by every instruction set (core/host_device.h).
+  RK_HOST_DEVICE int64_t offset(int64_t i) const {
+    if (__builtin_expect(i >= num_offsets, 0)) return num_ids;
+    return offsets64 ? static_cast<const int64_t*>(offsets)[i] : static_cast<const int32_t*>(offsets)[i];
+  }
+  RK_HOST_DEVICE int64_t id(int64_t i) const {
+    return ids64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
+  }
+  // Compared unsigned, so that a negative id is out of range too.
+  RK_HOST_DEVICE bool in_range(int64_t id, const Feature& f) const {
+    return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.num_embeddings);
+  }
+  // Of the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
+  RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
+    int64_t previous = offset(begin);
+    if (previous < 0 || previous > num_ids) return -1 - begin;
+    for (int64_t i = begin + 1; i <= end; ++i) {
+      const int64_t next = offset(i);
+      if (next < previous || next > num_ids) return -1 - i;
+      previous = next;
+    }
+    return kNoBadPosition;
+  }
+};
+
+}  // namespace rec_kernels
