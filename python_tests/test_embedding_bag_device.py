@@ -121,6 +121,24 @@ def test_bad_layouts_are_noted_and_nothing_is_touched(name: str, place: int, val
         assert not backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout).any()
 
 
+@pytest.mark.parametrize(
+    ("name", "place", "value"), [("row_offsets", 1, 3), ("row_offsets", 2, 1), ("weight_offsets", 1, 64)]
+)
+def test_tables_that_overlap_in_part_are_not_updated(name: str, place: int, value: int) -> None:
+    """Lookups of such a layout are well defined; two groups would write the rows that two tables have in common."""
+    case = case_of_two_tables()
+    layout = case.layout | {"num_rows": len(case.sum), "max_embedding_dim": 33}
+    layout[name] = layout[name].clone()
+    layout[name][place] = value
+    for backend in device_backends():
+        _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
+        assert status[0].item() == INT64_MAX, backend.name
+        weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
+        bags = (torch.tensor(LR), case.grad, *case.jagged)
+        backend.ops.embedding_bag_backward_fused_(weights, state, step, *bags, **layout)
+        assert unchanged(case, (weights, state, step)), backend.name
+
+
 def test_num_rows_and_max_embedding_dim_change_no_bit() -> None:
     """Given, larger than needed, or left out."""
     case = make_case([(5, 16), (3, 130)], [0, 1, 0], [70, 2, 0, 90, 1, 2], mean=[True, False, False], seed=2)

@@ -155,7 +155,7 @@ void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, cudaStream_t stream) {
   Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
-  Tensor status = new_status(in, weights.numel(), weights, stream);
+  Tensor status = new_status(in, weights.numel(), false, weights, stream);
   const PoolArgs args{weights.const_data_ptr<float>(),  in.features,   in.bags,
                       output.mutable_data_ptr<float>(), in.output_dim, status.mutable_data_ptr<int64_t>()};
   if (in.bags.num_bags > 0) {
@@ -237,7 +237,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  Tensor status = new_status(in, weights.numel(), weights, device.stream());
+  Tensor status = new_status(in, weights.numel(), false, weights, device.stream());
   const PoolArgs args{weights.const_data_ptr<float>(),   in.features, in.bags, nullptr, in.output_dim,
                       status.mutable_data_ptr<int64_t>()};
   if (in.bags.num_bags > 0)

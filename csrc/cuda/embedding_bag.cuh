@@ -120,6 +120,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    bool include_last_offset, cudaStream_t stream);
 
 // A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many floats they are.
-Tensor new_status(const BagInput& in, int64_t weights, const Tensor& like, cudaStream_t stream);
+// `updates`: tables that overlap in part are bad, because two groups would write the same weights.
+Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream);
 
 }  // namespace rec_kernels

@@ -291,7 +291,8 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), grad, device.stream());
+  const Tensor grad = as_contiguous(grad_in),
+               status = new_status(in, floats_of(weights_shape), true, grad, device.stream());
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, device.stream());
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
@@ -338,7 +339,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), grad, stream);
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, nullptr, {});
   // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
@@ -386,7 +387,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
               sum ? sum->numel() : 0);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
-  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), grad, stream);
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, scale, skip);

@@ -85,8 +85,7 @@ struct OccurrenceSum {
         const uint32_t payload = a.runs.payloads[first + begin + group.lane], bag = a.runs.bag(payload);
         const auto batch = static_cast<uint32_t>(a.batch);
         const Feature f = a.features[bag / batch];
-        // Another width: tables overlap in part, which only the CPU refuses. Nothing outside of grad is read.
-        if (f.embedding_dim == D) place = int64_t{bag % batch} * a.output_dim + f.output_offset;
+        place = int64_t{bag % batch} * a.output_dim + f.output_offset;
         if (weighted) c = a.runs.coefficients[payload];
       }
       const int here = static_cast<int>(count - begin < G ? count - begin : G);

@@ -34,11 +34,27 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   }
 }
 
+// Unsigned: the numbers of a bad layout may be anything.
+__device__ bool overlap(uint64_t a, uint64_t size_a, uint64_t b, uint64_t size_b) {
+  return a < b + size_b && b < a + size_a;
+}
+
+// Two features' tables are one and the same, or apart in rows and in weights.
+__device__ bool share_all_or_nothing(const Feature& a, const Feature& b) {
+  if (a.num_embeddings <= 0 || b.num_embeddings <= 0) return true;  // occupies nothing
+  const uint64_t rows_a = a.num_embeddings, rows_b = b.num_embeddings;
+  const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim;
+  if (sizes && a.row_offset == b.row_offset && a.weight_offset == b.weight_offset) return true;
+  return !overlap(a.row_offset, rows_a, b.row_offset, rows_b) &&
+         !overlap(a.weight_offset, rows_a * static_cast<uint64_t>(a.embedding_dim), b.weight_offset,
+                  rows_b * static_cast<uint64_t>(b.embedding_dim));
+}
+
 // One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
 // kernels trust what passes here, and do nothing where something does not.
 __global__ void __launch_bounds__(kThreads)
     start_kernel(Features features, int64_t num_features, int64_t weights, int64_t output_dim, int64_t num_rows,
-                 int64_t max_dim, int64_t* status) {
+                 int64_t max_dim, bool updates, int64_t* status) {
   if (threadIdx.x == 0) {
     status[0] = kNoBadPosition;
     status[1] = 0;
@@ -52,7 +68,9 @@ __global__ void __launch_bounds__(kThreads)
                         f.num_embeddings <= (weights - f.weight_offset) / f.embedding_dim;
     const int64_t column = i > 0 ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
     const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
-    if (!rows || !inside || f.output_offset != column || !last) note_bad(status, kBadLayout);
+    bool apart = true;
+    for (int64_t j = 0; updates && j < i; ++j) apart = apart && share_all_or_nothing(f, features[j]);
+    if (!rows || !inside || f.output_offset != column || !last || !apart) note_bad(status, kBadLayout);
   }
 }
 
@@ -78,10 +96,10 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   return in;
 }
 
-Tensor new_status(const BagInput& in, int64_t weights, const Tensor& like, cudaStream_t stream) {
+Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, weights, in.output_dim,
-         in.num_rows, in.max_dim, status.mutable_data_ptr<int64_t>());
+         in.num_rows, in.max_dim, updates, status.mutable_data_ptr<int64_t>());
   return status;
 }
 
