@@ -1,1 +1,4 @@
-"""Benchmarks: every op beside its peers, with bytes moved and the measured limit. `python -m bench.run --help`."""
+"""Benchmarks: every op beside its peers, with bytes moved and the measured limit.
+
+On the CPU: `python -m bench.run --help`. On a GPU: `python -m bench.gpu --help`.
+"""

@@ -84,8 +84,6 @@ def limits() -> Limits:
 @pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
 def subject(request: pytest.FixtureRequest, limits: Limits) -> Iterator[Subject]:
     """The workload under test."""
-    if request.config.getoption("--device") != "cpu":
-        pytest.skip("these workloads and their limits are the CPU's")
     subject = Subject(request.param, limits)
     yield subject
     subject._built.clear()
@@ -124,10 +122,8 @@ def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["ours", "torch"])
-def test_tiny(benchmark, request: pytest.FixtureRequest, name: str) -> None:
+def test_tiny(benchmark, name: str) -> None:
     """Eight ids, four bags, D = 16, under no_grad: what a call costs by itself."""
-    if request.config.getoption("--device") != "cpu":
-        pytest.skip("measures the CPU's dispatch")
     benchmark.group = "tiny call"
     weight, ids, offsets = torch.randn(1000, 16), torch.arange(8) * 7, torch.arange(0, 8, 2)
     function = rk.embedding_bag if name == "ours" else torch.nn.functional.embedding_bag

@@ -10,7 +10,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--rounds", type=int, default=20, help="turns per implementation (default 20)")
     parser.addoption("--turn", type=int, default=0, help="which implementation goes first (default 0: ours)")
     parser.addoption("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Runs the benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`."""
+"""Runs the CPU benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,8 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=60, help="turns per implementation and pass (default 60)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="where the kernels run")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")
-    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/<device>-<threads>threads.json)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/cpu-<threads>threads.json)")
     return parser.parse_args()
 
 
@@ -43,7 +42,7 @@ def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str,
     """group -> implementation -> {"ms", "bytes"} of one pass over all benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pass.json"
-        options = [f"--rounds={args.rounds}", f"--turn={turn}", f"--threads={args.threads}", f"--device={args.device}"]
+        options = [f"--rounds={args.rounds}", f"--turn={turn}", f"--threads={args.threads}"]
         run_pytest([*files, *options, f"--benchmark-json={path}", "--benchmark-quiet", "-p", "no:cacheprovider"])
         raw = json.loads(path.read_text())
     groups: dict[str, dict[str, dict]] = defaultdict(dict)
@@ -103,8 +102,7 @@ def machine(args: argparse.Namespace) -> dict[str, object]:
         "commit": commit,
         "cpu": cpu or platform.processor(),
         "threads": args.threads or torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
-        **{key: about[key] for key in ("version", "torch", "python", "cpu_isa", "cuda_architectures")},
+        **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
     }
 
 
@@ -112,18 +110,15 @@ def main() -> None:
     """The command."""
     args = arguments()
     ops = args.op or sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
-    if args.device == "cuda":
-        ops = [op for op in ops if (ROOT / "csrc" / "cuda" / f"{op}.cu").exists()]
     if not args.skip_tests:
         tests = [f"python_tests/test_{op}.py" for op in ops]
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
     groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
     about = machine(args)
-    where = about["gpu"] or about["cpu"]
-    print(f"\n{where}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
+    print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
     print(table(groups))
-    output = args.output or RESULTS / f"{args.device}-{about['threads']}threads.json"
+    output = args.output or RESULTS / f"cpu-{about['threads']}threads.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"machine": about, "results": groups}, indent=1) + "\n")
     print(f"\nsaved to {output}")

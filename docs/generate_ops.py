@@ -61,12 +61,27 @@ def registrations() -> dict[str, set[str]]:
     return found
 
 
+def triton_ops() -> set[str]:
+    """The ops that rec_kernels/triton has a kernel for. Read, not imported: that takes Triton."""
+    text = (ROOT / "rec_kernels" / "triton" / "__init__.py").read_text()
+    return set(re.findall(r"\w+", re.search(r"^_OPS = \((.*?)\)", text, re.MULTILINE | re.DOTALL)[1]))
+
+
+def formats(arguments: set[str]) -> str:
+    """The row formats that an op with these arguments knows."""
+    if "format" in arguments:
+        return "all"
+    if arguments & {"tables", "weights_shape"}:  # torch takes their gradient
+        return "fp32"
+    return "all of tables" if "formats" in arguments else "-"
+
+
 def backends_table() -> str:
     """One row per public op: where it runs, the row formats it reads, gradient, and what it changes in place."""
-    kernels = registrations()
+    kernels, triton = registrations(), triton_ops()
     lines = [
-        "| op | CPU (C++) | CUDA (C++) | row formats | differentiable | changes in place |",
-        "|---|---|---|---|---|---|",
+        "| op | CPU (C++) | CUDA (C++) | Triton | row formats | differentiable | changes in place |",
+        "|---|---|---|---|---|---|---|",
     ]
     for op in public_ops():
         arguments = schema(op).arguments
@@ -75,7 +90,8 @@ def backends_table() -> str:
             f"`{op}`",
             "yes" if op in kernels["CPU"] else "-",
             "yes" if op in kernels["RK_CUDA_KEY"] else "-",
-            "fp32" if any(a.name in ("weights", "weights_shape") for a in arguments) else "-",
+            "yes" if op in triton else "-",
+            formats({a.name for a in arguments}),
             "yes" if torch._C._dispatch_has_kernel_for_dispatch_key(NAMESPACE + op, "Autograd") else "-",
             ", ".join(written) or "-",
         ]

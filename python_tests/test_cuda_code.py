@@ -41,9 +41,17 @@ def dump(what: str) -> str:
 
 
 def kernel(function: str) -> str | None:
-    """A kernel of ours and its template numbers, from its mangled name: "pool_kernel 32 1"."""
-    match = re.search(r"11rec_kernels.*?\d+([a-z_]+_kernel)I?(?:Li(\d+)E)?(?:Li(\d+)E)?", function)
-    return " ".join(part for part in match.groups() if part) if match else None
+    """A kernel of ours, what it works on and its widths, from its mangled name: "pool_kernel Fp32 32 1"."""
+    match = re.search(r"11rec_kernels.*?\d+([a-z_]+_kernel)(?:I(.*))?", function)
+    if not match:
+        return None
+    name, arguments = match[1], match[2] or ""
+    widths = re.search(r"Li(\d+)ELi(\d+)E(?=Lb|NS|$|E)", arguments) if name.startswith(("pool", "finish")) else None
+    subject = re.search(
+        r"\d+(Fp32|Fp16|Bf16|Affine|SharedMicroexponents|(?:Encoded|Update|Dense|Sparse)Target)", arguments
+    )
+    parts = (name, subject and subject[1], *(widths.groups() if widths else ()))
+    return " ".join(part for part in parts if part)
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +64,8 @@ def resources() -> list[tuple[str, dict[str, int]]]:
 
 def test_no_main_kernel_spills(resources) -> None:
     """Rows of up to 128 columns: nothing goes to local memory, and two blocks of 256 threads fit, at the least."""
-    main = [(name, numbers) for name, numbers in resources if re.match(r"(pool|finish_short)_kernel \d+ 1$", name)]
-    assert len(main) >= 4 * (2 + 4)
+    main = [(name, numbers) for name, numbers in resources if re.match(r"(pool|finish_short)_kernel \w+ \d+ 1$", name)]
+    assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
         assert numbers["STACK"] == numbers["LOCAL"] == 0, name
         assert numbers["REG"] <= 96, name
@@ -69,12 +77,14 @@ def test_rows_move_sixteen_bytes_at_a_time() -> None:
     parts = re.split(r"\s+Function : (\S+)\n", dump("-sass"))
     checked = 0
     for function, code in zip(parts[1::2], parts[2::2], strict=True):
-        match = re.match(r"(pool|finish_short|finish_long)_kernel (\d+) (\d+)$", kernel(function) or "")
+        floats = "Fp32|UpdateTarget|DenseTarget|SparseTarget"
+        match = re.match(rf"(pool|finish_short|finish_long)_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
         if not match:
             continue
         checked += 1
-        blocks = int(match[3])
-        loads = 4 * blocks if match[1] != "finish_long" else blocks
+        blocks = int(match[4])
+        in_flight = {"pool": 2 if blocks == 4 else 4, "finish_short": 4, "finish_long": 1}[match[1]]
+        loads = in_flight * blocks
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
     assert checked >= 40

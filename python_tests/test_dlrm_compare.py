@@ -216,7 +216,7 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         (["a", "b", "--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
         (["a", "b", "--seed", "3"], "unrecognized arguments: --seed 3"),
         (["a", "b", "--run", "x"], "unrecognized arguments: --run x"),
-        ([], "the following arguments are required: NAME[:OPTION=VALUE,...]"),
+        ([], "there is nothing to compare: give configurations, or formats as in --format fp32,int8"),
     ],
 )
 def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, capsys):
@@ -310,8 +310,10 @@ def test_picture_shows_means_intervals_and_names():
     configurations = []
     for (name, values), size in zip(aucs.items(), (2**20, 2**25, None), strict=True):
         auc = {"mean": float(np.mean(values)) if values else None, "half_width": compare_report.half_width(values)}
-        configurations.append({"name": name, "auc": auc, "table_bytes": size})
-    (axes,) = compare_report.draw({"seeds": [0, 1], "configurations": configurations}).axes
+        apart = {"mean": 0.12, "low": 0.1, "high": 0.14} if name == "large" else None
+        configurations.append({"name": name, "auc": auc | {"difference": apart}, "table_bytes": size})
+    result = {"seeds": [0, 1], "reference": "small", "configurations": configurations}
+    axes, differences = compare_report.draw(result).axes
     assert axes.get_legend_handles_labels()[1] == ["small", "large"]
     assert axes.get_xscale() == "log"
     for container, x, mean in zip(axes.containers, (1, 32), (0.71, 0.85), strict=True):
@@ -319,3 +321,12 @@ def test_picture_shows_means_intervals_and_names():
         (bar,) = container.lines[2][0].get_segments()
         half = 12.7062 * np.std(aucs[("small", "large")[x > 1]], ddof=1) / 2**0.5
         assert np.ptp(bar[:, 1]) / 2 == pytest.approx(half, rel=1e-4)
+    (container,) = differences.containers
+    assert container.lines[0].get_xydata().tolist() == [[32, pytest.approx(0.12)]]
+    assert container.lines[2][0].get_segments()[0][:, 1].tolist() == pytest.approx([0.1, 0.14])
+    assert differences.get_ylabel().startswith("difference to small")
+    for panel in (axes, differences):
+        low, high = panel.get_ylim()
+        ends = [bar.get_segments()[0][:, 1] for c in panel.containers for bar in c.lines[2]]
+        assert low < np.min(ends)
+        assert np.max(ends) < high

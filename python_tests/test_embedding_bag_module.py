@@ -260,7 +260,7 @@ def test_bad_configurations() -> None:
         ({"name": "a.b"}, "without dots"),
         ({"feature_names": "f"}, "list of names"),
         ({"pooling": "max"}, "'sum' or 'mean'"),
-        ({"format": "int3"}, "'fp32'"),
+        ({"format": "int3"}, "format must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4, got 'int3'"),
     ):
         arguments = {"num_embeddings": 5, "embedding_dim": 4, "name": "t", "feature_names": ["f"]} | options
         sizes = (arguments.pop("num_embeddings"), arguments.pop("embedding_dim"))

@@ -67,6 +67,16 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
     state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
     table = {
         "scale_rows": [((x, scale), {})],
+        "quantize_rows": [
+            ((torch.randn(5, 37), format, *rest), {})
+            for format in rk.ROW_FORMATS
+            for rest in ((), ("stochastic", torch.tensor(3), torch.tensor(4), 1, 2**33, "floor"))
+        ],
+        "dequantize_rows": [
+            ((torch.zeros(5, rk.row_bytes(format, 37), dtype=torch.uint8), format, 37, dtype), {})
+            for format in rk.ROW_FORMATS
+            for dtype in (torch.float32, torch.bfloat16)
+        ],
         "row_dot": [((x, torch.randn(5, 7, requires_grad=True)), {})],
         "embedding_bag": [
             ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),

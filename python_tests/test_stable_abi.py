@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import rec_kernels
 
@@ -94,6 +96,11 @@ def test_build_info() -> None:
     assert info["cpu_isa"] in {"baseline", "v3", "v4"}
     assert (info["cuda_library"] is None) == (not (PACKAGE / "librec_kernels_cuda.so").exists())
     assert info["cuda_unavailable"] is None or isinstance(info["cuda_unavailable"], str)
+    assert (info["triton"] is None) == (importlib.util.find_spec("triton") is None)
+    assert info["triton"] is None or info["triton"][0].isdigit()
+    assert info["triton_in_use"] == (
+        info["triton"] is not None and info["cuda_unavailable"] is not None and torch.cuda.is_available()
+    )
 
 
 def test_missing_library_says_so(tmp_path: Path) -> None:

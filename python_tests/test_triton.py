@@ -56,6 +56,7 @@ def test_import_registers_where_it_must(gpu: bool) -> None:
         f"import sys, torch; torch.cuda.is_available = lambda: {gpu}; import rec_kernels\n"
         "ops = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith('rec_kernels::embedding_bag')]\n"
         "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
-        "print('rec_kernels.triton' in sys.modules, len(ops), {has(op, 'CUDA') for op in ops})"
+        "print('rec_kernels.triton' in sys.modules, len(ops), {has(op, 'CUDA') for op in ops})\n"
+        "print(rec_kernels.build_info()['triton_in_use'])"
     )
-    assert run("-c", code).split(maxsplit=2) == [str(gpu), "7", f"{{{gpu}}}\n"]
+    assert run("-c", code).split() == [str(gpu), "7", f"{{{gpu}}}", str(gpu)]

@@ -7,11 +7,14 @@ from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagCon
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
 from rec_kernels.ops.embedding_bag import embedding_bag
+from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
+from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
 
 use_triton()
 
 __all__ = [
+    "ROW_FORMATS",
     "SGD",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
@@ -22,7 +25,12 @@ __all__ = [
     "RowwiseAdagrad",
     "__version__",
     "build_info",
+    "dequantize_rows",
     "embedding_bag",
     "ops",
+    "quantize_rows",
+    "row_bytes",
+    "rows_from_fbgemm",
+    "rows_to_fbgemm",
     "scale_rows",
 ]

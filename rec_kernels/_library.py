@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -68,6 +69,14 @@ def use_triton() -> None:
     triton.register(_triton, "CUDA")
 
 
+def _triton_version() -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # Asked of the package's files: importing it takes seconds. Builds for other GPUs have names of their own.
+    names = importlib.metadata.packages_distributions().get("triton", [])
+    return importlib.metadata.version(names[0]) if names else "unknown"
+
+
 _load_cpu()
 cuda_unavailable = _load_cuda()
 
@@ -77,7 +86,9 @@ def build_info() -> dict[str, object]:
 
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,
-    ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in.
+    ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in,
+    ``triton`` (version, or None where it is not installed), ``triton_in_use`` (whether GPU tensors get the Triton
+    kernels).
     """
     cuda = _FOLDER / _CUDA_LIBRARY
     architectures = _FOLDER / "cuda_architectures.txt"
@@ -91,4 +102,6 @@ def build_info() -> dict[str, object]:
         "cuda_library": str(cuda) if cuda.exists() else None,
         "cuda_unavailable": cuda_unavailable,
         "cuda_architectures": architectures.read_text().split() if architectures.exists() else [],
+        "triton": _triton_version(),
+        "triton_in_use": _triton is not None,
     }

@@ -46,8 +46,8 @@ Bounds for_bags(const BagInput& in, const Body& body) {
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
   Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
   Tensor status = new_tensor(weights, {2}, ScalarType::Long);
-  const PoolArgs args{in.features.get(), in.bags, weights.const_data_ptr<float>(), output.mutable_data_ptr<float>(),
-                      in.output_dim};
+  const PoolArgs args{in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()),
+                      output.mutable_data_ptr<float>(), in.output_dim};
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
   in.raise(bounds);
@@ -57,16 +57,16 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
   return {output, status};
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
-                                             const OptionalTensor& per_sample_weights,
-                                             const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-                                             const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-                                             const OptionalTensor& output_offsets, const OptionalTensor& mean,
-                                             int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-                                             const std::string& pooling, int64_t padding_idx,
-                                             const std::string& bounds_check, bool, bool include_last_offset) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+std::tuple<Tensor, Tensor> embedding_bag_cpu(
+    const Tensor& weights, const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset) {
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   return forward(weights,
                  read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset));
@@ -78,7 +78,7 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
-    places.push_back({start, row, t.size(0), t.size(1), 0, false});
+    places.push_back({4 * start, row, t.size(0), t.size(1), 0, 0, 0, RowFormat::kFp32, false});
     start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
     row += t.size(0);
   }
@@ -92,8 +92,8 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
     for (; !known && p != places.end() && p->row_offset == f.row_offset; ++p)
       known = p->weight_offset == f.weight_offset && p->num_embeddings == f.num_embeddings &&
               p->embedding_dim == f.embedding_dim;
-    check_value(known, "weight_offsets[", i, "] = ", f.weight_offset, ", row_offsets[", i, "] = ", f.row_offset, " (",
-                f.num_embeddings, " x ", f.embedding_dim, ") is the place of none of the tables");
+    check_value(known, "weight_offsets[", i, "] = ", f.weight_offset / 4, ", row_offsets[", i, "] = ", f.row_offset,
+                " (", f.num_embeddings, " x ", f.embedding_dim, ") is the place of none of the tables");
   }
 }
 
@@ -103,11 +103,14 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   check_tables(weights, tables, in);
   return forward(weights, in);
@@ -118,12 +121,16 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
     const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check, const std::string& optimizer, double) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer,
+    double, const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids) {
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(weights, sum, step, lr, parse_optimizer(optimizer));
+  read_rounding(weights, layout, rounding, seed, table_ids);
   return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
 }
 
@@ -132,16 +139,19 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
                                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-                                   int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
-                                   const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+                                   int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+                                   const OptionalTensor& format_of, int64_t embedding_dim, const std::string& pooling,
+                                   int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  const PoolArgs args{in.features.get(), in.bags, weights.const_data_ptr<float>(), nullptr, in.output_dim};
+  const PoolArgs args{in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr,
+                      in.output_dim};
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();
   const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;

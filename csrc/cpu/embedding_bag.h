@@ -16,7 +16,7 @@ struct Bounds {
 struct PoolArgs {
   const Feature* features;
   Bags bags;
-  const float* weights;
+  const uint8_t* weights;
   float* output;
   int64_t output_dim;
 };

@@ -114,7 +114,7 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
   int64_t workers = 1;
   const std::vector<Piece> pieces = cut(o.tables, &workers);
-  const int64_t row = (in.max_dim + 63) / 64 * 64;
+  const int64_t row = kScratchRows * scratch_row(in.max_dim);
   std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(workers * row)]);
   parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
     const Piece& p = pieces[static_cast<size_t>(i)];
@@ -133,10 +133,13 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
                       const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
-                      int64_t num_rows, int64_t max_embedding_dim, const std::string& pooling, int64_t padding_idx,
+                      int64_t num_rows, int64_t max_embedding_dim,
+                      const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+                      int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
                       const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
@@ -144,7 +147,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const Occurrences o = sort_occurrences(in);
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
-  target.weights = out.mutable_data_ptr<float>();
+  target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
   finish_all(in, o, grad, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
   return out;
 }
@@ -154,9 +157,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
@@ -169,10 +174,18 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     row_counts.mutable_data_ptr<int64_t>()[f] =
         o.tables[static_cast<size_t>(o.feature_tables[static_cast<size_t>(f)])].num_runs;
   RowTarget target{};
-  target.weights = row_grads.mutable_data_ptr<float>();
+  target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
   finish_all(in, o, grad, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
   return {rows, row_grads, row_counts};
+}
+
+void set_table_ids(const int64_t* table_ids, const BagInput& in) {
+  for (int64_t f = 0; table_ids && f < in.num_features; ++f) {
+    check_value(table_ids[f] >= 0 && table_ids[f] < kMaxTableId, "table_ids[", f, "] = ", table_ids[f],
+                " must be in [0, ", kMaxTableId, ")");
+    in.features[f].table_id = table_ids[f];
+  }
 }
 
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
@@ -181,15 +194,20 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
                     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                    const std::string& optimizer_name, double eps, const OptionalTensor& status,
-                    const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  const TableLayout layout{weight_offsets, row_offsets, num_embeddings, embedding_dims,   output_offsets,
-                           mean,           output_dim,  num_rows,       max_embedding_dim};
+                    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+                    int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps,
+                    const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
+                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
+  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
+                           output_offsets,    mean,        output_dim,     num_rows,
+                           max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   check_update(weights, sum, step, lr, optimizer);
+  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
+  set_table_ids(how.table_ids, in);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
   check_value(!sum || sum->numel() >= in.num_rows, "sum must have one element per row (", in.num_rows, "), got ",
               sum ? sum->numel() : 0);
@@ -202,10 +220,12 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   RowTarget target{};
-  target.weights = weights.mutable_data_ptr<float>();
+  target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
   target.sum = sum ? sum->mutable_data_ptr<float>() : nullptr;
   target.lr = *lr.const_data_ptr<float>();
   target.eps = static_cast<float>(eps);
+  target.stochastic = how.stochastic;
+  target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
   const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
   finish_all(in, o, grad, scale ? 1.0f / *scale : 1.0f, target,
              optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad);

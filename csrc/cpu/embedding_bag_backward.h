@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/embedding_bag.h"
+#include "cpu/row_formats.h"
 
 namespace rec_kernels {
 
@@ -52,12 +53,18 @@ struct RunArgs {
 
 // Where finished row gradients go. The fields of the one that runs are set.
 struct RowTarget {
-  float* weights;  // updated in place, or receives the dense gradient
-  float* sum;      // row-wise Adagrad state
+  uint8_t* weights;  // updated in place, or receives the gradient
+  float* sum;        // row-wise Adagrad state
   float lr;
   float eps;
   int64_t* rows;  // sparse: row of each run
+  bool stochastic;
+  RowRounding rounding;  // of encoded rows; the noise's table is the feature's
 };
+
+// Floats of scratch that finishing runs takes: a gradient, and a decoded row.
+constexpr int64_t kScratchRows = 2;
+inline int64_t scratch_row(int64_t D) { return (D + 63) / 64 * 64; }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);
@@ -65,7 +72,7 @@ using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, 
 struct EmbeddingBagBackwardKernels {
   // Sums chunks [begin, end) of long runs into their `out`.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, int64_t begin, int64_t end);
-  // Sum and finish runs [begin, end) of a table; `scratch` holds the widest row, in floats.
+  // Sum and finish runs [begin, end) of a table; `scratch` is kScratchRows * scratch_row(D) floats.
   FinishRuns dense, sparse, sgd, rowwise_adagrad;
 
   template <CpuIsa>

@@ -182,6 +182,12 @@ struct SumInto {
   }
 };
 
+void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
+  for_blocks(D, SumInto{&terms, out});
+  if (inverse_scale != 1.0f)
+    for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
+}
+
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t end) {
   Terms terms;
   for (int64_t i = begin; i < end; ++i) {
@@ -254,6 +260,45 @@ struct UpdateTarget {
   }
 };
 
+// Rows of a format: decoded beside the gradient, updated there, and encoded.
+template <class Optimizer>
+struct EncodedTarget {
+  int64_t D;
+  Optimizer optimizer;
+  uint8_t* rows;  // of the table
+  int64_t row_bytes;
+  RowFormatKernels::Decode decode;
+  RowFormatKernels::Encode encode;
+  RowRounding rounding;
+
+  EncodedTarget(const Feature& f, const RowTarget& t, const Optimizer& optimizer)
+      : D(f.embedding_dim),
+        optimizer(optimizer),
+        rows(t.weights + f.weight_offset),
+        row_bytes(f.row_bytes),
+        rounding(t.rounding) {
+    const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
+    const auto format = static_cast<int>(f.format);
+    decode = k.decode[format];
+    encode = t.stochastic ? k.stochastic[format] : k.nearest[format];
+    rounding.noise.table = static_cast<uint32_t>(f.table_id);
+  }
+  void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
+
+  void finish(const Terms& terms, int64_t row, float inverse_scale, float* g) const {
+    sum_scaled(terms, D, inverse_scale, g);
+    const float mean_square = Optimizer::kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
+    float* w = g + scratch_row(D);
+    decode(rows + row * row_bytes, D, w);
+    const float prepared = optimizer.prepare(row, mean_square);
+    const Vec factor = Vec::broadcast(prepared);
+    int64_t c = 0;
+    for (; c + W <= D; c += W) Optimizer::update(Vec::load(w + c), Vec::load(g + c), factor).store(w + c);
+    for (; c < D; ++c) w[c] = Optimizer::update(w[c], g[c], prepared);
+    encode(w, D, rounding, row, rows + row * row_bytes);
+  }
+};
+
 // for_blocks of a row that fits in the registers: sum, statistic and target without touching memory between.
 template <class Target>
 struct FinishNarrow {
@@ -290,16 +335,27 @@ struct PutFrom {
   }
 };
 
+template <class Optimizer>
+void finish_row(const EncodedTarget<Optimizer>& target, const Terms& terms, int64_t row, int64_t, float inverse_scale,
+                float* scratch) {
+  target.finish(terms, row, inverse_scale, scratch);
+}
+
 template <class Target>
 void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
                  float* scratch) {
   const int64_t D = target.D;
-  for_blocks(D, SumInto{&terms, scratch});
-  if (inverse_scale != 1.0f)
-    for (int64_t c = 0; c < D; ++c) scratch[c] *= inverse_scale;
+  sum_scaled(terms, D, inverse_scale, scratch);
   const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
   const auto opened = target.open(row, run, mean_square);
   for_blocks(D, PutFrom<Target, decltype(opened)>{scratch, opened});
+}
+
+template <class Target>
+void finish_row(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
+                float* scratch) {
+  if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
+  else finish_wide(target, terms, row, run, inverse_scale, scratch);
 }
 
 // The first long run at or behind `run`, which counts over all tables.
@@ -335,18 +391,19 @@ void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table,
     } else {
       terms_of_occurrences(a, table, start, count, &terms);
     }
-    if (D <= kBlock) for_blocks(D, FinishNarrow<Target>{target, terms, row, r, a.inverse_scale});
-    else finish_wide(target, terms, row, r, a.inverse_scale, scratch);
+    finish_row(target, terms, row, r, a.inverse_scale, scratch);
   }
 }
 
 void dense(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
-  finish_runs(a, DenseTarget{f.embedding_dim, t.weights + f.weight_offset}, table, scratch, begin, end);
+  finish_runs(a, DenseTarget{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)}, table, scratch,
+              begin, end);
 }
 
 void sparse(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const SparseTarget target{table.feature->embedding_dim, t.rows + table.first_run, t.weights + table.first_float};
+  const SparseTarget target{table.feature->embedding_dim, t.rows + table.first_run,
+                            reinterpret_cast<float*>(t.weights) + table.first_float};
   finish_runs(a, target, table, scratch, begin, end);
 }
 
@@ -359,8 +416,11 @@ template <class Optimizer>
 void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
             int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
-  const UpdateTarget<Optimizer> target{f.embedding_dim, optimizer, t.weights + f.weight_offset, state_of(t, table)};
-  finish_runs(a, target, table, scratch, begin, end);
+  if (f.format != RowFormat::kFp32)
+    return finish_runs(a, EncodedTarget<Optimizer>(f, t, optimizer), table, scratch, begin, end);
+  auto* weights = reinterpret_cast<float*>(t.weights + f.weight_offset);
+  finish_runs(a, UpdateTarget<Optimizer>{f.embedding_dim, optimizer, weights, state_of(t, table)}, table, scratch,
+              begin, end);
 }
 
 void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {

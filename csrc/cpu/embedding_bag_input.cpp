@@ -3,33 +3,68 @@
 namespace rec_kernels {
 namespace {
 
-Feature read_feature(const TableLayout& l, int64_t i, bool mean) {
-  return {l.weight_offsets->const_data_ptr<int64_t>()[i], l.row_offsets->const_data_ptr<int64_t>()[i],
-          l.num_embeddings->const_data_ptr<int64_t>()[i], l.embedding_dims->const_data_ptr<int64_t>()[i],
-          l.output_offsets->const_data_ptr<int64_t>()[i], l.mean ? l.mean->const_data_ptr<bool>()[i] : mean};
-}
+// The features of a layout, one by one, from tensors of sizes and offsets in elements of `weights`.
+class FeatureReader {
+ public:
+  FeatureReader(const TableLayout& layout, int64_t weights, bool mean)
+      : layout_(layout), formats_(parse_formats(layout)), weights_(weights), mean_(mean) {}
 
-// A feature's table must lie inside `weights`: the kernels trust what passes here.
-void check_feature(const Feature& f, int64_t i, int64_t weights, int64_t output_column) {
-  check_value(f.embedding_dim >= 1 && f.embedding_dim <= INT32_MAX, "embedding_dims[", i, "] = ", f.embedding_dim,
-              " must be in [1, 2^31)");
-  check_value(f.num_embeddings >= 0, "num_embeddings[", i, "] = ", f.num_embeddings, " must not be negative");
-  check_value(f.row_offset >= 0 && f.row_offset <= INT64_MAX - f.num_embeddings, "row_offsets[", i,
-              "] = ", f.row_offset, " must be in [0, 2^63 - num_embeddings[", i, "])");
-  check_value(f.weight_offset >= 0 && f.weight_offset <= weights, "weight_offsets[", i, "] = ", f.weight_offset,
-              " must be in [0, ", weights, "], the number of weights");
-  check_value(f.num_embeddings <= (weights - f.weight_offset) / f.embedding_dim, "table of feature ", i, " (",
-              f.num_embeddings, " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset,
-              ") does not fit in ", weights, " weights");
-  check_value(f.output_offset == output_column, "output_offsets[", i, "] = ", f.output_offset, " must be ",
-              output_column, ", the sum of the embedding_dims before");
-}
+  Feature read(int64_t i, int64_t output_column) const {
+    Feature f;
+    f.weight_offset = layout_.weight_offsets->const_data_ptr<int64_t>()[i];
+    f.row_offset = layout_.row_offsets->const_data_ptr<int64_t>()[i];
+    f.num_embeddings = layout_.num_embeddings->const_data_ptr<int64_t>()[i];
+    f.embedding_dim = layout_.embedding_dims->const_data_ptr<int64_t>()[i];
+    f.output_offset = layout_.output_offsets->const_data_ptr<int64_t>()[i];
+    f.table_id = 0;
+    f.format = format(i);
+    f.mean = layout_.mean ? layout_.mean->const_data_ptr<bool>()[i] : mean_;
+    check_value(f.embedding_dim >= 1 && f.embedding_dim <= INT32_MAX, "embedding_dims[", i, "] = ", f.embedding_dim,
+                " must be in [1, 2^31)");
+    f.row_bytes = row_bytes(f.format, f.embedding_dim);
+    check(f, i, output_column);
+    f.weight_offset *= element_bytes();
+    return f;
+  }
+  int64_t element_bytes() const { return formats_.empty() ? 4 : 1; }
+
+ private:
+  RowFormat format(int64_t i) const {
+    if (formats_.empty()) return RowFormat::kFp32;
+    const int64_t index = layout_.format_of ? layout_.format_of->const_data_ptr<int64_t>()[i] : 0;
+    const auto count = static_cast<int64_t>(formats_.size());
+    check_value(index >= 0 && index < count, "format_of[", i, "] = ", index, " must be in [0, ", count,
+                "), the number of formats");
+    return formats_[static_cast<size_t>(index)];
+  }
+
+  // A feature's table must lie inside `weights`: the kernels trust what passes here.
+  void check(const Feature& f, int64_t i, int64_t output_column) const {
+    check_value(f.num_embeddings >= 0, "num_embeddings[", i, "] = ", f.num_embeddings, " must not be negative");
+    check_value(f.row_offset >= 0 && f.row_offset <= INT64_MAX - f.num_embeddings, "row_offsets[", i,
+                "] = ", f.row_offset, " must be in [0, 2^63 - num_embeddings[", i, "])");
+    check_value(f.weight_offset >= 0 && f.weight_offset <= weights_, "weight_offsets[", i, "] = ", f.weight_offset,
+                " must be in [0, ", weights_, "], the number of weights");
+    const int64_t row = f.row_bytes / element_bytes();
+    check_value(f.num_embeddings <= (weights_ - f.weight_offset) / row, "table of feature ", i, " (", f.num_embeddings,
+                " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset, ") does not fit in ",
+                weights_, " weights");
+    check_value(f.output_offset == output_column, "output_offsets[", i, "] = ", f.output_offset, " must be ",
+                output_column, ", the sum of the embedding_dims before");
+  }
+
+  const TableLayout& layout_;
+  std::vector<RowFormat> formats_;
+  int64_t weights_;
+  bool mean_;
+};
 
 void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
+  const FeatureReader reader(layout, weights, in->options.mean);
+  in->element_bytes = reader.element_bytes();
   int64_t column = 0;
   for (int64_t i = 0; i < in->num_features; ++i) {
-    const Feature f = in->features[i] = read_feature(layout, i, in->options.mean);
-    check_feature(f, i, weights, column);
+    const Feature f = in->features[i] = reader.read(i, column);
     column += f.embedding_dim;
     in->max_dim = f.embedding_dim > in->max_dim ? f.embedding_dim : in->max_dim;
     in->num_rows = f.row_offset + f.num_embeddings > in->num_rows ? f.row_offset + f.num_embeddings : in->num_rows;
@@ -44,22 +79,28 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   in->output_dim = column;
 }
 
+void read_one_table(const TableLayout& layout, int64_t rows, int64_t columns, BagInput* in) {
+  const OneTable table = read_one_table(layout, rows, columns);
+  in->element_bytes = layout.formats ? 1 : 4;
+  in->features[0] = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, in->options.mean};
+  in->num_rows = rows;
+  in->output_dim = in->max_dim = table.embedding_dim;
+}
+
 }  // namespace
 
 BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{as_contiguous(values), as_contiguous(offsets), std::nullopt, nullptr, features, 0, 0, 0, Bags{}, options};
+  BagInput in{
+      as_contiguous(values), as_contiguous(offsets), std::nullopt, nullptr, features, 0, 0, 0, 4, Bags{}, options};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(features)]);
   if (layout.embedding_dims) {
     read_features(layout, rows, &in);
   } else {
-    check_value(columns >= 1, "weights must have at least one column, got shape [", rows, ", ", columns, "]");
-    in.features[0] = {0, 0, rows, columns, 0, options.mean};
-    in.num_rows = rows;
-    in.output_dim = in.max_dim = columns;
+    read_one_table(layout, rows, columns, &in);
   }
   in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
   return in;

@@ -18,6 +18,7 @@ struct BagInput {
   int64_t num_rows;  // linear rows: above every row number
   int64_t output_dim;
   int64_t max_dim;
+  int64_t element_bytes;  // of `weights`
   Bags bags;
   BagOptions options;
 
@@ -25,8 +26,8 @@ struct BagInput {
   void raise(const Bounds& bounds) const;
 };
 
-// `rows` and `columns` describe the single table of a call without a layout; with one, rows is the number of floats in
-// `weights` and columns is ignored. Without include_last_offset, offsets name where bags start and the last one ends
+// `rows` and `columns` describe the single table of a call without a layout; with one, rows is the number of elements
+// of `weights` and columns is ignored. Without include_last_offset, offsets name where bags start and the last one ends
 // with the ids, as torch has it. Every feature's range is checked against it.
 BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,

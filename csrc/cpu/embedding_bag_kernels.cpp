@@ -3,7 +3,7 @@
 // A bag's columns are pooled in blocks of up to eight registers: accumulators stay in registers over the whole bag,
 // rows are prefetched a fixed number of ids ahead (also across bags), and a row is read exactly once.
 #include "core/row_statistics.h"
-#include "cpu/embedding_bag.h"
+#include "cpu/embedding_bag_encoded.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -139,8 +139,17 @@ void pool_registers(const Block& k, int registers) {
 // Bags [begin, end) with offsets known to be good.
 void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t first_sample,
                   Bounds* bounds) {
-  Block k{&a.bags,      &f,    begin, end, first_sample, 0, 0, a.weights + f.weight_offset, a.output + f.output_offset,
-          a.output_dim, bounds};
+  Block k{&a.bags,
+          &f,
+          begin,
+          end,
+          first_sample,
+          0,
+          0,
+          reinterpret_cast<const float*>(a.weights + f.weight_offset),
+          a.output + f.output_offset,
+          a.output_dim,
+          bounds};
   for (; k.column < f.embedding_dim; k.column += kBlock) {
     const int64_t columns = f.embedding_dim - k.column;
     const int64_t here = columns < kBlock ? columns : kBlock;
@@ -168,14 +177,19 @@ void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body)
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t sample) {
-    pool_feature(a, f, from, to, sample, bounds);
+    if (f.format == RowFormat::kFp32) pool_feature(a, f, from, to, sample, bounds);
+    else pool_encoded(a, f, from, to, sample, bounds);
   });
+}
+
+float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
+  if (f.format != RowFormat::kFp32) return dot_with_encoded(g, row, f);
+  return row_dot(g, reinterpret_cast<const float*>(row), f.embedding_dim);
 }
 
 void weight_gradient_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t sample,
                              const float* grad, float* out, Bounds* bounds) {
-  const int64_t D = f.embedding_dim;
-  const float* weights = a.weights + f.weight_offset;
+  const uint8_t* rows = a.weights + f.weight_offset;
   const float* g = grad + sample * a.output_dim + f.output_offset;
   for (int64_t bag = begin; bag < end; ++bag, g += a.output_dim) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
@@ -185,7 +199,7 @@ void weight_gradient_feature(const PoolArgs& a, const Feature& f, int64_t begin,
       const bool in_range = a.bags.in_range(id, f), counts = in_range && id != a.bags.padding_idx;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
-      out[i] = counts ? row_dot(g, weights + id * D, D) : 0.0f;
+      out[i] = counts ? dot_with_row(g, rows + id * f.row_bytes, f) : 0.0f;
     }
     if (!f.mean || counted < 2) continue;
     const float each = 1.0f / static_cast<float>(counted);

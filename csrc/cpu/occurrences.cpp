@@ -14,7 +14,7 @@ constexpr int64_t kAlone = 32768;
 
 bool same_table(const Feature& a, const Feature& b) {
   return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
-         a.embedding_dim == b.embedding_dim;
+         a.embedding_dim == b.embedding_dim && a.format == b.format;
 }
 
 // A table's features, all[begin, end), and its slice of the entries.
@@ -62,8 +62,9 @@ Plan plan_tables(const BagInput& in) {
   Plan plan{features_by(in, &Feature::row_offset), {}};
   check_apart(in, plan.features, "row_offsets",
               [](const Feature& f) { return std::make_pair(f.row_offset, f.num_embeddings); });
-  check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets",
-              [](const Feature& f) { return std::make_pair(f.weight_offset, f.num_embeddings * f.embedding_dim); });
+  check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets", [&](const Feature& f) {
+    return std::make_pair(f.weight_offset / in.element_bytes, f.num_embeddings * f.row_bytes / in.element_bytes);
+  });
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_features; ++i) {
     const int64_t f = plan.features[static_cast<size_t>(i)];

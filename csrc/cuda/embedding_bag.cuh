@@ -1,8 +1,8 @@
-// What the CUDA kernels of embedding_bag read, and how lanes share a bag or a row.
+// What the CUDA kernels of embedding_bag read.
 #pragma once
 
-#include "core/vec.cuh"
-#include "core/warp.cuh"
+#include "cuda/group.cuh"
+#include "formats/row_format.h"
 #include "ops/embedding_bag.h"
 
 namespace rec_kernels {
@@ -13,19 +13,30 @@ constexpr int64_t kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
-constexpr int kThreads = 256;
-
 // The layout tensors; null: one table.
 struct Features {
   const int64_t *weight_offsets, *row_offsets, *num_embeddings, *embedding_dims, *output_offsets;
   const bool* means;
+  const int64_t *format_of, *table_ids;  // or null: formats[0], and 0
   Feature one;
+  int element_bytes;  // of `weights`: what weight_offsets count
+  int num_formats;
+  RowFormat formats[kNumBagFormats];
 
   __device__ __forceinline__ Feature operator[](int64_t f) const {
     if (!embedding_dims) return one;
-    return {weight_offsets[f], row_offsets[f],    num_embeddings[f],
-            embedding_dims[f], output_offsets[f], means ? means[f] : one.mean};
+    Feature out;
+    out.weight_offset = weight_offsets[f] * element_bytes;
+    out.row_offset = row_offsets[f];
+    out.num_embeddings = num_embeddings[f];
+    out.embedding_dim = embedding_dims[f];
+    out.output_offset = output_offsets[f];
+    out.table_id = table_ids ? table_ids[f] : 0;
+    out.mean = means ? means[f] : one.mean;
+    return out;
   }
+  // Whether feature f's rows are of formats[index].
+  __device__ __forceinline__ bool has_format(int64_t f, int index) const { return !format_of || format_of[f] == index; }
 };
 
 __device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
@@ -49,58 +60,20 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
   return r.start < 0 ? Range{0, 0} : r;  // the offset before was noted by its own bag
 }
 
-// A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
-// every block of 4G columns.
-template <int G>
-struct Group {
-  int lane;       // in the group
-  unsigned mask;  // of its lanes in the warp
-
-  __device__ __forceinline__ Group() {
-    const int in_warp = threadIdx.x % kWarpSize;
-    lane = in_warp % G;
-    mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
-  }
-  __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
-  __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
-  // x of lane `from` of the group.
-  template <class T>
-  __device__ __forceinline__ T broadcast(T x, int from) const {
-    return __shfl_sync(mask, x, from, G);
-  }
-};
-
 }  // namespace RK_ISA
 
-// Blocks of kThreads for `items` groups of `lanes`, at most `most`.
-inline dim3 blocks_for(int64_t items, int lanes, int64_t most = kMostBlocks) {
-  const int64_t blocks = ceil_div(items * lanes, kThreads);
-  return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
-}
-
-// Lanes for rows of `columns` floats, four to a lane.
-inline int lanes_for(int64_t columns) {
-  int lanes = 1;
-  while (lanes < kWarpSize && lanes * 4 < columns) lanes *= 2;
-  return lanes;
-}
-
-// Calls body(std::integral_constant<int, G>) with G = lanes, a power of two up to a warp.
-template <class Body>
-void with_lanes(int lanes, const Body& body) {
-  switch (lanes) {
-    case 1:
-    case 2:
-    case 4:
-      return body(std::integral_constant<int, 4>());
-    case 8:
-      return body(std::integral_constant<int, 8>());
-    case 16:
-      return body(std::integral_constant<int, 16>());
-    default:
-      return body(std::integral_constant<int, 32>());
-  }
-}
+// A lookup, as its kernels read it: the features whose rows are of features.formats[format].
+struct PoolArgs {
+  const uint8_t* weights;
+  Features features;
+  int format;
+  Bags bags;
+  float* output;
+  int64_t output_dim;
+  int64_t* status;
+};
+// Pools every bag of the features of one format; no row is wider than max_dim.
+void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
@@ -119,7 +92,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream);
 
-// A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many floats they are.
+// A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many elements they have.
 // `updates`: tables that overlap in part are bad, because two groups would write the same weights.
 Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream);
 

@@ -44,6 +44,7 @@ struct Skip {
 struct SumArgs {
   Runs runs;
   Features features;
+  int format;  // of the rows to finish, an index into features.formats
   int64_t batch;
   const float* grad;
   int64_t output_dim;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "cuda/embedding_bag.cuh"
+#include "formats/format_list.h"
 
 namespace rec_kernels {
 namespace {
@@ -15,13 +16,15 @@ std::vector<int64_t> to_host(const OptionalTensor& t, cudaStream_t stream) {
 }
 
 void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
-  in->features = {layout.weight_offsets->const_data_ptr<int64_t>(),
-                  layout.row_offsets->const_data_ptr<int64_t>(),
-                  layout.num_embeddings->const_data_ptr<int64_t>(),
-                  layout.embedding_dims->const_data_ptr<int64_t>(),
-                  layout.output_offsets->const_data_ptr<int64_t>(),
-                  layout.mean ? layout.mean->const_data_ptr<bool>() : nullptr,
-                  {0, 0, 0, 0, 0, in->options.mean}};
+  Features& f = in->features;
+  f.weight_offsets = layout.weight_offsets->const_data_ptr<int64_t>();
+  f.row_offsets = layout.row_offsets->const_data_ptr<int64_t>();
+  f.num_embeddings = layout.num_embeddings->const_data_ptr<int64_t>();
+  f.embedding_dims = layout.embedding_dims->const_data_ptr<int64_t>();
+  f.output_offsets = layout.output_offsets->const_data_ptr<int64_t>();
+  f.means = layout.mean ? layout.mean->const_data_ptr<bool>() : nullptr;
+  f.format_of = layout.format_of ? layout.format_of->const_data_ptr<int64_t>() : nullptr;
+  f.one.mean = in->options.mean;
   in->output_dim = layout.output_dim;
   in->max_dim = layout.max_embedding_dim;
   in->num_rows = layout.num_rows;
@@ -34,6 +37,20 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   }
 }
 
+void read_formats(const TableLayout& layout, Features* features) {
+  const std::vector<RowFormat> formats = parse_formats(layout);
+  features->element_bytes = formats.empty() ? 4 : 1;
+  features->num_formats = formats.empty() ? 1 : static_cast<int>(formats.size());
+  features->formats[0] = RowFormat::kFp32;
+  std::copy(formats.begin(), formats.end(), features->formats);
+}
+
+__device__ int64_t row_bytes_of(const Features& features, int64_t f, int64_t D) {
+  const int64_t index = features.format_of ? features.format_of[f] : 0;
+  if (index < 0 || index >= features.num_formats) return 0;
+  return row_bytes_of(features.formats[index], D);
+}
+
 // Unsigned: the numbers of a bad layout may be anything.
 __device__ bool overlap(uint64_t a, uint64_t size_a, uint64_t b, uint64_t size_b) {
   return a < b + size_b && b < a + size_a;
@@ -43,11 +60,11 @@ __device__ bool overlap(uint64_t a, uint64_t size_a, uint64_t b, uint64_t size_b
 __device__ bool share_all_or_nothing(const Feature& a, const Feature& b) {
   if (a.num_embeddings <= 0 || b.num_embeddings <= 0) return true;  // occupies nothing
   const uint64_t rows_a = a.num_embeddings, rows_b = b.num_embeddings;
-  const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim;
+  const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim && a.row_bytes == b.row_bytes;
   if (sizes && a.row_offset == b.row_offset && a.weight_offset == b.weight_offset) return true;
   return !overlap(a.row_offset, rows_a, b.row_offset, rows_b) &&
-         !overlap(a.weight_offset, rows_a * static_cast<uint64_t>(a.embedding_dim), b.weight_offset,
-                  rows_b * static_cast<uint64_t>(b.embedding_dim));
+         !overlap(a.weight_offset, rows_a * static_cast<uint64_t>(a.row_bytes), b.weight_offset,
+                  rows_b * static_cast<uint64_t>(b.row_bytes));
 }
 
 // One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
@@ -61,16 +78,22 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   for (int64_t i = threadIdx.x; features.embedding_dims && i < num_features; i += blockDim.x) {
-    const Feature f = features[i];
-    const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0;
+    Feature f = features[i];
+    f.row_bytes = row_bytes_of(features, i, f.embedding_dim);
+    const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0 && f.row_bytes > 0;
     const bool rows = f.row_offset >= 0 && f.num_embeddings <= num_rows && f.row_offset <= num_rows - f.num_embeddings;
-    const bool inside = sizes && f.weight_offset >= 0 && f.weight_offset <= weights &&
-                        f.num_embeddings <= (weights - f.weight_offset) / f.embedding_dim;
+    const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= weights &&
+                        f.num_embeddings <= (weights * features.element_bytes - f.weight_offset) / f.row_bytes;
     const int64_t column = i > 0 ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
     const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
     bool apart = true;
-    for (int64_t j = 0; updates && j < i; ++j) apart = apart && share_all_or_nothing(f, features[j]);
-    if (!rows || !inside || f.output_offset != column || !last || !apart) note_bad(status, kBadLayout);
+    for (int64_t j = 0; updates && j < i; ++j) {
+      Feature other = features[j];
+      other.row_bytes = row_bytes_of(features, j, other.embedding_dim);
+      apart = apart && share_all_or_nothing(f, other);
+    }
+    const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
+    if (!table || !rows || !inside || f.output_offset != column || !last || !apart) note_bad(status, kBadLayout);
   }
 }
 
@@ -84,12 +107,13 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
       as_contiguous(values),      as_contiguous(offsets), std::nullopt, Features{}, Bags{}, options, features, 0, 0, 0,
       options.mean || layout.mean};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
+  read_formats(layout, &in.features);
   if (layout.embedding_dims) {
     read_layout(layout, &in, stream);
   } else {
-    check_value(columns >= 1, "weights must have at least one column, got shape [", rows, ", ", columns, "]");
-    in.features.one = {0, 0, rows, columns, 0, options.mean};
-    in.output_dim = in.max_dim = columns;
+    const OneTable table = read_one_table(layout, rows, columns);
+    in.features.one = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, options.mean};
+    in.output_dim = in.max_dim = table.embedding_dim;
     in.num_rows = rows;
   }
   in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);

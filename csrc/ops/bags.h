@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/host_device.h"
+#include "formats/row_format.h"
 
 namespace rec_kernels {
 
@@ -9,11 +10,14 @@ namespace rec_kernels {
 constexpr int64_t kNoBadPosition = INT64_MAX;
 
 struct Feature {
-  int64_t weight_offset;  // in floats
+  int64_t weight_offset;  // in bytes
   int64_t row_offset;
   int64_t num_embeddings;
   int64_t embedding_dim;
   int64_t output_offset;
+  int64_t table_id;   // of stochastic rounding's noise
+  int64_t row_bytes;  // on the CPU; CUDA kernels know their format
+  RowFormat format;
   bool mean;
 };
 

@@ -7,7 +7,8 @@ namespace {
 const std::string kLayout =
     "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
     "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
-    "SymInt num_rows=0, SymInt max_embedding_dim=0, str pooling=\"sum\", int padding_idx=-1, str "
+    "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
+    "SymInt embedding_dim=0, str pooling=\"sum\", int padding_idx=-1, str "
     "bounds_check=\"error\"";
 
 void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
@@ -50,8 +51,9 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
   }
   if (!layout.embedding_dims) {
-    check_value(!layout.weight_offsets && !layout.row_offsets && !layout.num_embeddings && !layout.output_offsets &&
-                    !layout.mean && layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
+    check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
+                    !layout.output_offsets && !layout.mean && layout.output_dim == 0 && layout.num_rows == 0 &&
+                    layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }
@@ -63,6 +65,7 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   check_layout_tensor(layout.embedding_dims, features, values, "embedding_dims", ScalarType::Long);
   check_layout_tensor(layout.output_offsets, features, values, "output_offsets", ScalarType::Long);
   if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
+  if (layout.format_of) check_layout_tensor(layout.format_of, features, values, "format_of", ScalarType::Long);
   const int64_t bags = offsets.numel() - (include_last_offset ? 1 : 0);
   check_value(features == 0 ? bags == 0 : bags % features == 0,
               "offsets must have num_features * batch + 1 elements, got ", offsets.numel(), " for ", features,
@@ -89,8 +92,42 @@ Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor
   return b;
 }
 
+std::vector<RowFormat> parse_formats(const TableLayout& layout) {
+  std::vector<RowFormat> formats;
+  if (!layout.formats) {
+    check_value(!layout.format_of && layout.embedding_dim == 0,
+                "formats is missing: format_of and embedding_dim mean nothing without it");
+    return formats;
+  }
+  for (const std::string& name : *layout.formats) {
+    formats.push_back(parse_row_format(name));
+    check_value(is_bag_format(formats.back()), "formats: tables cannot have format \"", name,
+                "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
+    for (size_t i = 0; i + 1 < formats.size(); ++i)
+      check_value(formats[i] != formats.back(), "formats must differ, got \"", name, "\" twice");
+  }
+  check_value(!formats.empty(), "formats must have at least one element");
+  check_value(layout.format_of.has_value() || formats.size() == 1, "format_of is missing: formats has ", formats.size(),
+              " elements, so every feature's must be named");
+  check_value((layout.embedding_dim != 0) == !layout.embedding_dims,
+              "embedding_dim must be given for one table of bytes and nothing else, got ", layout.embedding_dim);
+  return formats;
+}
+
+OneTable read_one_table(const TableLayout& layout, int64_t rows, int64_t columns) {
+  const std::vector<RowFormat> formats = parse_formats(layout);
+  check_value(columns >= 1, "weights must have at least one column, got shape [", rows, ", ", columns, "]");
+  if (formats.empty()) return {RowFormat::kFp32, columns, 4 * columns};
+  const int64_t D = layout.embedding_dim;
+  check_value(D >= 1 && D <= INT32_MAX, "embedding_dim = ", D, " must be in [1, 2^31)");
+  const int64_t bytes = row_bytes(formats[0], D);
+  check_value(columns == bytes, "weights must have rows of ", bytes, " bytes for format \"",
+              row_format_name(formats[0]), "\" and embedding_dim = ", D, ", got ", columns);
+  return {formats[0], D, bytes};
+}
+
 void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout) {
-  check_dtype(weights, ScalarType::Float, "weights");
+  check_dtype(weights, layout.formats ? ScalarType::Byte : ScalarType::Float, "weights");
   check_contiguous(weights, "weights");
   check_same_device(weights, values, "weights", "values");
   check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
@@ -119,7 +156,30 @@ void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor
   check_same_device(*sum, weights, "sum", "weights");
 }
 
+UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, const std::string& rounding,
+                             const OptionalTensor& seed, const OptionalTensor& table_ids) {
+  const bool stochastic = rounding == "stochastic";
+  check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
+              "\"");
+  UpdateRounding out{stochastic, nullptr, nullptr};
+  if (seed) {
+    check_rank(*seed, 0, "seed");
+    check_dtype(*seed, ScalarType::Long, "seed");
+    check_same_device(*seed, weights, "seed", "weights");
+    out.seed = seed->const_data_ptr<int64_t>();
+  }
+  if (table_ids) {
+    check_value(layout.embedding_dims.has_value(), "embedding_dims is missing: table_ids mean nothing without it");
+    check_layout_tensor(table_ids, layout.embedding_dims->numel(), weights, "table_ids", ScalarType::Long);
+    out.table_ids = table_ids->const_data_ptr<int64_t>();
+  }
+  return out;
+}
+
 WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout) {
+  check_value(!layout.formats,
+              "formats must be None: rows of other formats than float32 have no gradient that torch "
+              "could take; they are trained by a fused update");
   const size_t rank = layout.embedding_dims ? 1 : 2;
   check_value(shape.size() == rank, "weights_shape must have ", rank, " element(s), got ", shape.size());
   return {shape[0], rank == 2 ? shape[1] : 1};
@@ -155,7 +215,9 @@ void throw_bad_position(const BadPosition& bad) {
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
   const std::string shape = "SymInt[] weights_shape, Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
-  const std::string optimizer = ", str optimizer=\"rowwise_adagrad\", float eps=1e-08";
+  const std::string optimizer =
+      ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, str rounding=\"stochastic\", Tensor? seed=None, "
+      "Tensor? table_ids=None";
   m.def(("embedding_bag(Tensor weights, " + bags + kLayout +
          ", bool sparse=False, bool include_last_offset=True) -> (Tensor output, Tensor status)")
             .c_str());

@@ -1,25 +1,28 @@
 // embedding_bag over many tables in one call: the contract that every backend keeps, and the checks they share.
 //
-// Tables. `weights` is one float32 tensor that holds every table: [E, D] for a single table, or flat with feature f's
-// table at weights[weight_offsets[f] : + num_embeddings[f] * embedding_dims[f]], row-major. Rows of all tables are
-// numbered through: row i of feature f's table is linear row row_offsets[f] + i, its place in optimizer state. Two
-// features share a table by naming the same ranges; ranges that overlap in part are refused.
-// Bags. Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64.
-// Output. [B, output_dim], feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by
-// this op; an empty bag gives zeros. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides
-// once by the number of ids that count. Columns outside every feature are not written: there must be none.
-// Ids equal to padding_idx are left out, of the sum, of n and of every gradient.
-// Bounds. "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are
-// left out and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values`
-// (INT64_MAX when there is none), and how many ids were left out for being out of range. Offsets are always checked.
-// Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks of 64 in the order
-// (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
+// Tables. `weights` is one tensor that holds every table. Without `formats` it is float32: [E, D] for a single table,
+// or flat with feature f's table at weights[weight_offsets[f] : + num_embeddings[f] * embedding_dims[f]], row-major.
+// With `formats`, uint8: [E, row_bytes] with embedding_dim columns a row, or flat with weight_offsets in bytes; the
+// table of feature f has rows of formats[format_of[f]] (ops/row_formats.h), of formats[0] without format_of. Updates
+// decode a row, work in FP32, and encode it: `rounding`, `seed`, `step` and table_ids[f] say how it is rounded. Rows of
+// all tables are numbered through: row i of feature f's table is linear row row_offsets[f] + i, its place in optimizer
+// state. Two features share a table by naming the same ranges; ranges that overlap in part are refused. Bags.
+// Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64. Output. [B, output_dim],
+// feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by this op; an empty bag gives
+// zeros. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides once by the number of ids
+// that count. Columns outside every feature are not written: there must be none. Ids equal to padding_idx are left out,
+// of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id by feature and bag, and
+// nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is int64 [2]: the smallest
+// bad position in `values` (INT64_MAX when there is none), and how many ids were left out for being out of range.
+// Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks
+// of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
 #pragma once
 
 #include <vector>
 
 #include "core/stable.h"
 #include "ops/bags.h"
+#include "ops/row_formats.h"
 
 namespace rec_kernels {
 
@@ -38,6 +41,9 @@ struct TableLayout {
   int64_t output_dim;
   int64_t num_rows;           // no linear row number is as large; 0: not given
   int64_t max_embedding_dim;  // no embedding_dim is larger; 0: not given
+  const std::optional<std::vector<std::string>>& formats;
+  const OptionalTensor& format_of;
+  int64_t embedding_dim;  // of the rows of one table without a layout, whose weights are bytes; else 0
 };
 
 // How bags are read.
@@ -61,10 +67,27 @@ RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const 
 // start and the last one ends with the ids.
 RK_EXPORT Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                          const BagOptions& options, int64_t features, bool include_last_offset);
+// What a call without a layout says of its table, whose weights are [rows, columns].
+struct OneTable {
+  RowFormat format;
+  int64_t embedding_dim, row_bytes;
+};
+RK_EXPORT OneTable read_one_table(const TableLayout& layout, int64_t rows, int64_t columns);
+// The formats by number; none: `weights` are floats.
+RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                             Optimizer optimizer);
+
+// How updated rows are encoded. The seed stays where it is; table_ids are [F], or null: 0.
+struct UpdateRounding {
+  bool stochastic;
+  const int64_t* seed;
+  const int64_t* table_ids;
+};
+RK_EXPORT UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, const std::string& rounding,
+                                       const OptionalTensor& seed, const OptionalTensor& table_ids);
 
 // Rows and columns of the single table of a call without a layout, from the shape its gradient is to have; with a
 // layout the number of floats in `weights`, and 1.

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rec_kernels.dlrm import compare, compare_report
-from rec_kernels.dlrm.config import TrainConfig, add_options
+from rec_kernels.dlrm.config import DEVICES, FORMATS, ROUNDINGS, TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.devices import DeviceError
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
@@ -43,23 +44,38 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
+    command.add_argument("--device", choices=DEVICES, help="where to compute (default: as the run)")
     command = commands.add_parser(
         "compare",
         help="train configurations with the same seeds and compare their test scores",
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
-        "seed. Given again, the command goes on where it stopped. Other flags are options of all configurations.",
+        "seed. Configurations are named, or are the formats and roundings of a list, as in --format fp32,int8,int4 "
+        "--rounding stochastic,nearest. Given again, the command goes on where it stopped. Other flags are options of "
+        "all configurations.",
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
     command.add_argument(
         "configurations",
-        nargs="+",
+        nargs="*",
         metavar="NAME[:OPTION=VALUE,...]",
         help="the first is what the others are compared with; widths are joined by +, as in wide:bottom=128+64",
     )
+    command.add_argument(
+        "--format",
+        metavar="FORMAT,...",
+        help=f"format of the tables' rows, or a list, the first being what the others are compared with: every "
+        f"configuration in every format; {', '.join(FORMATS)} (default: fp32)",
+    )
+    command.add_argument(
+        "--rounding",
+        metavar="ROUNDING,...",
+        help=f"of updated rows that are not fp32, or a list: every format with every rounding; {', '.join(ROUNDINGS)} "
+        f"(default: {ROUNDINGS[0]})",
+    )
     command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
-    add_options(command, without=("run", "seed"))
+    add_options(command, without=("run", "seed", "format", "rounding"))
     return parser
 
 
@@ -88,13 +104,14 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     data = None
     if "data" in options:
         data = open_data(dataclasses.replace(TrainConfig.read(directory), data=options["data"]))
-    print(scores_text(evaluate(directory, data, split=split), split))
+    print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
 
 
 def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
+    rows = {"formats": options.pop("format"), "roundings": options.pop("rounding")}
     try:
-        plan = compare.plan(configurations, _config(parser, options, None), seeds, name)
+        plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **rows)
     except ValueError as error:
         parser.error(str(error))
     try:
@@ -113,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_command = options.pop("run_command")
     try:
         run_command(parser, options)
-    except (DataError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
+    except (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     except RunInterruptedError as interrupted:

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, datasets
-from rec_kernels.dlrm.config import TrainConfig, widths
+from rec_kernels.dlrm.config import FORMATS, ROUNDINGS, TrainConfig, widths
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import TrainingError, train
@@ -45,30 +45,71 @@ class Comparison:
         return dataclasses.replace(self.configs[name], seed=seed, run=run, runs_dir=str(self.folder))
 
 
-def plan(configurations: Sequence[str], base: TrainConfig, seeds: str, name: str) -> Comparison:
+def plan(
+    configurations: Sequence[str],
+    base: TrainConfig,
+    seeds: str,
+    name: str,
+    *,
+    formats: str | None = None,
+    roundings: str | None = None,
+) -> Comparison:
     """The comparison that a command line asks for.
 
     Args:
-        configurations: two or more "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``,
-            widths of layers are joined by "+" ("bottom=64+32").
+        configurations: "NAME" or "NAME:option=value,option=value"; options are those of ``TrainConfig``, widths of
+            layers are joined by "+" ("bottom=64+32").
         base: the options that a configuration does not give.
         seeds: a count N for 0, 1, ..., N - 1, or a list "3,5,8".
         name: of the folder in ``base.runs_dir``.
+        formats, roundings: None: as ``base``. Lists, as in "fp32,int8": every configuration in every format with every
+            rounding, named "NAME-int8-nearest", or without configurations "int8-nearest". fp32 is not rounded, so it is
+            there once.
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
     """
     if not is_run_name(name):
         raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
-    if len(configurations) < 2:
-        raise ValueError(f"there is one configuration, {configurations[0]!r}: a comparison needs 2 or more")
+    variants = _variants(formats or base.format, roundings or base.rounding)
+    if not configurations and "" in variants:
+        raise ValueError("there is nothing to compare: give configurations, or formats as in --format fp32,int8")
     configs: dict[str, TrainConfig] = {}
-    for text in configurations:
-        key, config = parse_configuration(text, base)
-        if key in configs:
-            raise ValueError(f"two configurations are named {key!r}: names must differ")
-        configs[key] = config
+    for text in configurations or [None]:
+        key, given = ("", {}) if text is None else parse_configuration(text)
+        twice = sorted({"format", "rounding"} & set(given))
+        if twice and "" not in variants:
+            raise ValueError(f"configuration {text!r}: {twice[0]!r} is given, and --format or --rounding is a list")
+        for variant, rows in variants.items():
+            full = "-".join(part for part in (key, variant) if part)
+            if full in configs:
+                raise ValueError(f"two configurations are named {full!r}: names must differ")
+            try:
+                configs[full] = dataclasses.replace(base, **rows | given)
+            except ValueError as error:
+                raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
+    if len(configs) < 2:
+        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+
+
+def _variants(formats: str, roundings: str) -> dict[str, dict[str, str]]:
+    """The options "format" and "rounding" by "int8-nearest", "fp32", ...; by "" if neither of the two is a list."""
+    lists = {}
+    for option, text, allowed in (("format", formats, FORMATS), ("rounding", roundings, ROUNDINGS)):
+        lists[option] = names = text.split(",")
+        if not set(names) <= set(allowed) or len(set(names)) < len(names):
+            raise ValueError(f"{option} is {text!r}, allowed is {', '.join(allowed)}, or several of them")
+    if all(len(names) == 1 for names in lists.values()):
+        return {"": {"format": formats, "rounding": roundings}}
+    if formats == "fp32":
+        raise ValueError(f"rounding is {roundings!r}, but format is 'fp32', which is not rounded: give --format, too")
+    variants = {}
+    for format in lists["format"]:
+        for rounding in ROUNDINGS[:1] if format == "fp32" else lists["rounding"]:
+            name = "fp32" if format == "fp32" else f"{format}-{rounding}"
+            variants[name] = {"format": format, "rounding": rounding}
+    return variants
 
 
 def parse_seeds(text: str) -> tuple[int, ...]:
@@ -90,8 +131,8 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     return seeds
 
 
-def parse_configuration(text: str, base: TrainConfig) -> tuple[str, TrainConfig]:
-    """Name and config of "NAME" or "NAME:option=value,...", as in ``plan``."""
+def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and options of "NAME" or "NAME:option=value,...", as in ``plan``."""
     name, colon, given = text.partition(":")
     where = f"configuration {text!r}"
     if not is_run_name(name):
@@ -116,10 +157,7 @@ def parse_configuration(text: str, base: TrainConfig) -> tuple[str, TrainConfig]
             raise ValueError(
                 f"{where}: {option} is {value!r}, allowed is {allowed[option].metadata['allowed']}"
             ) from error
-    try:
-        return name, dataclasses.replace(base, **values)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+    return name, values
 
 
 def comparable_defaults() -> dict[str, Any]:

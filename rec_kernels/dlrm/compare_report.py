@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
 from rec_kernels.dlrm.compare import Comparison, comparable_defaults
@@ -114,15 +115,18 @@ def _score(outcomes: dict[str, dict[int, dict]], reference: str, name: str, key:
 
 
 def _cost(records: list[dict]) -> dict:
-    """Parameters of the model, bytes of tables and optimizer state, and examples per second; None if no run ended."""
+    """Parameters, bytes of rows, of optimizer state and of both, and examples per second; None if no run ended."""
     tests = [record for record in records if record["kind"] == "test"]
     if not tests:
-        return {"parameters": None, "table_bytes": None, "examples_per_second": None}
+        return dict.fromkeys(("parameters", "weight_bytes", "state_bytes", "table_bytes", "examples_per_second"))
     tables = tests[0]["tables"]
     in_tables = sum(table["num_embeddings"] * table["embedding_dim"] for table in tables)
+    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
     return {
         "parameters": tests[0]["dense_parameters"] + in_tables,
-        "table_bytes": sum(table["weight_bytes"] + table["state_bytes"] for table in tables),
+        "weight_bytes": weights,
+        "state_bytes": state,
+        "table_bytes": weights + state,
         "examples_per_second": float(np.mean([test["examples_per_second"] for test in tests])),
     }
 
@@ -186,13 +190,16 @@ def _score_table(result: dict, key: str) -> str:
 
 
 def _cost_table(result: dict) -> str:
-    rows = [("configuration", "parameters", "tables and state [MiB]", "examples/s", "its options not at their default")]
-    common = _common(result)
+    sizes = "tables [MiB]", "of the reference", "state [MiB]"
+    rows = [("configuration", "parameters", *sizes, "examples/s", "its options not at their default")]
+    common, reference = _common(result), result["configurations"][0]["weight_bytes"]
     for c in result["configurations"]:
         own = {key: value for key, value in c["options"].items() if key not in common}
-        numbers = ("-",) * 3
+        numbers = ("-",) * 5
         if c["parameters"] is not None:
-            numbers = f"{c['parameters']:,}", f"{c['table_bytes'] / 2**20:.2f}", f"{c['examples_per_second']:,.0f}"
+            share = f"{c['weight_bytes'] / reference:.1%}" if reference else "-"
+            sizes = f"{c['weight_bytes'] / 2**20:.2f}", share, f"{c['state_bytes'] / 2**20:.2f}"
+            numbers = f"{c['parameters']:,}", *sizes, f"{c['examples_per_second']:,.0f}"
         rows.append((c["name"], *numbers, _options(own) or "-"))
     return _table(rows)
 
@@ -206,21 +213,36 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 
 def draw(result: dict) -> Figure:
-    """Mean test AUC over the bytes of tables and state; bars are 95 % intervals of each mean, which are not paired."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
+    """Over the bytes of tables and state: the mean test AUC, and its paired difference to the reference.
+
+    Bars are 95 % intervals. Those of the means are not paired, hence wider than what they say about a difference.
+    """
+    figure = Figure(figsize=(9, 8), layout="constrained")
+    panels = figure.subplots(2, 1, sharex=True)
     shown = [c for c in result["configurations"] if c["auc"]["mean"] is not None]
-    for c, marker in zip(shown, itertools.cycle("osD^vP*X")):
-        half = c["auc"]["half_width"]
-        axes.errorbar(c["table_bytes"] / 2**20, c["auc"]["mean"], half, fmt=marker, capsize=4, label=c["name"])
     sizes = [c["table_bytes"] for c in shown]
+    for i, (c, marker) in enumerate(zip(shown, itertools.cycle("osD^vP*X"))):
+        apart = c["auc"]["difference"] or {"mean": None, "low": None}
+        half = None if apart["low"] is None else apart["mean"] - apart["low"]
+        points = (c["auc"]["mean"], c["auc"]["half_width"]), (apart["mean"], half)
+        for axes, (mean, bar) in zip(panels, points, strict=True):
+            if mean is not None:
+                # Several of the same size side by side: the bars would hide each other.
+                beside = ScaledTranslation(sizes[:i].count(sizes[i]) / 12, 0, figure.dpi_scale_trans)
+                style = {"fmt": marker, "color": f"C{i}", "capsize": 4, "label": c["name"]}
+                axes.errorbar(sizes[i] / 2**20, mean, bar, **style, transform=axes.transData + beside)
+                axes.update_datalim([(sizes[i] / 2**20, mean + (bar or 0) * sign) for sign in (-1, 1)])
     if sizes and max(sizes) > 10 * min(sizes):
-        axes.set_xscale("log")
-    axes.set_xlabel("tables and optimizer state [MiB]")
-    axes.set_ylabel("test AUC, mean over the seeds" + (" and 95 % interval" if len(result["seeds"]) > 1 else ""))
-    axes.grid(alpha=0.3)
+        panels[1].set_xscale("log")
+    intervals = " and 95 % interval" if len(result["seeds"]) > 1 else ""
+    panels[0].set_ylabel(f"test AUC, mean over the seeds{intervals}")
+    panels[1].set_ylabel(f"difference to {result['reference']}, same seeds{intervals}")
+    panels[1].axhline(0, color="black", linewidth=1)
+    panels[1].set_xlabel("tables and optimizer state [MiB]")
+    for axes in panels:
+        axes.grid(alpha=0.3)
     if shown:
-        axes.legend(title="configuration")
+        figure.legend(*panels[0].get_legend_handles_labels(), title="configuration", loc="outside right upper")
     return figure
 
 

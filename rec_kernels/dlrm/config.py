@@ -15,7 +15,10 @@ import rec_kernels as rk
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
+DEVICES = ("cpu", "cuda")
+ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS = {"rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8), "sgd": lambda lr: rk.SGD(lr=lr)}
 
 
@@ -50,13 +53,18 @@ def _text(default: str | None, help: str, **more) -> Any:
     return _option(default, str, help, "text", lambda v: v != "", **more)
 
 
+def _choice(default: str, help: str, names: Sequence[str], **more) -> Any:
+    *first, last = names
+    return _option(default, str, help, f"{', '.join(first)} or {last}", lambda v: v in names, **more)
+
+
 def _layers(default: tuple[int, ...], help: str) -> Any:
     return _option(default, widths, help, "widths of 1 or more", lambda v: all(w >= 1 for w in v))
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """All that decides a run: the same config on the same machine gives the same bits.
+    """All that decides a run: the same config on the same machine gives the same bits, on the CPU.
 
     Raises:
         ValueError: names the option, its value and what is allowed.
@@ -82,9 +90,11 @@ class TrainConfig:
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
-    optimizer: str = _option(
-        "rowwise_adagrad", str, "optimizer of the tables", " or ".join(OPTIMIZERS), lambda v: v in OPTIMIZERS
+    format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
+    rounding: str = _choice(
+        "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
     )
+    optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
     lr: float = _positive(0.05, "learning rate of the tables")
     dense_lr: float = _positive(0.001, "learning rate of the MLPs (Adam)")
     warmup_steps: int = _count(0, "steps in which both learning rates rise linearly", 0)
@@ -103,7 +113,8 @@ class TrainConfig:
     )
     eval_every: int = _count(0, "steps between evaluations, on the rows set apart or else the test rows (0: none)", 0)
     patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
-    seed: int = _count(0, "fixes the initial weights", 0)
+    seed: int = _count(0, "fixes the initial weights and the noise of stochastic rounding", 0)
+    device: str = _choice("cpu", "cpu, or cuda for a GPU, which is never chosen by itself", DEVICES, how=True)
     threads: int | None = _count(None, "CPU threads (default: torch's choice)", how=True)
 
     run: str | None = _option(
@@ -138,7 +149,8 @@ class TrainConfig:
 
     def run_name(self, data_name: str) -> str:
         """Name of the run where none was given."""
-        return f"{data_name}-d{self.embedding_dim}-b{self.batch_size}-seed{self.seed}"
+        rows = "" if self.format == "fp32" else f"-{self.format}-{self.rounding}"
+        return f"{data_name}-d{self.embedding_dim}{rows}-b{self.batch_size}-seed{self.seed}"
 
     def table_optimizer(self) -> rk.SGD | rk.RowwiseAdagrad:
         """The fused optimizer of the tables."""

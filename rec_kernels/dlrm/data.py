@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple, Protocol, TypeVar
 
+import torch
 from torch import Tensor
 
 import rec_kernels as rk
@@ -54,6 +55,14 @@ class Batch(NamedTuple):
     label: Tensor
     shared: rk.KeyedJaggedTensor | None = None
     inverse: Tensor | None = None
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same on another device."""
+        return Batch(*(None if part is None else part.to(device, non_blocking=non_blocking) for part in self))
+
+    def pin_memory(self) -> Batch:
+        """The same in page-locked host memory."""
+        return Batch(*(None if part is None else part.pin_memory() for part in self))
 
 
 class DataSet(Protocol):

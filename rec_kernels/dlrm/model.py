@@ -27,10 +27,14 @@ class DLRM(nn.Module):
         embedding_dim: columns D of every table and of the bottom MLP's output.
         bottom: widths of the hidden layers between the dense columns and D.
         top: widths of the hidden layers between the interaction and the logit.
+        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; outputs, MLPs and optimizer state are float32.
+        rounding: of updated rows of formats other than fp32, "stochastic" or "nearest".
         optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the MLPs are
             the business of the caller's optimizer (``dense_parameters``).
-        seed: fixes every initial weight.
-        init: applied to each table's weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default.
+        seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
+            stochastic rounding: 2 seed is the collections' one of the features that are not shared, 2 seed + 1 of those
+            that are.
+        init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default.
     """
 
     def __init__(
@@ -41,6 +45,8 @@ class DLRM(nn.Module):
         *,
         bottom: Sequence[int] = (64,),
         top: Sequence[int] = (64, 32),
+        format: str = "fp32",
+        rounding: str = "stochastic",
         optimizer=None,
         seed: int = 0,
         init: Callable[[torch.Tensor], object] | None = None,
@@ -50,7 +56,7 @@ class DLRM(nn.Module):
         optimizer = optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8)
         init = init or (lambda weight: _uniform_init(weight, generator))
 
-        def collection(chosen: list[Feature]) -> rk.EmbeddingBagCollection | None:
+        def collection(chosen: list[Feature], noise: int) -> rk.EmbeddingBagCollection | None:
             tables = [
                 rk.EmbeddingBagConfig(
                     f.num_embeddings,
@@ -58,16 +64,18 @@ class DLRM(nn.Module):
                     name=f.name,
                     feature_names=[f.name],
                     pooling=f.pooling,
+                    format=format,
                     init=init,
                 )
                 for f in chosen
             ]
-            return rk.EmbeddingBagCollection(tables, optimizer=optimizer) if tables else None
+            options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
+            return rk.EmbeddingBagCollection(tables, **options) if tables else None
 
         vectors = 1 + len(features)
-        self.embedding_dim = embedding_dim
-        self.embeddings = collection([f for f in features if not f.shared])
-        self.shared = collection([f for f in features if f.shared])
+        self.embedding_dim, self.format = embedding_dim, format
+        self.embeddings = collection([f for f in features if not f.shared], 2 * seed)
+        self.shared = collection([f for f in features if f.shared], 2 * seed + 1)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         self.top = _mlp([embedding_dim + vectors * (vectors - 1) // 2, *top, 1], generator, final_relu=False)
 
@@ -90,6 +98,17 @@ class DLRM(nn.Module):
     def collections(self) -> list[rk.EmbeddingBagCollection]:
         """The collections that there are."""
         return [c for c in (self.embeddings, self.shared) if c is not None]
+
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return self.top[0].weight.device
+
+    def check(self) -> None:
+        """Raise IndexError or ValueError if a batch before had bad ids or offsets: a GPU does not tell at once."""
+        for module in self.modules():
+            if isinstance(module, rk.EmbeddingBagCollection):
+                module.check()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:

@@ -47,6 +47,20 @@ def number(value: float | None, digits: int = 4) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def size(count: float) -> str:
+    """Bytes, as in "11.4 MiB"."""
+    power = min(max(int(count).bit_length() - 1, 0) // 10, 3)
+    return f"{count / 1024**power:,.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
+
+
+def memory(tables: Sequence[dict]) -> str:
+    """Bytes of a ``memory_report()``, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
+    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
+    full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
+    saved = f" (fp32: {size(full)}, {full / weights:.1f}x less)" if any(t["format"] != "fp32" for t in tables) else ""
+    return f"{size(weights)}{saved}, state {size(state)}"
+
+
 def picture(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` address, which keeps its ids and styles away from the page's."""
     out = io.StringIO()
@@ -113,7 +127,8 @@ def _status(records: list[dict], test: dict | None) -> str:
         last = max((record["step"] for record in records), default=0)
         return f'<p class="failed">Not finished: no test yet; the last record is of step {last:,}.</p>'
     early = ", stopped early" if test["stopped_early"] else ""
-    return f"<p>Tested after {test['step']:,} steps on {test['train_examples']:,} rows{early}.</p>"
+    device = escape(test.get("device", "cpu"))
+    return f"<p>Tested after {test['step']:,} steps on {test['train_examples']:,} rows{early}; device: {device}.</p>"
 
 
 def _scores(records: list[dict], test: dict | None) -> str:
@@ -178,7 +193,8 @@ def _memory(test: dict) -> str:
     header = ("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share")
     dense = test["dense_parameters"]
     mlps = f"{dense:,} parameters, {dense * 4 / 1024:,.1f} KiB in FP32; Adam keeps two more numbers of each"
-    return _table(header, lines, strong=1) + f"<p>MLPs: {mlps}.</p>"
+    notes = f"<p>Tables: {memory(tables)}.</p><p>MLPs: {mlps}.</p>"
+    return _table(header, lines, strong=1) + notes
 
 
 def _configuration(config: dict) -> str:

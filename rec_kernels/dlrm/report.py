@@ -55,6 +55,8 @@ def summary(test: dict) -> str:
             scores_text(test, "test"),
             f"training            {test['train_examples']:,} rows in {test['train_seconds']:.1f} s, "
             f"{test['examples_per_second']:,.0f} examples/s",
+            f"tables              {page.memory(test['tables'])}",
+            f"device              {test.get('device', 'cpu')}",
             f"peak memory         {test['peak_memory_bytes'] / 2**20:,.0f} MiB",
         ]
     )

@@ -48,10 +48,11 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
     raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
 
 
-def write_config(directory: Path, config: dict) -> None:
-    """Write ``config.json``: the options of the run and the versions it began with."""
+def write_config(directory: Path, config: dict, gpu: str | None = None) -> None:
+    """Write ``config.json``: the options of the run, the versions it began with, and the GPU it began on, if any."""
     packages = ("rec_kernels", "torch", "numpy", "scikit-learn")
     versions = {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
+    versions |= {} if gpu is None else {"gpu": gpu}
     fresh = directory / f".{CONFIG}.new"
     fresh.write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
     fresh.replace(directory / CONFIG)

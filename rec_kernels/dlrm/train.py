@@ -17,11 +17,12 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, report, runs
+from rec_kernels.dlrm import checkpoint, devices, report, runs
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.window import Clock, Window
@@ -63,30 +64,43 @@ def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
     """The checkpoint of a run, which is given to ``model``.
 
     Raises:
-        DataError: it is missing, damaged, of other data or of another model.
+        DataError: it is missing, damaged, of other data, of another format or of another model.
     """
     state = checkpoint.load(directory)
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
     if found != expected:
         raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    format = state.get("row_format", "fp32")  # there were no others before this was written
+    if format != model.format:
+        raise DataError(
+            f"{path} has tables of format {format}, and the run's {CONFIG} says {model.format}: put {format} there, or "
+            f"train a new run with --format {model.format}; convert_formats() of a collection loads such tables"
+        )
     try:
         model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError, TypeError, AttributeError) as error:
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not fit the run: {' '.join(str(error).split())}") from error
     return state
 
 
 def build_model(config: TrainConfig, data: DataSet) -> DLRM:
-    """The model of a run, with its initial weights."""
-    return DLRM(
+    """The model of a run on its device, with its initial weights, which are the same on every device.
+
+    Raises:
+        DeviceError: the device cannot be used.
+    """
+    model = DLRM(
         data.features,
         data.num_dense,
         config.embedding_dim,
         bottom=config.bottom,
         top=config.top,
+        format=config.format,
+        rounding=config.rounding,
         optimizer=config.table_optimizer(),
         seed=config.seed,
     )
+    return model.to(devices.find(config.device))
 
 
 def train(
@@ -108,20 +122,26 @@ def train(
         RunExistsError: a run named ``config.run`` exists.
         ModuleNotFoundError: ``config.tensorboard`` without the package.
         TrainingError: the loss is not finite, or the run to resume has another config.
+        DeviceError: ``config.device`` cannot be used.
+        IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
+    device = devices.find(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if resume is not None:
         differences = TrainConfig.read(resume).differences(config)
         if differences:
-            raise TrainingError(f"{resume} cannot be resumed with another config: {'; '.join(differences)}")
+            raise TrainingError(
+                f"{resume} cannot be resumed with another config: {'; '.join(differences)}: a run goes on as it began, "
+                "so leave that out, or train anew without --resume"
+            )
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
     data = _split(config, data)
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
-        runs.write_config(directory, dataclasses.asdict(config))
+        runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device))
     run = Run(config, data, directory, resume=resume is not None)
     run.progress = progress
     try:
@@ -139,13 +159,22 @@ def train(
     return test | {"directory": str(directory)}
 
 
-def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test") -> dict:
+def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
     """Scores of a run's last checkpoint on "test", or on "valid", the rows that its config set apart.
+
+    Args:
+        directory: of the run.
+        data: the data set; by default the one that the run's config names.
+        split: "test" or "valid".
+        device: "cpu" or "cuda"; by default that of the run.
 
     Raises:
         DataError: the run, its checkpoint or its data is missing or not what it should be.
+        DeviceError: the device cannot be used.
     """
     config = TrainConfig.read(directory)
+    if device is not None:
+        config = dataclasses.replace(config, device=device)
     if data is None:
         refuse_to_run_code(config, directory)
     data = _split(config, data)
@@ -218,6 +247,7 @@ class Run:
             **score(*predict(self.model, self.data, "test")),
             "step": self.step,
             "stopped_early": self.stopped_early,
+            "device": devices.gpu_name(self.model.device) or "cpu",
             "train_examples": self._rows_done(),
             "train_seconds": self.seconds,
             "examples_per_second": self._rows_done() / self.seconds,
@@ -241,6 +271,7 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "window": self.window.state(),
                 "records": self.records.mark(),
+                "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
             },
@@ -268,7 +299,7 @@ class Run:
         c = self.config
         while self.step < self.steps:
             before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
-            batches = ahead(self.data.batches("train", c.batch_size, start))
+            batches = ahead(devices.moved(self.data.batches("train", c.batch_size, start), self.model.device))
             started = time.perf_counter()
             while group := list(islice(batches, c.accumulate)):
                 self.window.seconds["data"] += time.perf_counter() - started
@@ -313,7 +344,7 @@ class Run:
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
-        torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch)}, path)
+        torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch.to("cpu"))}, path)
         raise TrainingError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
@@ -345,17 +376,19 @@ def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndar
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:
-        DataError: a label is not 0 or 1, or there are none. TrainingError: a logit is not finite.
+        DataError: a label is not 0 or 1, or there are none. TrainingError: a logit is not finite. IndexError: an id is
+        out of range.
     """
     size = TEST_BATCH_SIZE if split == "test" else data.batch_size
     labels, logits = [], []
     with torch.no_grad():
-        for batch in ahead(data.batches(split, size)):
+        for batch in ahead(devices.moved(data.batches(split, size), model.device)):
             labels.append(batch.label)
             logits.append(model(batch))
+    model.check()
     if not labels:
         raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
-    label, logit = torch.cat(labels), torch.cat(logits)
+    label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()
     _check_labels(label, split)
     if not logit.isfinite().all():
         row = int((~logit.isfinite()).nonzero()[0])

@@ -36,9 +36,9 @@ class Window:
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Those of a batch, float32 [B] each."""
-        self.logits.append(logits)
-        self.labels.append(labels)
+        """Those of a batch, float32 [B] each; they are kept on the CPU."""
+        self.logits.append(logits.cpu())
+        self.labels.append(labels.cpu())
 
     def state(self) -> dict:
         """For a checkpoint: what a new window is made from."""

@@ -4,99 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.jagged import KeyedTensor, select_keys
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
-from rec_kernels.ops.embedding_bag import table_starts
+from rec_kernels.nn.tables import (
+    EmbeddingBagConfig,
+    Storage,
+    Tables,
+    fit_formats,
+    format_tensor,
+    initialize,
+    shown_format,
+)
+from rec_kernels.ops.row_formats import row_bytes
 
 _ops = torch.ops.rec_kernels
-
-
-@dataclass(frozen=True)
-class EmbeddingBagConfig:
-    """One table.
-
-    Args:
-        num_embeddings: E, rows; at least 1.
-        embedding_dim: D, columns; at least 1.
-        name: the table's name, different for every table of a collection, without dots.
-        feature_names: the features looked up in this table; each gets D columns of the output.
-        pooling: "sum" or "mean".
-        format: "fp32".
-        init: called once with the [E, D] weight to fill it in place; None: uniform in +-1/sqrt(E).
-    """
-
-    num_embeddings: int
-    embedding_dim: int
-    name: str
-    feature_names: list[str]
-    pooling: str = "sum"
-    format: str = "fp32"
-    init: Callable[[Tensor], object] | None = None
-
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        name: str,
-        feature_names: list[str],
-        pooling: str = "sum",
-        format: str = "fp32",
-        init: Callable[[Tensor], object] | None = None,
-    ) -> None:
-        if num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
-        if not name or "." in name:
-            raise ValueError(f"table name {name!r} must be non-empty and without dots")
-        if not feature_names or isinstance(feature_names, str):
-            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
-        if pooling not in ("sum", "mean"):
-            raise ValueError(f"table {name!r}: pooling must be 'sum' or 'mean', got {pooling!r}")
-        if format != "fp32":
-            raise ValueError(f"table {name!r}: format must be 'fp32', got {format!r}")
-        for field, value in (
-            ("num_embeddings", num_embeddings),
-            ("embedding_dim", embedding_dim),
-            ("name", name),
-            ("feature_names", list(feature_names)),
-            ("pooling", pooling),
-            ("format", format),
-            ("init", init),
-        ):
-            object.__setattr__(self, field, value)
-
-
-class _Table(nn.Module):
-    """Holds one table's parameters, which are views of the collection's flat tensors."""
-
-    weight: nn.Parameter
-
-
-class _Tables(nn.Module):
-    """name -> _Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too."""
-
-    def __init__(self, names: list[str]) -> None:
-        super().__init__()
-        self._modules.update({name: _Table() for name in names})
-
-    def __getitem__(self, name: str) -> _Table:
-        return self._modules[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._modules)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._modules
 
 
 class EmbeddingBagCollection(nn.Module):
@@ -107,16 +35,22 @@ class EmbeddingBagCollection(nn.Module):
         device: where weights and state live.
         optimizer: ``rk.SGD`` or ``rk.RowwiseAdagrad``: each backward updates the touched rows at once, and no gradient
             of a table is ever stored. None: tables are ordinary parameters with dense torch gradients.
-        bounds_check: what an id outside its table does: "error" (IndexError), "ignore" (left out) or "none" (not
-            checked: only for trusted input).
+        bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
+            "ignore" (left out) or "none" (not checked: only for trusted input).
+        rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
+            a format's step are not lost) or "nearest".
+        seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
 
-    All tables live in one flat float32 tensor; ``embedding_bags[name].weight`` are views of it, listed by
+    All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
+    bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
     ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
-    ``state_dict()``; row-wise state as ``embedding_bags.<name>.sum``. ``.to(device)`` moves them; ``.half()`` and
-    ``.bfloat16()`` leave them float32. Dense parameters elsewhere in the model are the user's optimizer's business.
+    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; row-wise state as
+    ``embedding_bags.<name>.sum``. ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
+    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
+    Dense parameters elsewhere in the model are the user's optimizer's business.
 
     Raises:
-        ValueError: no unique table names, unknown ``bounds_check``.
+        ValueError: no unique table names, unknown ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
     """
 
     def __init__(
@@ -126,6 +60,8 @@ class EmbeddingBagCollection(nn.Module):
         device: torch.device | str | None = None,
         optimizer: SGD | RowwiseAdagrad | None = None,
         bounds_check: str = "error",
+        rounding: str = "stochastic",
+        seed: int = 0,
     ) -> None:
         super().__init__()
         names = [t.name for t in tables]
@@ -135,13 +71,21 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(f"bounds_check must be 'error', 'ignore' or 'none', got {bounds_check!r}")
         if not isinstance(optimizer, (SGD, RowwiseAdagrad, type(None))):
             raise ValueError(f"optimizer must be rk.SGD, rk.RowwiseAdagrad or None, got {optimizer!r}")
+        if rounding not in ("stochastic", "nearest"):
+            raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
         self.tables, self.optimizer, self.bounds_check = list(tables), optimizer, bounds_check
-        self.embedding_bags = _Tables(names)
-        self._starts = table_starts([t.num_embeddings * t.embedding_dim for t in tables])
+        self.rounding, self.seed = rounding, int(seed)
+        self.embedding_bags = Tables(names)
+        self._storage = Storage(self.tables)
         self._name_outputs()
         self._make_layout(device)
         self._make_weights(device)
         self._pending: Pending | None = None
+        self._convert = False
+        rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
+        self._reports = bounds.Reports(rows, bounds_check == "error")
         self.register_load_state_dict_post_hook(_retie_after_load)
 
     def _name_outputs(self) -> None:
@@ -157,50 +101,55 @@ class EmbeddingBagCollection(nn.Module):
         features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
         columns = [sum(self._output_dims[:f]) for f in range(len(features))]
         layout = {
-            "weight_offsets": [self._starts[i] for i in features],
+            "weight_offsets": [self._storage.starts[i] for i in features],
             "row_offsets": [rows[i] for i in features],
             "num_embeddings": [self.tables[i].num_embeddings for i in features],
             "embedding_dims": self._output_dims,
             "output_offsets": columns,
+            "table_ids": features,
+            "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
         }
         for name, numbers in layout.items():
             tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
             self.register_buffer(f"_{name}", tensor, persistent=False)
         mean = torch.tensor([self.tables[i].pooling == "mean" for i in features], dtype=torch.bool, device=device)
         self.register_buffer("_mean", mean, persistent=False)
+        self.register_buffer("_seed", torch.tensor(self.seed, device=device), persistent=False)
+        nothing = torch.tensor(bounds.NOTHING_BAD, device=device)
+        self.register_buffer("_bad_position", nothing, persistent=False)
         self._any_mean = any(t.pooling == "mean" for t in self.tables)
         self._num_rows = rows[-1]
 
     def _make_weights(self, device: torch.device | str | None) -> None:
-        self.register_buffer("_weights", _zeros(self._starts[-1], device), persistent=False)
-        for table in self.tables:
-            self.embedding_bags[table.name].weight = nn.Parameter(torch.empty(0), requires_grad=self.optimizer is None)
+        storage = self._storage
+        self.register_buffer("_weights", _zeros(storage.starts[-1], storage.dtype, device), persistent=False)
+        trains = self.optimizer is None and not storage.is_bytes
+        for i, table in enumerate(self.tables):
+            weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
+            self.embedding_bags[table.name].weight = weight
+            self.embedding_bags[table.name].in_bytes = storage.is_bytes
         self._token = torch.empty(0, device=device, requires_grad=True)
         if self.optimizer is not None:
             self.register_buffer("lr", torch.tensor(self.optimizer.lr, device=device), persistent=False)
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
         has_sum = self.optimizer is not None and self.optimizer.has_sum
-        self.register_buffer("_sum", _zeros(self._num_rows, device) if has_sum else None, persistent=False)
+        self.register_buffer(
+            "_sum", _zeros(self._num_rows, torch.float32, device) if has_sum else None, persistent=False
+        )
         self._tie_tables()
         with torch.no_grad():
             for table in self.tables:
-                weight = self.embedding_bags[table.name].weight
-                if table.init is not None:
-                    table.init(weight)
-                else:
-                    bound = table.num_embeddings**-0.5
-                    weight.uniform_(-bound, bound)
+                initialize(self.embedding_bags[table.name].weight, table)
         self._fused_optimizer = None
         if self.optimizer is not None:
             tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
             self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
 
     def _tie_tables(self) -> None:
-        """Makes every table's parameters views of the flat tensors."""
+        """Makes every table's parameters views of the flat tensors, and names formats beside them."""
         row = 0
-        for table, start in zip(self.tables, self._starts, strict=False):
-            holder, size = self.embedding_bags[table.name], table.num_embeddings * table.embedding_dim
-            view = self._weights[start : start + size].view(table.num_embeddings, table.embedding_dim)
+        for i, table in enumerate(self.tables):
+            holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
             if torch._has_compatible_shallow_copy_type(holder.weight, view):
                 holder.weight.data = view
@@ -208,6 +157,8 @@ class EmbeddingBagCollection(nn.Module):
                 holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
             if grad is not None and grad.device != view.device:
                 holder.weight.grad = grad.to(view.device)
+            if view.dtype == torch.uint8:
+                holder.register_buffer("format", format_tensor(table.format, view.device))
             if self._sum is not None:
                 holder.register_buffer("sum", self._sum[row : row + table.num_embeddings])
             row += table.num_embeddings
@@ -233,11 +184,14 @@ class EmbeddingBagCollection(nn.Module):
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
         self._pending = None
+        self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
         self._tie_tables()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
-        for name, own in self.state_dict().items():
+        # It is torch's own copy of what the caller gave.
+        fit_formats(state_dict, prefix, self.tables, convert=self._convert)
+        for name, own in super().state_dict().items():
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
                 found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
@@ -246,6 +200,28 @@ class EmbeddingBagCollection(nn.Module):
                     "none of its tables was changed"
                 )
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
+        """As ``torch.nn.Module``'s.
+
+        Args:
+            convert: whether tables that the state has in another row format are converted, rounded to the nearest.
+                Otherwise they are refused. (``convert_formats()`` does so for a model that holds the collection.)
+
+        Raises:
+            RuntimeError: a wrong shape, or another format; no table was changed.
+        """
+        with self.convert_formats() if convert else contextlib.nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)
+
+    @contextlib.contextmanager
+    def convert_formats(self) -> Iterator[None]:
+        """Within the block, a state whose tables are in other row formats is converted when it is loaded."""
+        self._convert = True
+        try:
+            yield
+        finally:
+            self._convert = False
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
@@ -272,23 +248,51 @@ class EmbeddingBagCollection(nn.Module):
         Raises:
             KeyError: a feature is missing. IndexError: an id is out of range (``bounds_check="error"``). ValueError:
             bad shapes, dtypes, devices or offsets. RuntimeError: fused tables inside DistributedDataParallel. Nothing
-            has changed when one is raised.
+            has changed when one is raised. On a GPU, bad ids and offsets of earlier lookups are raised, see ``check``.
         """
         values, offsets, weights = select_keys(features, self.feature_names)
         bags, layout = (values, offsets, weights), self._layout()
-        if self.optimizer is None:
+        if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self.tables]
-            pooled, _ = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
-        elif not torch.is_grad_enabled():
-            pooled, _ = _ops.embedding_bag(self._weights, *bags, **layout)
+            pooled, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
+        elif self.optimizer is None or not torch.is_grad_enabled():
+            pooled, status = _ops.embedding_bag(self._weights, *bags, **layout)
         else:
             _refuse_data_parallel()
             if self._pending is None:
-                pooled, _ = _ops.embedding_bag_fused(*self._state(), self._token, *bags, **layout, **self._options())
+                state, options = (*self._state(), self._token), self._options()
+                pooled, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
             else:
                 pooled, status = _ops.embedding_bag(self._weights, *bags, **layout)
                 pooled = self._pending.record(pooled, *bags, status)
+        if bounds.reports_late(status):
+            self._note(status, values, offsets)
         return KeyedTensor(self._output_keys, self._output_dims, pooled)
+
+    def _note(self, status: Tensor, values: Tensor, offsets: Tensor) -> None:
+        if bounds.cannot_copy(status):
+            self._bad_position.copy_(torch.minimum(self._bad_position, status[0]))
+        else:
+            self._reports.add(status, values, offsets)
+
+    def check(self) -> None:
+        """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
+
+        There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
+        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Of
+        lookups inside ``torch.compile`` and of replayed CUDA graphs only these two know, and not which one it was. On
+        the CPU there is nothing to do.
+
+        Raises:
+            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
+            on.
+        """
+        self._reports.check(self._bad_position)
+
+    def state_dict(self, *args: object, **options: object) -> dict[str, Tensor]:
+        """As ``torch.nn.Module``'s, after ``check()``."""
+        self.check()
+        return super().state_dict(*args, **options)
 
     def _layout(self) -> dict[str, object]:
         return {
@@ -303,13 +307,23 @@ class EmbeddingBagCollection(nn.Module):
             "num_rows": self._num_rows,
             "max_embedding_dim": max(self._output_dims, default=0),
             "bounds_check": self.bounds_check,
-        }
+        } | self._formats()
+
+    def _formats(self) -> dict[str, object]:
+        """What lookups have to know of rows that are not all float32."""
+        if not self._storage.is_bytes:
+            return {}
+        several = len(self._storage.formats) > 1
+        return {"formats": self._storage.formats, "format_of": self._format_of if several else None}
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         return self._weights, self._sum, self.step, self.lr
 
     def _options(self) -> dict[str, object]:
-        return {"optimizer": self.optimizer.op_name, "eps": self.optimizer.eps}
+        options = {"optimizer": self.optimizer.op_name, "eps": self.optimizer.eps}
+        if not self._storage.is_bytes:
+            return options
+        return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -360,7 +374,7 @@ class EmbeddingBagCollection(nn.Module):
                 "num_embeddings": t.num_embeddings,
                 "embedding_dim": t.embedding_dim,
                 "format": t.format,
-                "weight_bytes": t.num_embeddings * t.embedding_dim * 4,
+                "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
                 "state_bytes": t.num_embeddings * 4 if has_sum else 0,
             }
             for t in self.tables
@@ -368,7 +382,10 @@ class EmbeddingBagCollection(nn.Module):
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
-        tables = ", ".join(f"{t.name}: {t.num_embeddings} x {t.embedding_dim} {t.pooling}" for t in self.tables)
+        tables = ", ".join(
+            " ".join([f"{t.name}: {t.num_embeddings} x {t.embedding_dim}", *shown_format(t), t.pooling])
+            for t in self.tables
+        )
         return f"{tables}; optimizer={self.optimizer}"
 
 
@@ -382,9 +399,9 @@ def _refuse_data_parallel() -> None:
         )
 
 
-def _zeros(size: int, device: torch.device | str | None) -> Tensor:
-    """[size] float32 zeros; in the CPU's memory on huge pages, where the system offers them."""
-    flat = torch.empty(size, device=device)
+def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
+    flat = torch.empty(size, dtype=dtype, device=device)
     if flat.device.type == "cpu":
         _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
     return flat.zero_()
@@ -394,9 +411,8 @@ def _retie_after_load(collection: EmbeddingBagCollection, _) -> None:
     # load_state_dict(assign=True) swaps parameters in that own their storage.
     with torch.no_grad():
         row = 0
-        for table, start in zip(collection.tables, collection._starts, strict=False):
-            holder, size = collection.embedding_bags[table.name], table.num_embeddings * table.embedding_dim
-            flat = collection._weights[start : start + size].view(table.num_embeddings, table.embedding_dim)
+        for i, table in enumerate(collection.tables):
+            holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
             if holder.weight.data_ptr() != flat.data_ptr():
                 flat.copy_(holder.weight)
             if collection._sum is not None and holder.sum.data_ptr() != collection._sum[row:].data_ptr():

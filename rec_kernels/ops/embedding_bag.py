@@ -37,13 +37,21 @@ _LAYOUT = (
     "output_dim",
     "num_rows",
     "max_embedding_dim",
+    "formats",
+    "format_of",
+    "embedding_dim",
     "pooling",
     "padding_idx",
     "bounds_check",
 )
 
+# Keyword arguments of the fused update, as far as they do not change.
+_UPDATE = ("optimizer", "eps", "rounding", "seed", "table_ids")
+
 _NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
-_FORMATS_UNSUPPORTED = "format must be None or 'fp32', embedding_dim None, output_dtype None or torch.float32"
+_DTYPE_UNSUPPORTED = "output_dtype must be None or torch.float32"
+# Tensors that are rows of a format by themselves.
+_NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 def embedding_bag(
@@ -68,13 +76,17 @@ def embedding_bag(
     Args:
         input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
         weight: [E, D] float32, contiguous. Its gradient is dense, or a coalesced sparse tensor with ``sparse=True``.
+            Or, for lookups only: [E, D] float16 or bfloat16, or uint8 rows of ``format``, [E, row_bytes].
         offsets: [B] int32 or int64, where each bag starts, the first 0; [B + 1] with ``include_last_offset=True``.
         mode: "sum" or "mean" ("max" is not offered).
         per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
             number of ids (torch refuses this combination).
         padding_idx: this id is left out of every bag; negative counts from the end.
-        max_norm, norm_type, scale_grad_by_freq, format, embedding_dim, output_dtype: only the defaults (``format``
-            "fp32" and ``output_dtype`` torch.float32 included); anything else raises NotImplementedError.
+        format: row format of a uint8 ``weight``, which ``rk.quantize_rows`` makes: "fp16", "bf16", "int8", "int4",
+            "mx9", "mx6", "mx4" or "fp32".
+        embedding_dim: D of a uint8 ``weight``.
+        max_norm, norm_type, scale_grad_by_freq, output_dtype: only the defaults (``output_dtype`` torch.float32
+            included); anything else raises NotImplementedError.
 
     Returns:
         [B, D] float32. An empty bag gives zeros. Summed in ascending position: the same bits for every instruction
@@ -83,19 +95,25 @@ def embedding_bag(
     Raises:
         IndexError: an id outside [0, E), with its position, bag and the allowed range.
         ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
+
+    On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
+    offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag`` also returns ``status``, which tells.
     """
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
         raise NotImplementedError(_NORMS_UNSUPPORTED)
-    if format not in (None, "fp32") or embedding_dim is not None or output_dtype not in (None, torch.float32):
-        raise NotImplementedError(_FORMATS_UNSUPPORTED)
+    if output_dtype not in (None, torch.float32):
+        raise NotImplementedError(_DTYPE_UNSUPPORTED)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
     elif offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
     options = {"pooling": mode, "include_last_offset": include_last_offset}
+    if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
+        weight, rows = _rows_of(weight, format, embedding_dim)
+        options |= rows
     if padding_idx is not None:
         options["padding_idx"] = _padding_row(padding_idx, len(weight))
     if per_sample_weights is not None:
@@ -105,6 +123,31 @@ def embedding_bag(
     # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
     with torch._C._AutoDispatchBelowAutograd():
         return _embedding_bag(weight, input, offsets, **options)[0]
+
+
+def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
+    """The weight as the op takes it, and what the op has to be told of its rows."""
+    if weight.dtype == torch.float32:
+        if format not in (None, "fp32") or embedding_dim not in (None, weight.shape[-1]):
+            raise ValueError(
+                f"weight is float32 [E, {weight.shape[-1]}]: format must be None or 'fp32', got {format!r}, and "
+                f"embedding_dim None, got {embedding_dim}; rk.quantize_rows makes rows of other formats"
+            )
+        return weight, {}
+    if weight.dtype in _NARROW:
+        if weight.requires_grad and torch.is_grad_enabled():
+            raise NotImplementedError(f"gradients of a {weight.dtype} weight: train it with a fused optimizer")
+        own, columns = _NARROW[weight.dtype], weight.shape[-1]
+        if format not in (None, own) or embedding_dim not in (None, columns):
+            raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
+        if weight.dim() != 2 or not weight.is_contiguous():
+            raise ValueError(f"weight must be [E, D] and contiguous, got shape {list(weight.shape)}")
+        return weight.view(torch.uint8), {"formats": [own], "embedding_dim": columns}
+    if weight.dtype != torch.uint8:
+        raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")
+    if format is None or embedding_dim is None:
+        raise ValueError(f"weight is {weight.dtype}: format and embedding_dim must say what its rows are")
+    return weight, {"formats": [format], "embedding_dim": embedding_dim}
 
 
 def _padding_row(padding_idx: int, rows: int) -> int:
@@ -125,11 +168,11 @@ def _flatten_bags(
     return input.reshape(-1), offsets, None if weights is None else weights.reshape(-1)
 
 
-def table_starts(sizes: list[int]) -> list[int]:
+def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int]:
     """Where tables of so many elements start in one flat tensor, and its length: [T] sizes -> [T + 1] offsets."""
     starts = [0]
     for size in sizes:
-        starts.append(-(-(starts[-1] + size) // TABLE_ALIGNMENT) * TABLE_ALIGNMENT)
+        starts.append(-(-(starts[-1] + size) // alignment) * alignment)
     return starts
 
 
@@ -150,8 +193,8 @@ def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
     batch = bags if dims is None else bags // max(dims.shape[0], 1)
-    columns = weights.shape[1] if dims is None else a["output_dim"]
-    return weights.new_empty((batch, columns)), weights.new_empty((2,), dtype=torch.int64)
+    columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
+    return weights.new_empty((batch, columns), dtype=torch.float32), weights.new_empty((2,), dtype=torch.int64)
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag")
@@ -294,7 +337,7 @@ def _setup_fused(ctx, inputs, output) -> None:
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
     ctx.state = {name: a[name] for name in ("weights", "sum", "step", "lr")}
-    ctx.options = {name: a[name] for name in ("optimizer", "eps")} | {"status": output[1]}
+    ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
     ctx.token_shape = a["token"].shape
 
 

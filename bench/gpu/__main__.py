@@ -1,0 +1,137 @@
+"""Measures the CUDA kernels beside Triton's, torch and FBGEMM: time, bytes, and the share of a plain copy's rate.
+
+Every shape is checked before it is timed. Times are medians of single calls between CUDA events, the L2 cache
+overwritten before each; calls below a millisecond are also timed as replays of a CUDA graph, which leave out what
+launching costs. A case that fails is recorded with its message. The JSON file is whole after every case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from bench.gpu import cases, report
+from bench.gpu.implementations import available
+from bench.gpu.measure import Effort, measure_case
+from bench.gpu.subjects import Case, EmbeddingBag, ScaleRows
+from bench.gpu.timing import CudaTimer, Timer, WallClock, copy_gb_per_s
+
+# (budget_ms, least, most) calls of a figure, and the limit of the whole run in seconds.
+FULL, QUICK, TRIAL = (150, 10, 300, 510), (40, 5, 60, 225), (5, 2, 4, 600)
+COPY_BYTES, TRIAL_COPY_BYTES = 2**31, 2**16
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions: less than 4 minutes instead of 9")
+    parser.add_argument("--case", action="append", help="only cases whose name contains this (repeatable)")
+    parser.add_argument("--list", action="store_true", help="print the names of the cases and end")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print and draw what a JSON file holds, and end")
+    parser.add_argument("--limit", type=float, help="seconds after which nothing more is started (510; --quick: 225)")
+    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/gpu-<name>.json)")
+    parser.add_argument("--commit", help="the commit to record, where the files are no git repository")
+    parser.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help="cpu: a trial of this program with tiny cases; its figures mean nothing, and --output must say where to",
+    )
+    args = parser.parse_args()
+    if args.show is not None:
+        return args
+    if args.device == "cpu" and args.output is None:
+        parser.error("--device cpu needs --output: its figures are no results")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device; --device cpu tries the program without one")
+    return args
+
+
+def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int) -> list[Case]:
+    """The cases, filtered by --case; implementations take turns at going first."""
+    if args.device == "cpu":
+        workloads, rows = cases.TRIAL, [(5, 16)]
+    else:
+        workloads, rows = cases.workloads(memory), [(2**20, 128), (2**22, 16)]
+    names = list(found)
+    turned = [names[i % len(names) :] + names[: i % len(names)] for i in range(len(workloads))]
+    bags = [EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)]
+    every: list[Case] = [*bags, *(ScaleRows(*size) for size in rows)]
+    return [case for case in every if not args.case or any(part in case.name for part in args.case)]
+
+
+def effort_of(args: argparse.Namespace) -> Effort:
+    """How long to measure."""
+    *calls, limit = TRIAL if args.device == "cpu" else QUICK if args.quick else FULL
+    return Effort(*calls, limit_s=limit if args.limit is None else args.limit)
+
+
+def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: list[Case], found: dict) -> None:
+    """Measures case after case; ``found`` is saved after each."""
+    effort = effort_of(args)
+    copied = functools.partial(copy_gb_per_s, timer, device, COPY_BYTES if device.type == "cuda" else TRIAL_COPY_BYTES)
+    found["copy_gb_per_s"] = {"before": copied()}
+    print(f"copy: {found['copy_gb_per_s']['before']:.0f} GB/s", flush=True)
+    for case in chosen:
+        measured = measure_case(case, device, timer, effort, found["copy_gb_per_s"]["before"])
+        found["cases"].append(measured)
+        found["seconds"] = round(effort.seconds(), 1)
+        report.save(found, args.output)
+        rows = measured["results"]
+        failed = f"{sum('error' in row for row in rows)} failed"
+        print(f"{found['seconds']:6.1f} s  {case.name}: {len(rows)} figures, {failed}", flush=True)
+    try:
+        found["copy_gb_per_s"]["after"] = copied()
+    except Exception as error:  # a kernel may have ended the GPU's context
+        found["copy_gb_per_s"]["after_error"] = str(error)[:500]
+    report.save(found, args.output)
+
+
+def show(found: dict, output: Path) -> None:
+    """Prints the table and draws the picture beside the JSON file."""
+    print(f"\n{report.table(found)}\n")
+    print(report.picture(found, output.with_suffix(".png")))
+    print(f"figures: {output}")
+
+
+def wrong_results(found: dict) -> list[str]:
+    """Cases and operations in which our own kernels did not pass their check."""
+    rows = [(case["name"], row) for case in found["cases"] for row in case["results"]]
+    return [
+        f"{name}, {report.label(row)}"
+        for name, row in rows
+        if row["implementation"] == report.OURS and row.get("error", "").startswith("AssertionError")
+    ]
+
+
+def main() -> None:
+    """The command."""
+    args = arguments()
+    if args.show is not None:
+        show(json.loads(args.show.read_text()), args.show)
+        return
+    device = torch.device(args.device)
+    memory = torch.cuda.get_device_properties(device).total_memory if args.device == "cuda" else 0
+    if args.list:
+        print(*(case.name for case in chosen_cases(args, {"ours": None}, memory)), sep="\n")
+        return
+    implementations, left_out = available(device)
+    chosen = chosen_cases(args, implementations, memory)
+    found = {"about": report.about(device, left_out, args.commit), "cases": []}
+    for name, reason in left_out.items():
+        print(f"{name} is left out: {reason}")
+    args.output = args.output or report.default_output(found["about"]["gpu"]["name"])
+    torch.manual_seed(0)
+    run(args, device, CudaTimer() if args.device == "cuda" else WallClock(), chosen, found)
+    show(found, args.output)
+    if wrong := wrong_results(found):
+        sys.exit(f"wrong results, hence no figures: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""What is measured: workloads of embedding_bag, the ids they look up, and the bytes that each operation moves."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from bench.shapes import BATCHES, Workload
+
+ADAGRAD, SGD = "rowwise_adagrad", "sgd"
+#: What is timed with which optimizer; the forward needs none and is timed beside the first.
+OPERATIONS = {ADAGRAD: ("forward", "backward", "step"), SGD: ("backward", "step")}
+
+ZIPF = 1.15
+#: The widest tables' share of the GPU's memory: torch's Adagrad keeps as much again in state, FBGEMM its own copy.
+SHARE_OF_MEMORY = 0.3
+# A prime above every table's size: rank * PLACE % E then visits every row once.
+PLACE = 2_654_435_761
+
+
+def _both(tables: int, batch: int, rows: int, dim: int, bag: int) -> list[Workload]:
+    """The workload with uniform ids and with Zipf ids, named by its sizes; ``rows`` is a power of ten."""
+    name = f"t{tables}-b{batch}-e1e{round(math.log10(rows))}-d{dim}"
+    sizes = (tables, batch, rows, dim, bag)
+    return [Workload(f"{name}-uniform", *sizes), Workload(f"{name}-zipf", *sizes, zipf=ZIPF)]
+
+
+def tables_that_fit(rows: int, dim: int, memory: int, most: int = 32) -> int:
+    """The largest power of two, from 1 to ``most``, of float32 tables [rows, dim] within their share of the memory.
+
+    Args:
+        memory: bytes of the device.
+    """
+    tables = most
+    while tables > 1 and tables * rows * dim * 4 > SHARE_OF_MEMORY * memory:
+        tables //= 2
+    return tables
+
+
+def workloads(memory: int) -> list[Workload]:
+    """All workloads for a device with so many bytes of memory, what matters most first.
+
+    FBGEMM's default benchmark (32 tables x 512 bags x 20 ids, D = 128, E = 1e5) and larger tables; larger batches with
+    every width; and Criteo's shape: 26 features of one id.
+    """
+    found = _both(32, 512, 100_000, 128, 20)
+    found.append(Workload("criteo-like", 26, 2048, 100_000, 16, 1, zipf=ZIPF))
+    for dim in (128, 64, 32, 16, 256, 512):
+        found += _both(32, 2048, 100_000, dim, 20)
+    for rows in (1_000_000, 10_000_000):
+        found += _both(tables_that_fit(rows, 128, memory), 512, rows, 128, 20)
+    return found
+
+
+#: For a run of the harness itself on a CPU; its times mean nothing.
+TRIAL = [
+    Workload("trial-uniform", 2, 3, 20, 16, 2),
+    Workload("trial-zipf", 2, 2, 40, 32, 3, zipf=ZIPF),
+    Workload("trial-criteo", 3, 2, 30, 16, 1, zipf=ZIPF),
+]
+
+
+class _Ranks:
+    """Draws ranks in [0, E), with probabilities proportional to (rank + 1)^-zipf, or all equally likely."""
+
+    def __init__(self, w: Workload, generator: torch.Generator) -> None:
+        self._rows, self._generator, self._upper = w.rows, generator, None
+        if w.zipf is not None:
+            upper = torch.arange(1, w.rows + 1, dtype=torch.float64, device=generator.device).pow_(-w.zipf).cumsum_(0)
+            self._upper = upper.div_(upper[-1].clone())
+
+    def __call__(self, *shape: int) -> Tensor:
+        """Int64 ranks of that shape."""
+        device = self._generator.device
+        if self._upper is None:
+            return torch.randint(self._rows, shape, generator=self._generator, device=device)
+        drawn = torch.rand(shape, dtype=torch.float64, generator=self._generator, device=device)
+        return torch.searchsorted(self._upper, drawn).clamp_(max=self._rows - 1)
+
+
+def _distinct(ranks: _Ranks, tables: int, batch: int, bag: int, generator: torch.Generator) -> Tensor:
+    """[T, B, L] ranks, no two of a bag the same: drawn again until they differ, then in random order."""
+    found = ranks(tables, batch, bag)
+    while True:
+        found = found.sort(dim=-1).values
+        again = torch.zeros_like(found, dtype=torch.bool)
+        again[..., 1:] = found[..., 1:] == found[..., :-1]
+        count = int(again.sum())
+        if not count:
+            break
+        found[again] = ranks(count)
+    shuffled = torch.rand(found.shape, generator=generator, device=generator.device).argsort(dim=-1)
+    return found.gather(-1, shuffled)
+
+
+def batches_of_ids(w: Workload, device: torch.device, count: int = BATCHES) -> list[Tensor]:
+    """``count`` batches of ids, each [T * B * L] int64, key-major; no id twice in a bag, as FBGEMM's benchmark has it.
+
+    Frequent Zipf ids have a random-looking place in the table, another one in each table, the same in every batch.
+
+    Raises:
+        ValueError: bags of more than half the table, which would have to be drawn again and again.
+    """
+    if 2 * w.bag > w.rows:
+        raise ValueError(f"{w.name}: bags of {w.bag} distinct ids need tables of {2 * w.bag} rows, got {w.rows}")
+    generator = torch.Generator(device).manual_seed(0)
+    ranks, batches = _Ranks(w, generator), []
+    table = torch.arange(w.tables, device=device)[:, None, None]
+    for _ in range(count):
+        ids = _distinct(ranks, w.tables, w.batch, w.bag, generator)
+        if w.zipf is not None:
+            ids = (ids * PLACE + table * (w.rows // w.tables)) % w.rows
+        batches.append(ids.view(-1))
+    return batches
+
+
+def unique_rows(w: Workload, batches: list[Tensor]) -> float:
+    """Distinct rows that a batch looks up, all tables together, on average over the batches."""
+    counts = [sum(len(ids.unique()) for ids in batch.view(w.tables, -1)) for batch in batches]
+    return sum(counts) / len(counts)
+
+
+def bytes_moved(w: Workload, operation: str, optimizer: str, unique: float) -> dict[str, float]:
+    """Bytes that an operation has to move, by two counts.
+
+    "all" counts a row for every id that names it, as if nothing were found in a cache. "unique" counts every row once:
+    what has to go through the memory even with a perfect cache. By either count, a forward reads the rows, the ids and
+    the offsets and writes the output; a backward reads the gradient, the ids and the offsets once, and reads and
+    writes the rows and, for row-wise Adagrad, a float of state for each. A step is one after the other.
+    """
+    ids = w.tables * w.batch * w.bag
+    pooled = w.tables * w.batch * w.dim * 4
+    bags = ids * 8 + (w.tables * w.batch + 1) * 8
+    moved = {}
+    for count, rows in (("all", ids), ("unique", unique)):
+        forward = rows * w.dim * 4 + pooled + bags
+        backward = rows * (w.dim * 8 + (8 if optimizer == ADAGRAD else 0)) + pooled + bags
+        moved[count] = {"forward": forward, "backward": backward, "step": forward + backward}[operation]
+    return moved

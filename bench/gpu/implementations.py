@@ -1,0 +1,276 @@
+"""Who looks up and updates: our ops, our Triton kernels, torch, and FBGEMM where it is installed.
+
+All of them work on the same tables, ids and gradient, except FBGEMM, which keeps a copy of the tables.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import io
+import os
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from bench.gpu.cases import ADAGRAD, batches_of_ids
+from bench.shapes import Workload
+
+LR, EPS = 0.01, 1e-8
+
+
+class Tables:
+    """The memory of a workload on a device."""
+
+    def __init__(self, w: Workload, device: torch.device) -> None:
+        self.workload, self.device = w, device
+        self.batches = batches_of_ids(w, device)
+        #: What the implementations read: [T * B * L], key-major. A graph replays over the same memory.
+        self.ids = self.batches[0].clone()
+        self.offsets = torch.arange(0, len(self.ids) + 1, w.bag, device=device)
+        self.grad = torch.randn(w.batch, w.tables * w.dim, device=device)
+        self.weights = torch.empty(w.tables * w.rows * w.dim, device=device).uniform_(-0.1, 0.1)
+
+    def use(self, turn: int) -> None:
+        """Puts the next batch where the implementations read."""
+        self.ids.copy_(self.batches[turn % len(self.batches)])
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """T views [E, D] of the weights."""
+        w = self.workload
+        return list(self.weights.view(w.tables, w.rows, w.dim))
+
+    @property
+    def ids_of_tables(self) -> list[Tensor]:
+        """T views [B * L] of the ids."""
+        return list(self.ids.view(self.workload.tables, -1))
+
+    @property
+    def grads_of_tables(self) -> list[Tensor]:
+        """T views [B, D] of the gradient."""
+        w = self.workload
+        return list(self.grad.view(w.batch, w.tables, w.dim).unbind(1))
+
+    @functools.cached_property
+    def layout(self) -> dict[str, object]:
+        """The layout arguments of our ops."""
+        w = self.workload
+        table = torch.arange(w.tables, device=self.device)
+        return {
+            "weight_offsets": table * (w.rows * w.dim),
+            "row_offsets": table * w.rows,
+            "num_embeddings": torch.full_like(table, w.rows),
+            "embedding_dims": torch.full_like(table, w.dim),
+            "output_offsets": table * w.dim,
+            "output_dim": w.tables * w.dim,
+            "num_rows": w.tables * w.rows,
+            "max_embedding_dim": w.dim,
+        }
+
+
+class Implementation(Protocol):
+    """One optimizer's way through the operations. A CUDA graph can hold those in ``captures``."""
+
+    captures: frozenset[str]
+    #: T tables [E, D] that are read and updated.
+    tables: list[Tensor]
+    #: T tensors of optimizer state, [E] or (element-wise) [E, D]; None without state.
+    state: list[Tensor] | None
+
+    def forward(self) -> object:
+        """The pooled output: [B, T * D], or T outputs [B, D]."""
+
+    def before(self, operation: str) -> None:
+        """What an operation needs and its time does not count: a backward of autograd needs its forward."""
+
+    def backward(self) -> None:
+        """From the gradient to updated tables."""
+
+    def step(self) -> None:
+        """Forward, then backward."""
+
+
+class _Kernels:
+    """The ops of rec_kernels, called directly: ``functions`` has them by name."""
+
+    captures = frozenset({"forward", "backward", "step"})
+
+    def __init__(self, data: Tables, optimizer: str, functions: object) -> None:
+        self.data, self.functions, self.tables = data, functions, data.tables
+        w, device = data.workload, data.device
+        self.sum = torch.zeros(w.tables * w.rows, device=device) if optimizer == ADAGRAD else None
+        self.state = None if self.sum is None else list(self.sum.view(w.tables, -1))
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self.lr = torch.tensor(LR, device=device)
+        self.options = {"optimizer": optimizer, "eps": EPS}
+
+    def _lookup(self) -> tuple[Tensor, Tensor]:
+        data = self.data
+        return self.functions.embedding_bag(data.weights, data.ids, data.offsets, **data.layout)
+
+    def forward(self) -> Tensor:
+        with torch.no_grad():
+            return self._lookup()[0]
+
+    def before(self, operation: str) -> None:
+        pass
+
+    def backward(self, status: Tensor | None = None) -> None:
+        data, mine = self.data, (self.data.weights, self.sum, self.count, self.lr)
+        options = data.layout | self.options | {"status": status}
+        self.functions.embedding_bag_backward_fused_(*mine, data.grad, data.ids, data.offsets, **options)
+
+    def step(self) -> None:
+        _, status = self._lookup()
+        self.backward(status)
+
+
+class Ours(_Kernels):
+    """torch.ops.rec_kernels; a step goes through autograd, as a model's does."""
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        super().__init__(data, optimizer, torch.ops.rec_kernels)
+        self.token = torch.empty(0, device=data.device, requires_grad=True)
+
+    def step(self) -> None:
+        data, mine = self.data, (self.data.weights, self.sum, self.count, self.lr, self.token)
+        options = data.layout | self.options
+        output, _ = self.functions.embedding_bag_fused(*mine, data.ids, data.offsets, **options)
+        torch.autograd.grad(output, self.token, data.grad)
+
+
+class Triton(_Kernels):
+    """rec_kernels.triton, its functions called directly, without autograd."""
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        # Imported here: the compiled library may be in use instead, and importing Triton takes seconds.
+        from rec_kernels import triton
+
+        super().__init__(data, optimizer, triton)
+
+
+class _Autograd:
+    """A backward that needs a forward of its own before it."""
+
+    _output: object = None
+
+    def before(self, operation: str) -> None:
+        self._output = self._lookup() if operation == "backward" else None
+
+    def forward(self) -> object:
+        with torch.no_grad():
+            return self._lookup()
+
+    def step(self) -> None:
+        self._output = self._lookup()
+        self.backward()
+
+
+class Torch(_Autograd):
+    """torch.nn.functional.embedding_bag per table, sparse gradients, torch.optim.SGD or (element-wise) Adagrad."""
+
+    # Coalescing a sparse gradient waits for the GPU: a graph cannot hold the rest.
+    captures = frozenset({"forward"})
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        self.data, self.tables, self.state = data, data.tables, None
+        self.parameters = [torch.nn.Parameter(table) for table in self.tables]
+        if optimizer == ADAGRAD:
+            self.optimizer = torch.optim.Adagrad(self.parameters, lr=LR, eps=EPS)
+            self.state = [self.optimizer.state[p]["sum"] for p in self.parameters]
+        else:
+            self.optimizer = torch.optim.SGD(self.parameters, lr=LR)
+        w = data.workload
+        self.starts = data.offsets[: w.batch].clone()
+
+    def _lookup(self) -> list[Tensor]:
+        lookup = functools.partial(torch.nn.functional.embedding_bag, offsets=self.starts, mode="sum", sparse=True)
+        return [lookup(ids, table) for ids, table in zip(self.data.ids_of_tables, self.parameters, strict=True)]
+
+    def backward(self) -> None:
+        torch.autograd.backward(self._output, self.data.grads_of_tables)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self._output = None
+
+
+class Fbgemm(_Autograd):
+    """FBGEMM's SplitTableBatchedEmbeddingBagsCodegen on its own copy of the tables, the optimizer fused."""
+
+    captures = frozenset({"forward", "step"})
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        (configs, fbgemm), w = _fbgemm(), data.workload
+        place = ("HOST", "CPU") if data.device.type == "cpu" else ("DEVICE", "CUDA")
+        spec = (w.rows, w.dim, fbgemm.EmbeddingLocation[place[0]], fbgemm.ComputeDevice[place[1]])
+        name = "EXACT_ROWWISE_ADAGRAD" if optimizer == ADAGRAD else "EXACT_SGD"
+        self.data, kind = data, configs.EmbOptimType[name]
+        self.module = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(
+            [spec] * w.tables, optimizer=kind, learning_rate=LR, eps=EPS
+        )
+        self.tables = self.module.split_embedding_weights()
+        for mine, table in zip(self.tables, data.tables, strict=True):
+            mine.copy_(table)
+        self.state = [sums[0] for sums in self.module.split_optimizer_states()] if optimizer == ADAGRAD else None
+
+    def _lookup(self) -> Tensor:
+        return self.module(self.data.ids, self.data.offsets)
+
+    def backward(self) -> None:
+        self._output.backward(self.data.grad)
+        self._output = None
+
+
+def _fbgemm() -> tuple[ModuleType, ModuleType]:
+    """FBGEMM's modules of settings and of tables; they print when they are imported."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        from fbgemm_gpu import split_embedding_configs, split_table_batched_embeddings_ops_training
+    return split_embedding_configs, split_table_batched_embeddings_ops_training
+
+
+def _why_not_ours(device: torch.device) -> str | None:
+    return None if device.type == "cpu" else rk.build_info()["cuda_unavailable"]
+
+
+def _why_not_triton(device: torch.device) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU tensors Triton needs TRITON_INTERPRET=1"
+    return None
+
+
+def _why_not_fbgemm(device: torch.device) -> str | None:
+    if importlib.util.find_spec("fbgemm_gpu") is None:
+        return "fbgemm_gpu is not installed"
+    try:
+        # A CPU build is imported where there is a GPU, too; and a build for another torch fails in its own ways.
+        probe = Fbgemm(Tables(Workload("probe", 1, 1, 4, 16, 1), device), ADAGRAD)
+        probe.step()
+        probe.forward()[0, 0].item()
+    except Exception as error:
+        return f"fbgemm_gpu is installed but does not run here: {type(error).__name__}: {error}".splitlines()[0]
+    return None
+
+
+Make = Callable[[Tables, str], Implementation]
+
+
+def _kinds() -> Iterator[tuple[str, Make, Callable[[torch.device], str | None]]]:
+    yield "ours", Ours, _why_not_ours
+    yield "triton", Triton, _why_not_triton
+    yield "torch", Torch, lambda device: None
+    yield "fbgemm", Fbgemm, _why_not_fbgemm
+
+
+def available(device: torch.device) -> tuple[dict[str, Make], dict[str, str]]:
+    """What can be measured on the device, and why the rest cannot: name -> implementation, name -> reason."""
+    reasons = {name: why(device) for name, _, why in _kinds()}
+    found = {name: make for name, make, _ in _kinds() if reasons[name] is None}
+    return found, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,0 +1,209 @@
+"""What comes out: the JSON file, a table in markdown, a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+import rec_kernels as rk
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "bench" / "results"
+OURS = "ours"
+
+
+def _printed(*command: str) -> str:
+    """What a command prints, stripped; empty where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _driver() -> str | None:
+    printed = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    if printed:
+        return printed.splitlines()[0]
+    file = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", file.read_text()) if file.exists() else None
+    return found[0] if found else None
+
+
+def _commit() -> str:
+    commit = _printed("git", "rev-parse", "--short", "HEAD")
+    if not commit:
+        return "unknown: no git repository (--commit names it)"
+    return commit + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpu() -> dict[str, object]:
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "driver": _driver(),
+    }
+
+
+def about(device: torch.device, left_out: dict[str, str], commit: str | None) -> dict[str, object]:
+    """Where and with what the figures are taken; ``left_out``: implementations that are not there, and why."""
+    built = rk.build_info()
+    return {
+        "command": "python -m bench.gpu " + " ".join(sys.argv[1:]),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit or _commit(),
+        "gpu": _gpu() if device.type == "cuda" else None,
+        "cuda": torch.version.cuda,
+        "triton": _version("triton"),
+        "fbgemm": _version("fbgemm-gpu") or _version("fbgemm-gpu-cpu"),
+        "machine": platform.machine(),
+        **{key: built[key] for key in ("version", "torch", "python", "cuda_unavailable", "cuda_architectures")},
+        "left_out": left_out,
+    }
+
+
+def default_output(gpu: str) -> Path:
+    """bench/results/gpu-<name>.json, the name as a file name: "NVIDIA H200" -> gpu-nvidia-h200.json."""
+    return RESULTS / f"gpu-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}.json"
+
+
+def save(found: dict[str, object], path: Path) -> None:
+    """Writes the JSON file; a run that is ended at any moment leaves a whole one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(part, path)
+
+
+def label(row: dict[str, object]) -> str:
+    """ "backward, sgd"."""
+    return ", ".join(filter(None, (row["operation"], row["optimizer"])))
+
+
+def by_operation(case: dict[str, object]) -> dict[str, dict[str, dict]]:
+    """Operation -> implementation -> row of a case."""
+    found: dict[str, dict[str, dict]] = {}
+    for row in case["results"]:
+        found.setdefault(label(row), {})[row["implementation"]] = row
+    return found
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.4f}" if ms < 1 else f"{ms:.2f}"
+
+
+def _ours_cells(row: dict | None) -> list[str]:
+    if row is None or "error" in row:
+        return ["failed" if row else "", "", "", ""]
+    graph = _ms(row["graph_ms"]) if "graph_ms" in row else ""
+    rates = [f"{row['gb_per_s'][c]:.0f} ({row['percent_of_copy'][c]:.0f} %)" for c in ("all", "unique")]
+    return [_ms(row["ms"]), graph, *rates]
+
+
+def _peer_cell(row: dict | None, ours: dict | None) -> str:
+    if row is None:
+        return ""
+    if "error" in row:
+        return "failed"
+    if ours is None or "error" in ours:
+        return _ms(row["ms"])
+    # Replays with replays, calls with calls.
+    which = "graph_ms" if "graph_ms" in row and "graph_ms" in ours else "ms"
+    return f"{_ms(row[which])}{' graph' if which == 'graph_ms' else ''} ({row[which] / ours[which]:.2f}x)"
+
+
+def table(found: dict[str, object]) -> str:
+    """The figures in markdown: a line for each case and operation, then what failed and why."""
+    names = {row["implementation"] for case in found["cases"] for row in case["results"]}
+    peers = sorted(names - {OURS}, key=_column)
+    head = ["case", "operation", "ours, ms", "graph, ms", "GB/s, all rows", "GB/s, unique rows", *peers]
+    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    for case in found["cases"]:
+        for number, (operation, rows) in enumerate(by_operation(case).items()):
+            ours = rows.get(OURS)
+            others = [_peer_cell(rows.get(peer), ours) for peer in peers]
+            lines.append(["" if number else case["name"], operation, *_ours_cells(ours), *others])
+    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    failed = [line for case in found["cases"] for line in _failures(case)]
+    return "\n".join([*text, *(["", "Not measured:", *_grouped(failed)] if failed else [])])
+
+
+def _failures(case: dict[str, object]) -> list[str]:
+    found = [f"- {case['name']}: {case['error']}"] if "error" in case else []
+    for row in case["results"]:
+        reasons = [row[key] for key in ("error", "graph_error") if key in row]
+        found += [f"- {case['name']}, {label(row)}, {row['implementation']}: {reason}" for reason in reasons]
+    return found
+
+
+def _grouped(lines: list[str], most: int = 20) -> list[str]:
+    """The first lines, and how many more there are: they are all in the JSON file."""
+    return lines[:most] + ([f"- and {len(lines) - most} more, in the JSON file"] if len(lines) > most else [])
+
+
+def picture(found: dict[str, object], path: Path) -> str:
+    """Draws embedding_bag: bars for every case, one panel for each operation, rates as a share of the copy's.
+
+    Unique rows are counted. A cross stands for a figure that could not be taken.
+
+    Returns:
+        What happened, for the user: where the picture is, or why there is none.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no picture: matplotlib is not installed"
+    measured = [(c["name"], by_operation(c)) for c in found["cases"] if c["op"] == "embedding_bag" and c["results"]]
+    if not measured:
+        return "no picture: nothing was measured"
+    panels = list(dict.fromkeys(operation for _, rows in measured for operation in rows))
+    figure = Figure(figsize=(max(8, 0.9 * len(measured)), 2.6 * len(panels)), layout="constrained")
+    all_axes = figure.subplots(len(panels), sharex=True, squeeze=False)[:, 0]
+    names = sorted({name for _, rows in measured for found in rows.values() for name in found}, key=_column)
+    for axes, operation in zip(all_axes, panels, strict=True):
+        _draw(axes, names, [rows.get(operation, {}) for _, rows in measured])
+        axes.set_title(operation, loc="left")
+    axes.set_xticks(range(len(measured)), [name for name, _ in measured], rotation=60, ha="right")
+    all_axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names), frameon=False)
+    where = found["about"]["gpu"]["name"] if found["about"]["gpu"] else "a CPU (a trial)"
+    figure.suptitle(f"GB/s in % of a device-to-device copy's, unique rows counted: {where}")
+    figure.savefig(path, dpi=110)
+    return f"picture: {path}"
+
+
+def _column(name: str) -> int:
+    order = (OURS, "triton", "torch", "fbgemm")
+    return order.index(name) if name in order else len(order)
+
+
+def _draw(axes, names: list[str], cases: list[dict[str, dict]]) -> None:
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        places = [case + (number + 0.5) * width - 0.4 for case in range(len(cases))]
+        rows = [case.get(name, {}) for case in cases]
+        heights = [row.get("percent_of_copy", {}).get("unique", 0.0) for row in rows]
+        axes.bar(places, heights, width, label=name)
+        failed = [place for place, row in zip(places, rows, strict=True) if "error" in row]
+        if failed:
+            axes.plot(failed, [0.0] * len(failed), "kx", clip_on=False)
+    axes.set_ylabel("% of copy")

@@ -1,0 +1,146 @@
+"""What the loop measures: a case of embedding_bag, or of scale_rows, the template op."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from bench.gpu.cases import OPERATIONS, bytes_moved, unique_rows
+from bench.gpu.checks import check_forward, check_update
+from bench.gpu.implementations import Implementation, Make, Tables
+from bench.shapes import Workload
+
+
+class Subject(NamedTuple):
+    """One operation of one implementation. Not built before ``build`` is called, which may fail."""
+
+    implementation: str
+    operation: str
+    optimizer: str | None
+    moved: dict[str, float]  # bytes, by the counts "all" and "unique"
+    build: Callable[[], Built]
+
+
+class Built(NamedTuple):
+    """What is timed, and what is done around it."""
+
+    call: Callable[[], object]
+    prepare: Callable[[int], None]  # before call number i, not timed
+    check: Callable[[], None]  # raises where the results are wrong
+    captures: bool  # a CUDA graph can hold the call
+
+
+class Case(Protocol):
+    """Several subjects over the same memory."""
+
+    name: str
+
+    def about(self) -> dict[str, object]:
+        """Sizes, for the JSON file."""
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        """Allocates the memory, then yields who does what with it; one implementation's memory at a time."""
+
+
+class EmbeddingBag:
+    """A workload: every implementation that is available, with each optimizer, forward, backward and step."""
+
+    def __init__(self, workload: Workload, available: dict[str, Make]) -> None:
+        self.workload, self.available = workload, available
+        self.name = workload.name
+        self._about = dataclasses.asdict(workload) | {"op": "embedding_bag"}
+
+    def about(self) -> dict[str, object]:
+        """T, B, E, D, L, the Zipf exponent, and how many distinct rows a batch names once that is known."""
+        return self._about
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        data = Tables(self.workload, device)
+        unique = unique_rows(self.workload, data.batches)
+        self._about["unique_rows"] = unique
+        for name, make in self.available.items():
+            for optimizer, operations in OPERATIONS.items():
+                # Built once for all its operations, and gone before the next is built.
+                built = functools.lru_cache(maxsize=1)(functools.partial(make, data, optimizer))
+                for operation in operations:
+                    moved = bytes_moved(self.workload, operation, optimizer, unique)
+                    build = functools.partial(_operation, data, built, operation)
+                    yield Subject(name, operation, None if operation == "forward" else optimizer, moved, build)
+
+
+def _operation(data: Tables, built: Callable[[], Implementation], operation: str) -> Built:
+    implementation = built()
+
+    def prepare(turn: int) -> None:
+        data.use(turn)
+        implementation.before(operation)
+
+    def update() -> None:
+        implementation.before(operation)
+        call()
+
+    def check() -> None:
+        if operation == "forward":
+            check_forward(data, implementation)
+        else:
+            check_update(data, implementation, update)
+
+    call = getattr(implementation, operation)
+    return Built(call, prepare, check, operation in implementation.captures)
+
+
+def _scaled_by_torch(x: Tensor, scale: Tensor) -> Tensor:
+    return x * scale[:, None]
+
+
+class ScaleRows:
+    """scale_rows beside plain torch. Each row is its own: the two counts of bytes are the same."""
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self.rows, self.columns = rows, columns
+        self.name = f"scale-rows-{rows}x{columns}"
+
+    def about(self) -> dict[str, object]:
+        """Rows and columns."""
+        return {"name": self.name, "op": "scale_rows", "rows": self.rows, "dim": self.columns}
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        x = torch.randn(self.rows, self.columns, device=device, requires_grad=True)
+        scale = torch.randn(self.rows, device=device, requires_grad=True)
+        # Forward: x read, the output written. Backward: the gradient and x read (the gradient twice), grad_x written.
+        moved = {"forward": 8 * x.numel() + 4 * scale.numel(), "backward": 16 * x.numel() + 8 * scale.numel()}
+        for name, function in (("ours", rk.scale_rows), ("torch", _scaled_by_torch)):
+            for operation, size in moved.items():
+                build = functools.partial(self._build, function, operation, x, scale)
+                yield Subject(name, operation, None, {"all": size, "unique": size}, build)
+
+    def _build(self, function: Callable, operation: str, x: Tensor, scale: Tensor) -> Built:
+        output = function(x, scale)
+        grad = torch.randn_like(output)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(x, scale)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(output, (x, scale), grad, retain_graph=True)
+
+        def check() -> None:
+            expected = x.double() * scale.double()[:, None]
+            torch.testing.assert_close(forward().double(), expected, rtol=1e-6, atol=0)
+            by_x, by_scale = backward()
+            torch.testing.assert_close(by_x.double(), grad.double() * scale.double()[:, None], rtol=1e-6, atol=0)
+            products = grad.double() * x.double()
+            # FP32 additions in any order.
+            error = (by_scale.double() - products.sum(1)).abs() - self.columns * 2.0**-23 * products.abs().sum(1)
+            assert error.max().item() <= 0
+
+        # Autograd would need its forward within the graph.
+        call = {"forward": forward, "backward": backward}[operation]
+        return Built(call, lambda turn: None, check, operation == "forward")

@@ -1,0 +1,97 @@
+// The vocabulary that row formats are written in. F is a float, or on the CPU a vector of floats (LanesOf below); Word
+// its unsigned integer of the same width. One text then serves a lane of a CUDA kernel and a register of a CPU kernel.
+#pragma once
+
+#include <string.h>
+
+#include "core/host_device.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// What is done differently for a number and for a register of them: specialised for F and for its Word.
+template <class T>
+struct LanesOf;
+
+template <>
+struct LanesOf<float> {
+  using Word = uint32_t;
+  RK_HOST_DEVICE static uint32_t bits(float x) {
+#if defined(__CUDA_ARCH__)
+    return __float_as_uint(x);
+#else
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+#endif
+  }
+  RK_HOST_DEVICE static uint32_t to_word(float whole) { return static_cast<uint32_t>(static_cast<int32_t>(whole)); }
+  RK_HOST_DEVICE static float fused(float a, float b, float c) { return fused_multiply_add(a, b, c); }
+};
+
+template <>
+struct LanesOf<uint32_t> {
+  using Float = float;
+  RK_HOST_DEVICE static float number(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+    return __uint_as_float(bits);
+#else
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+#endif
+  }
+  RK_HOST_DEVICE static float to_float(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word)); }
+  RK_HOST_DEVICE static void multiply_wide(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
+    const uint64_t product = uint64_t{a} * b;
+    *high = static_cast<uint32_t>(product >> 32);
+    *low = static_cast<uint32_t>(product);
+  }
+};
+
+template <class F>
+using WordOf = typename LanesOf<F>::Word;
+template <class U>
+using FloatOf = typename LanesOf<U>::Float;
+
+// The same bits.
+template <class F>
+RK_HOST_DEVICE WordOf<F> bits_of(F x) {
+  return LanesOf<F>::bits(x);
+}
+template <class U>
+RK_HOST_DEVICE FloatOf<U> float_of(U bits) {
+  return LanesOf<U>::number(bits);
+}
+// Whole numbers below 2^24, exact.
+template <class U>
+RK_HOST_DEVICE FloatOf<U> to_float(U word) {
+  return LanesOf<U>::to_float(word);
+}
+template <class F>
+RK_HOST_DEVICE WordOf<F> to_word(F whole) {
+  return LanesOf<F>::to_word(whole);
+}
+
+constexpr uint32_t kSignBit = 0x80000000u, kMagnitudeBits = 0x7fffffffu, kInfinityBits = 0x7f800000u;
+
+// 0 for zeros and denormals, 255 for Inf and NaN.
+template <class U>
+RK_HOST_DEVICE U exponent_field(U bits) {
+  return (bits >> 23) & 255;
+}
+
+// 2^(field - 127); a denormal for field 0.
+template <class F, class U>
+RK_HOST_DEVICE F power_of_two(U field) {
+  const U denormal = U{} + 0x00400000u;
+  return float_of(field == 0u ? denormal : field << 23);
+}
+
+template <class F>
+RK_HOST_DEVICE F magnitude_of(F x) {
+  return float_of(bits_of(x) & kMagnitudeBits);
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,31 @@
+// Rounding to a grid: docs/numerics.md, "Rounding".
+#pragma once
+
+#include "core/lanes.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// To the nearest whole number, ties to even; |t| <= 2^22. The addition leaves no bits for a fraction.
+template <class F>
+RK_HOST_DEVICE F round_even(F t) {
+  return (t + 12582912.0f) - 12582912.0f;
+}
+
+// t >= 0 down, or with the probability of its fraction up: word is uniform in 32 bits.
+template <class F, class U>
+RK_HOST_DEVICE F round_stochastic(F t, U word) {
+  const F rounded = round_even(t), one = F{} + 1.0f;
+  const F floor = rounded > t ? rounded - one : rounded;
+  const F uniform = to_float(word >> 8) * 0x1p-24f;
+  return uniform < t - floor ? floor + one : floor;
+}
+
+template <bool kStochastic, class F, class U>
+RK_HOST_DEVICE F round_to_grid(F t, U word) {
+  if constexpr (kStochastic) return round_stochastic(t, word);
+  else return round_even(t);
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

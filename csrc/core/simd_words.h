@@ -1,0 +1,196 @@
+// Registers of numbers as row formats see them (core/lanes.h): GCC and Clang vectors of the width of Vec, so that the
+// same text compiles for every instruction set; intrinsics only where the compilers find none by themselves.
+#pragma once
+
+#include <string.h>
+
+#include "core/lanes.h"
+#include "core/philox.h"
+#include "core/simd.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+constexpr int kLanes = Vec::kWidth;
+
+typedef float FloatLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t WordLanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t DoubleWords __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
+typedef uint8_t HalfByteLanes __attribute__((vector_size(kLanes / 2)));
+typedef uint16_t ShortLanes __attribute__((vector_size(2 * kLanes)));
+
+template <>
+struct LanesOf<FloatLanes> {
+  using Word = WordLanes;
+  RK_HOST_DEVICE static WordLanes bits(FloatLanes x) { return (WordLanes)x; }
+  RK_HOST_DEVICE static WordLanes to_word(FloatLanes whole) {
+    return (WordLanes) __builtin_convertvector(whole, IntLanes);
+  }
+  RK_HOST_DEVICE static FloatLanes fused(FloatLanes a, FloatLanes b, FloatLanes c) {
+    return (FloatLanes)fused_multiply_add(Vec{a}, Vec{b}, Vec{c}).v;
+  }
+};
+
+template <>
+struct LanesOf<WordLanes> {
+  using Float = FloatLanes;
+  RK_HOST_DEVICE static FloatLanes number(WordLanes bits) { return (FloatLanes)bits; }
+  RK_HOST_DEVICE static FloatLanes to_float(WordLanes word) {
+    return __builtin_convertvector((IntLanes)word, FloatLanes);
+  }
+};
+
+template <class V>
+RK_HOST_DEVICE V load_as(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V>
+RK_HOST_DEVICE void store_as(void* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+// GCC widens and narrows bytes by way of memory.
+#if defined(__AVX512F__)
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) { return (WordLanes)_mm512_cvtepu8_epi32(load_as<__m128i>(p)); }
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) { store_as(p, _mm512_cvtepi32_epi8((__m512i)v)); }
+#elif defined(__AVX2__)
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) {
+  return (WordLanes)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_as<int64_t>(p)));
+}
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) { store_as(p, __builtin_convertvector(v, ByteLanes)); }
+#else
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) {
+  return __builtin_convertvector(load_as<ByteLanes>(p), WordLanes);
+}
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) { store_as(p, __builtin_convertvector(v, ByteLanes)); }
+#endif
+RK_HOST_DEVICE WordLanes load_shorts(const uint8_t* p) {
+  return __builtin_convertvector(load_as<ShortLanes>(p), WordLanes);
+}
+RK_HOST_DEVICE void store_shorts(uint8_t* p, WordLanes v) { store_as(p, __builtin_convertvector(v, ShortLanes)); }
+
+// first, first + step, first + 2 * step, ... in 64-bit lanes.
+RK_HOST_DEVICE DoubleWords double_word_ramp(uint64_t step) {
+  DoubleWords ramp;
+  for (int i = 0; i < kLanes / 2; ++i) ramp[i] = step * static_cast<uint64_t>(i);
+  return ramp;
+}
+RK_HOST_DEVICE WordLanes word_ramp() {
+  WordLanes ramp;
+  for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<uint32_t>(i);
+  return ramp;
+}
+
+// kBits of `packed` for each lane, low bits first; kBits <= 4, so that a register takes at most 64.
+template <int kBits>
+RK_HOST_DEVICE WordLanes unpack(uint64_t packed) {
+  constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+  const DoubleWords two = (DoubleWords{} + packed) >> double_word_ramp(2 * kBits);
+  return (WordLanes)((two & kMask) | (((two >> kBits) & kMask) << 32));
+}
+
+// The reverse: every lane below 2^kBits.
+template <int kBits>
+RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
+  const DoubleWords pairs = (DoubleWords)codes;
+  const auto bytes = __builtin_convertvector(pairs | (pairs >> (32 - kBits)), HalfByteLanes);
+  uint64_t packed = 0;
+  memcpy(&packed, &bytes, sizeof bytes);
+  if constexpr (kBits < 4) {  // bytes hold two codes each: bring neighbours together, then pairs of them, ...
+    constexpr uint64_t kShort = (uint64_t{1} << 4 * kBits) - 1, kWord = (uint64_t{1} << 8 * kBits) - 1;
+    packed = (packed | packed >> (8 - 2 * kBits)) & (0x0001000100010001u * kShort);
+    packed = (packed | packed >> (16 - 4 * kBits)) & (0x0000000100000001u * kWord);
+    packed = (packed | packed >> (32 - 8 * kBits)) & ((uint64_t{1} << 16 * kBits) - 1);
+  }
+  return packed;
+}
+
+// Each lane's neighbour in its pair: lanes 1, 0, 3, 2, ...
+RK_HOST_DEVICE WordLanes swap_pairs(WordLanes x) {
+  const DoubleWords two = (DoubleWords)x;
+  return (WordLanes)((two << 32) | (two >> 32));
+}
+
+RK_HOST_DEVICE WordLanes larger(WordLanes a, WordLanes b) { return a > b ? a : b; }
+
+// The largest of all lanes; below 2^31.
+RK_HOST_DEVICE uint32_t largest_lane(WordLanes x) {
+  uint32_t lanes[kLanes];
+  memcpy(lanes, &x, sizeof lanes);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
+  return lanes[0];
+}
+
+// The products of the low halves of 64-bit lanes.
+RK_HOST_DEVICE DoubleWords multiply_low_halves(DoubleWords a, DoubleWords b) {
+#if defined(__AVX512F__)
+  return (DoubleWords)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (DoubleWords)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (DoubleWords)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
+// a0 b0 a1 b1 ...: the lower and the upper halves of two registers, woven lane by lane.
+RK_HOST_DEVICE void weave(DoubleWords a, DoubleWords b, DoubleWords* lower, DoubleWords* upper) {
+  DoubleWords low, high;
+  constexpr int kHalf = kLanes / 4, kAll = kLanes / 2;
+  for (int i = 0; i < kAll; ++i) {
+    low[i] = static_cast<uint64_t>(i / 2 + i % 2 * kAll);
+    high[i] = static_cast<uint64_t>(kHalf + i / 2 + i % 2 * kAll);
+  }
+  *lower = __builtin_shuffle(a, b, low);
+  *upper = __builtin_shuffle(a, b, high);
+}
+
+// Philox of core/philox.h for several counters: each word in the low half of a 64-bit lane, where a product is what the
+// next round wants. What is left in the high halves is never read.
+struct WidePhilox {
+  DoubleWords word[4];
+
+  RK_HOST_DEVICE void round(uint64_t key0, uint64_t key1) {
+    const DoubleWords p0 = multiply_low_halves(word[0], DoubleWords{} + uint64_t{kPhiloxM0});
+    const DoubleWords p1 = multiply_low_halves(word[2], DoubleWords{} + uint64_t{kPhiloxM1});
+    word[0] = (p1 >> 32) ^ word[1] ^ key0;
+    word[2] = (p0 >> 32) ^ word[3] ^ key1;
+    word[1] = p1;
+    word[3] = p0;
+  }
+  // The words of 2 * kLanes columns.
+  RK_HOST_DEVICE void store(uint32_t* out) const {
+    const DoubleWords first = (word[0] & 0xFFFFFFFFu) | (word[1] << 32);
+    const DoubleWords second = (word[2] & 0xFFFFFFFFu) | (word[3] << 32);
+    DoubleWords low, high;
+    weave(first, second, &low, &high);
+    store_as(out, low);
+    store_as(out + kLanes, high);
+  }
+};
+
+// The words of columns 0 .. 4 * kLanes - 1 (from column 4 * first_block on) of a row.
+RK_HOST_DEVICE void draw_words(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
+  const uint64_t place = n.table | n.stream << 16 | static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32) << 20;
+  const DoubleWords blocks = double_word_ramp(1) + uint64_t{first_block}, zero = {};
+  const DoubleWords low = zero + static_cast<uint32_t>(row), at = zero + place, step = zero + uint64_t{n.step};
+  WidePhilox a = {{blocks, low, at, step}}, b = {{blocks + uint64_t{kLanes / 2}, low, at, step}};
+  uint32_t key0 = n.seed_low, key1 = n.seed_high;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    a.round(key0, key1);
+    b.round(key0, key1);
+    key0 += kPhiloxW0;
+    key1 += kPhiloxW1;
+  }
+  a.store(out);
+  b.store(out + 2 * kLanes);
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,116 @@
+// quantize_rows and dequantize_rows on the CPU.
+#include "cpu/row_formats.h"
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+
+#include "core/parallel.h"
+#include "ops/row_formats.h"
+
+namespace rec_kernels {
+namespace {
+
+// Columns of a piece of work: about 64 KiB of floats, beside which fetching the next piece costs nothing.
+int64_t rows_per_piece(int64_t D) { return 1 + 16384 / D; }
+
+// Rows of x as float32: as they are, or widened into `scratch`.
+class FloatRows {
+ public:
+  explicit FloatRows(const Tensor& x)
+      : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(1)), bytes_(x.element_size()) {
+    if (bytes_ == 2)
+      decode_ =
+          kernels<RowFormatKernels>()
+              .decode[static_cast<int>(x.scalar_type() == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16)];
+  }
+  const float* row(int64_t n, float* scratch) const {
+    const uint8_t* at = data_ + n * D_ * bytes_;
+    if (!decode_) return reinterpret_cast<const float*>(at);
+    decode_(at, D_, scratch);
+    return scratch;
+  }
+  // Of row n: the first element that is not finite.
+  int64_t not_finite(int64_t n, float* scratch) const {
+    const float* x = row(n, scratch);
+    int64_t c = 0;
+    while (c < D_ && x[c] - x[c] == 0.0f) ++c;
+    return c;
+  }
+
+ private:
+  const uint8_t* data_;
+  int64_t D_;
+  int64_t bytes_;
+  RowFormatKernels::Decode decode_ = nullptr;
+};
+
+int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
+
+std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
+                                             const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                             int64_t first_row, const std::optional<std::string>& scale_rule) {
+  const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
+  const Tensor x = as_contiguous(x_in);
+  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_per_piece(D);
+  Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
+  const auto number = static_cast<int>(options.format);
+  const RowFormatKernels& k = kernels<RowFormatKernels>();
+  const RowFormatKernels::Encode encode = options.stochastic ? k.stochastic[number] : k.nearest[number];
+  const RowRounding how{make_noise(value_or_zero(seed), value_or_zero(step), options.table), options.round_up};
+  const FloatRows from(x);
+  auto* to = rows.mutable_data_ptr<uint8_t>();
+  std::atomic<int64_t> first_bad{N};
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    for (int64_t n = begin; n < end; ++n) {
+      if (encode(from.row(n, scratch.get()), D, how, options.first_row + n, to + n * bytes)) continue;
+      int64_t first = first_bad.load();
+      while (n < first && !first_bad.compare_exchange_weak(first, n)) {
+      }
+    }
+  });
+  const int64_t bad = first_bad.load();
+  if (bad < N) {
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    const int64_t column = from.not_finite(bad, scratch.get());
+    throw_not_finite(options.format, bad * D + column, D, from.row(bad, scratch.get())[column]);
+  }
+  *status.mutable_data_ptr<int64_t>() = INT64_MAX;
+  return {rows, status};
+}
+
+Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int64_t embedding_dim, ScalarType dtype) {
+  const RowFormat f = read_dequantize(rows_in, format, embedding_dim);
+  check_float_dtype(dtype, "dtype");
+  const Tensor rows = as_contiguous(rows_in);
+  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_per_piece(D);
+  Tensor out = new_tensor(rows, {N, D}, dtype);
+  const RowFormatKernels& k = kernels<RowFormatKernels>();
+  const RowFormatKernels::Decode decode = k.decode[static_cast<int>(f)];
+  const RowFormat narrow = dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
+  const RowFormatKernels::Encode encode = k.nearest[static_cast<int>(narrow)];
+  const uint8_t* from = rows.const_data_ptr<uint8_t>();
+  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    if (dtype == ScalarType::Float) {
+      for (int64_t n = begin; n < end; ++n) decode(from + n * bytes, D, reinterpret_cast<float*>(to) + n * D);
+      return;
+    }
+    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    for (int64_t n = begin; n < end; ++n) {
+      decode(from + n * bytes, D, scratch.get());
+      encode(scratch.get(), D, RowRounding{}, 0, to + n * 2 * D);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cpu));
+  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cpu));
+}
+
+}  // namespace rec_kernels

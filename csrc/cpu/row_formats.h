@@ -1,0 +1,31 @@
+// Plain-pointer kernels of row formats, one table per instruction set (core/cpu_isa.h), by number of RowFormat.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cpu_isa.h"
+#include "core/philox.h"
+#include "formats/format_list.h"
+
+namespace rec_kernels {
+
+// Where a row's noise comes from, and how the scales of a block are found.
+struct RowRounding {
+  Noise noise;
+  bool round_up;  // scale rule "rceil"; else "floor"
+};
+
+struct RowFormatKernels {
+  // Writes the row of x [D]. Returns false if the format has no code for a NaN or Inf in it: the row then reads as NaN.
+  using Encode = bool (*)(const float* x, int64_t D, const RowRounding&, int64_t row_number, uint8_t* row);
+  using Decode = void (*)(const uint8_t* row, int64_t D, float* out);
+
+  Encode nearest[kNumRowFormats];
+  Encode stochastic[kNumRowFormats];
+  Decode decode[kNumRowFormats];
+
+  template <CpuIsa>
+  static const RowFormatKernels table;
+};
+
+}  // namespace rec_kernels

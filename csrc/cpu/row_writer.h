@@ -1,0 +1,253 @@
+// Writing rows: write_row<Format, kStochastic> encodes a row of floats.
+#pragma once
+
+#include "cpu/row_formats.h"
+#include "cpu/row_reader.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+RK_HOST_DEVICE Columns load_columns(const float* x, int64_t c, int64_t D) {
+  Columns out;
+  for (int v = 0; v < kStepVecs; ++v) {
+    const int64_t first = c + v * kLanes, left = D - first;
+    if (left >= kLanes) out.v[v] = (FloatLanes)Vec::load(x + first).v;
+    else if (left > 0) out.v[v] = (FloatLanes)Vec::load_partial(x + first, static_cast<int>(left)).v;
+    else out.v[v] = FloatLanes{};
+  }
+  return out;
+}
+
+// A row's noise, for columns in ascending order.
+template <bool kStochastic>
+class RowNoise {
+ public:
+  RowNoise(const Noise& noise, int64_t row) : noise_(noise), row_(row) {}
+  // The words of register v of columns c .. c + 15.
+  RK_HOST_DEVICE WordLanes at(int64_t c, int v) {
+    for (; drawn_ < c + kStep; drawn_ += 4 * kLanes)
+      draw_words(noise_, row_, static_cast<uint32_t>(drawn_ / 4), words_ + drawn_ % kWords);
+    return load_as<WordLanes>(words_ + c % kWords + v * kLanes);
+  }
+
+ private:
+  static constexpr int kWords = 64;
+  Noise noise_;
+  int64_t row_, drawn_ = 0;
+  alignas(64) uint32_t words_[kWords];
+};
+
+// Rounding to nearest takes none.
+template <>
+class RowNoise<false> {
+ public:
+  RowNoise(const Noise&, int64_t) {}
+  RK_HOST_DEVICE WordLanes at(int64_t, int) { return WordLanes{}; }
+};
+
+// bits of all registers of 16 columns, low bits first.
+template <int kBits>
+RK_HOST_DEVICE uint64_t pack_registers(const WordLanes* codes) {
+  uint64_t packed = 0;
+  for (int v = 0; v < kStepVecs; ++v) packed |= pack<kBits>(codes[v]) << (kBits * kLanes * v) % 64;
+  return packed;
+}
+
+// 16 codes of 8, 4 or 2 bits at p.
+template <int kBits>
+RK_HOST_DEVICE void store_codes(uint8_t* p, const WordLanes* codes) {
+  if constexpr (kBits == 8) {
+    for (int v = 0; v < kStepVecs; ++v) store_bytes(p + v * kLanes, codes[v]);
+  } else if constexpr (kBits == 4) {
+    store_as(p, pack_registers<4>(codes));
+  } else {
+    store_as(p, static_cast<uint32_t>(pack_registers<2>(codes)));
+  }
+}
+
+// The larger of the magnitudes' bits in 16 columns.
+RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
+  WordLanes largest = {};
+  for (int v = 0; v < kStepVecs; ++v) largest = larger(largest, bits_of(x.v[v]) & kMagnitudeBits);
+  return largest_lane(largest);
+}
+
+template <class Format, bool kStochastic>
+struct RowWriter {  // floats
+  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
+    RowNoise<kStochastic> noise(how.noise, number);
+    for (int64_t c = 0; c < D; c += kStep) {
+      const Columns in = load_columns(x, c, D);
+      alignas(64) uint8_t out[kStep * Format::kBytes];
+      for (int v = 0; v < kStepVecs; ++v) {
+        const WordLanes code = Format::template encode<kStochastic>(in.v[v], noise.at(c, v));
+        if constexpr (Format::kBytes == 4) store_as(out + v * 4 * kLanes, code);
+        else store_shorts(out + v * 2 * kLanes, code);
+      }
+      const int64_t here = D - c < kStep ? D - c : kStep;
+      memcpy(row + c * Format::kBytes, out, static_cast<size_t>(here * Format::kBytes));
+    }
+    return true;
+  }
+};
+
+struct RowRange {
+  float low, high;  // a zero has the sign of the row's first zero
+  bool finite;
+};
+
+inline float first_zero(const float* x) {
+  while (*x != 0.0f) ++x;
+  return *x;
+}
+
+RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
+  FloatLanes low = FloatLanes{} + x[0], high = low;
+  WordLanes largest = {};
+  for (int64_t c = 0; c < D; c += kLanes) {
+    const int64_t left = D - c;
+    FloatLanes here;
+    if (left >= kLanes) {
+      here = (FloatLanes)Vec::load(x + c).v;
+    } else {
+      const IntLanes present = (IntLanes)word_ramp() < static_cast<int32_t>(left);
+      here = present ? (FloatLanes)Vec::load_partial(x + c, static_cast<int>(left)).v : low;
+    }
+    low = here < low ? here : low;
+    high = here > high ? here : high;
+    largest = larger(largest, bits_of(here) & kMagnitudeBits);
+  }
+  RowRange r = {low[0], high[0], largest_lane(largest) < kInfinityBits};
+  for (int i = 1; i < kLanes; ++i) {
+    r.low = low[i] < r.low ? low[i] : r.low;
+    r.high = high[i] > r.high ? high[i] : r.high;
+  }
+  if (r.low == 0.0f && r.finite) r.low = first_zero(x);
+  if (r.high == 0.0f && r.finite) r.high = first_zero(x);
+  return r;
+}
+
+template <int kBits, bool kStochastic>
+struct RowWriter<Affine<kBits>, kStochastic> {
+  using Format = Affine<kBits>;
+
+  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
+    RowNoise<kStochastic> noise(how.noise, number);
+    const RowRange range = range_of(x, D);
+    const AffineGrid g =
+        Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits));
+    for (int64_t c = 0; c < D; c += kStep) {
+      const Columns in = load_columns(x, c, D);
+      WordLanes codes[kStepVecs];
+      for (int v = 0; v < kStepVecs; ++v) codes[v] = Format::template encode<kStochastic>(in.v[v], g, noise.at(c, v));
+      if (D - c >= kStep) store_codes<kBits>(row + c * kBits / 8, codes);
+      else store_last(codes, static_cast<int>(D - c), row + c * kBits / 8);
+    }
+    uint8_t* grid = row + Format::code_bytes(D);
+    if constexpr (kBits == 8) {
+      store_as(grid, g.scale);
+      store_as(grid + 4, g.bias);
+    } else {
+      store_as(grid, static_cast<uint16_t>(Fp16::encode<false>(g.scale, 0u)));
+      store_as(grid + 2, static_cast<uint16_t>(Fp16::encode<false>(g.bias, 0u)));
+    }
+    return range.finite;
+  }
+
+ private:
+  static void store_last(WordLanes* codes, int count, uint8_t* p) {
+    for (int v = 0; v < kStepVecs; ++v) codes[v] = (IntLanes)word_ramp() + kLanes * v < count ? codes[v] : WordLanes{};
+    uint8_t out[kStep];
+    store_codes<kBits>(out, codes);
+    memcpy(p, out, static_cast<size_t>((count * kBits + 7) / 8));
+  }
+};
+
+template <int m, bool kStochastic>
+struct RowWriter<SharedMicroexponents<m>, kStochastic> {
+  using Format = SharedMicroexponents<m>;
+
+  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
+    RowNoise<kStochastic> noise(how.noise, number);
+    uint8_t *signs = row + Format::signs(D), *exponents = row + Format::exponents(D), *pairs = row + Format::pairs(D);
+    for (int64_t c = 0; c < D; c += kStep) {
+      const int64_t block = c / kStep;
+      const Columns in = load_columns(x, c, D);
+      WordLanes needed[kStepVecs], codes[kStepVecs], sign[kStepVecs], bits[kStepVecs];
+      const uint32_t exponent = exponents_of(in, how.round_up, needed);
+      const WordLanes shared = WordLanes{} + exponent;
+      for (int v = 0; v < kStepVecs; ++v) {
+        bits[v] = Format::pair_bit(shared, needed[v]);
+        const WordLanes step = Format::step_field(shared, bits[v]);
+        const WordLanes number_of_steps = Format::template encode<kStochastic>(in.v[v], step, noise.at(c, v));
+        codes[v] = exponent == 255 ? WordLanes{} : number_of_steps;
+        sign[v] = exponent == 255 ? WordLanes{} : bits_of(in.v[v]) >> 31;
+        if constexpr (m == 7) codes[v] |= sign[v] << 7;
+      }
+      store_codes<Format::kMagnitudeWidth>(row + block * 2 * Format::kMagnitudeWidth, codes);
+      if constexpr (m != 7) store_as(signs + 2 * block, static_cast<uint16_t>(pack_registers<1>(sign)));
+      exponents[block] = static_cast<uint8_t>(exponent);
+      pairs[block] = every_second_bit(static_cast<uint32_t>(pack_registers<1>(bits)));
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE static uint32_t exponents_of(const Columns& x, bool round_up, WordLanes* needed) {
+    WordLanes largest = {};
+    for (int v = 0; v < kStepVecs; ++v) {
+      const WordLanes magnitude = bits_of(x.v[v]) & kMagnitudeBits;
+      needed[v] = Format::pair_exponent(larger(magnitude, swap_pairs(magnitude)), round_up);
+      largest = larger(largest, needed[v]);
+    }
+    return largest_lane(largest);
+  }
+
+  RK_HOST_DEVICE static uint8_t every_second_bit(uint32_t x) {
+    x &= 0x5555u;
+    x = (x | x >> 1) & 0x3333u;
+    x = (x | x >> 2) & 0x0F0Fu;
+    return static_cast<uint8_t>(x | x >> 4);
+  }
+};
+
+template <class Element, bool kStochastic>
+struct RowWriter<Microscaling<Element>, kStochastic> {
+  using Format = Microscaling<Element>;
+
+  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
+    RowNoise<kStochastic> noise(how.noise, number);
+    for (int64_t block = 0; block < Format::blocks(D); ++block) {
+      const int64_t c = block * Format::kBlock;
+      const Columns in[2] = {load_columns(x, c, D), load_columns(x, c + kStep, D)};
+      const uint32_t first = largest_magnitude(in[0]), second = largest_magnitude(in[1]);
+      const uint32_t scale = Format::scale(first > second ? first : second, how.round_up);
+      row[Format::scales(D) + block] = static_cast<uint8_t>(scale);
+      for (int half = 0; half < 2; ++half) {
+        WordLanes codes[kStepVecs];
+        for (int v = 0; v < kStepVecs; ++v) {
+          const FloatLanes scaled = in[half].v[v] * Format::inverse(scale);
+          codes[v] = Element::template encode<kStochastic>(scaled, noise.at(c + half * kStep, v));
+          if (scale == 255) codes[v] = WordLanes{};
+        }
+        store(codes, c + half * kStep, D, row);
+      }
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE static void store(const WordLanes* codes, int64_t c, int64_t D, uint8_t* row) {
+    if constexpr (Element::kBits == 8) return store_codes<8>(row + c, codes);
+    WordLanes low[kStepVecs], high[kStepVecs];
+    for (int v = 0; v < kStepVecs; ++v) {
+      low[v] = codes[v] & 15u;
+      high[v] = codes[v] >> 4;
+    }
+    store_codes<4>(row + c / 2, low);
+    if constexpr (Element::kBits == 6) store_codes<2>(row + Format::high_bits(D) + c / 4, high);
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

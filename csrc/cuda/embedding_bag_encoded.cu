@@ -1,0 +1,97 @@
+// Updates of encoded rows: a group of lanes decodes a row, updates it in FP32 and encodes it, without a pass through
+// memory between. int8 and int4 rows, whose grid depends on the whole row, are updated twice where a warp's registers
+// do not hold them: once for the grid, once for the codes.
+#include "cuda/embedding_bag_finish.cuh"
+#include "cuda/row_codec.cuh"
+#include "optimizers/rowwise_adagrad.h"
+#include "optimizers/sgd.h"
+
+namespace rec_kernels {
+namespace {
+
+template <class Format, class Optimizer>
+struct EncodedTarget {
+  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare, kEncodes = true;
+  UpdateArgs u;
+
+  __device__ void expect(const Feature& f, int64_t row, int lane) const {
+    const int64_t bytes = Format::row_bytes(f.embedding_dim);
+    for (int64_t i = 128 * lane; i < bytes; i += 128 * kWarpSize) prefetch(place(f, row) + i);
+    if (kNeedsMeanSquare && lane == 0) prefetch(u.sum + row);
+  }
+  __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
+    return Optimizer::make(*u.lr, u.eps, u.sum).prepare(row, mean_square);
+  }
+  // g: the gradient of all columns, or, of a row that is wider, what sum_scaled(column) has put there.
+  template <int G, int kBlocks, class Sum>
+  __device__ __forceinline__ void put_row(const Feature& f, int64_t row, float factor, const Group<G>& group,
+                                          Vec4 (&g)[kBlocks], const Sum& sum_scaled) const {
+    if (u.stochastic) encode<true>(f, row, factor, group, g, sum_scaled);
+    else encode<false>(f, row, factor, group, g, sum_scaled);
+  }
+
+ private:
+  __device__ __forceinline__ uint8_t* place(const Feature& f, int64_t row) const {
+    return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
+  }
+
+  template <bool kStochastic, int G, int kBlocks, class Sum>
+  __device__ __forceinline__ void encode(const Feature& f, int64_t row, float factor, const Group<G>& group,
+                                         Vec4 (&x)[kBlocks], const Sum& sum_scaled) const {
+    constexpr int64_t kWidth = kBlocks * 4 * G;
+    const int64_t D = f.embedding_dim;
+    uint8_t* out = place(f, row);
+    const bool aligned = columns_aligned<Format>(out, D);
+    const ColumnReader<Format> reader(out, D, aligned);
+    const auto seed = u.seed ? static_cast<uint64_t>(*u.seed) : 0;
+    const RowRounding how = {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                              static_cast<uint32_t>(*u.step), static_cast<uint32_t>(f.table_id), 0},
+                             kStochastic};
+    ColumnWriter<Format, kStochastic, G> writer{group, how, row - f.row_offset, D, out, aligned};
+    // From gradients to updated weights, in place.
+    const auto update = [&](int64_t column) {
+      if (D > kWidth) sum_scaled(column);
+      for (int k = 0; k < kBlocks; ++k) {
+        const int64_t c = column + (k * G + group.lane) * 4;
+        const Vec4 w = c < D ? reader.read(c) : Vec4{};
+        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
+      }
+    };
+    if (D <= kWidth) update(0);
+    if constexpr (ColumnWriter<Format, kStochastic, G>::kScans) {
+      for (int64_t column = 0; column < D; column += kWidth) {
+        if (D > kWidth) update(column);
+        for (int k = 0; k < kBlocks; ++k) writer.scan(column + (k * G + group.lane) * 4, x[k]);
+      }
+      writer.close_scan();
+    }
+    for (int64_t column = 0; column < D; column += kWidth) {
+      if (D > kWidth) update(column);
+      for (int k = 0; k < kBlocks; ++k) writer.write(column + (k * G + group.lane) * 4, x[k]);
+    }
+  }
+};
+
+// Lanes that a short row is worth; rows that neither fit in them nor in a warp's registers are updated block by block.
+constexpr int kFewLanes = 8;
+
+template <class Target>
+void finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  if (a.max_dim <= 4 * kFewLanes) launch_finish<kFewLanes, 1>(a, target, stream);
+  else if (a.max_dim <= 4 * kWarpSize) launch_finish<kWarpSize, 1>(a, target, stream);
+  else launch_finish<kWarpSize, kMaxBlocks>(a, target, stream);
+}
+
+}  // namespace
+
+void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream) {
+  with_bag_format(a.features.formats[a.format], [&](auto format) {
+    using Format = decltype(format);
+    if constexpr (!std::is_same<Format, Fp32>::value) {
+      if (optimizer == Optimizer::kSgd) finish(a, EncodedTarget<Format, Sgd>{update}, stream);
+      else finish(a, EncodedTarget<Format, RowwiseAdagrad>{update}, stream);
+    }
+  });
+}
+
+}  // namespace rec_kernels

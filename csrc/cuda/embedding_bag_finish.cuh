@@ -1,0 +1,198 @@
+// How a run's gradient is summed and finished: the kernels of the backward of embedding_bag, for any target.
+//
+// A group of lanes takes a row (a run of sorted occurrences), a lane four neighbouring columns. Rows with more than
+// kChunk occurrences spread over the machine chunk by chunk first. Bytes moved: the gradient of every occurrence read,
+// every touched row and its state read and written once.
+#pragma once
+
+#include "cuda/embedding_bag_backward.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Blocks of 4 * 32 columns that a warp keeps in registers; wider rows are summed twice.
+constexpr int kMaxBlocks = 4;
+// Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
+constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
+
+// The columns of a row of floats; g holds their gradient, block by block where a row is wider.
+template <int G, int kBlocks, class Target, class Sum>
+__device__ __forceinline__ void put_row(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
+                                        const Group<G>& group, Vec4 (&g)[kBlocks], const Sum& sum_scaled) {
+  constexpr int64_t kWidth = kBlocks * 4 * G;
+  const int64_t D = f.embedding_dim;
+  float* out = target.place(f, row, run);
+  const bool aligned = rows_aligned(out, D);
+  for (int64_t column = 0; column < D; column += kWidth) {
+    if (D > kWidth) sum_scaled(column);
+    for (int k = 0; k < kBlocks; ++k) {
+      const int64_t c = column + (k * G + group.lane) * 4;
+      store_columns(out, c, D, aligned, Target::put(out, c, D, aligned, g[k], factor));
+    }
+  }
+}
+
+// Sums a row's gradient and gives it to the target.
+template <int G, int kBlocks, class Target, class Sum>
+__device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group,
+                                           const Feature& f, int64_t row, int64_t run, const Sum& sum) {
+  constexpr int64_t kWidth = kBlocks * 4 * G;
+  const int64_t D = f.embedding_dim;
+  const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
+  target.expect(f, row, group.lane);
+  Vec4 g[kBlocks];
+  const auto sum_scaled = [&](int64_t column) {
+    sum(column, g);
+    if (inverse == 1.0f) return;
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j) g[k].v[j] = g[k].v[j] * inverse;
+  };
+  // Row statistics: lane l owns partials 4l .. 4l+3 of 128; rows that a smaller group takes have no others.
+  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int64_t column = 0; column < D && (Target::kNeedsMeanSquare || column == 0); column += kWidth) {
+    sum_scaled(column);
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j)
+        if (column + (k * G + group.lane) * 4 + j < D) s[j] = fused_multiply_add(g[k].v[j], g[k].v[j], s[j]);
+  }
+  float square_sum = (s[0] + s[1]) + (s[2] + s[3]);
+  for (int distance = G / 2; distance > 0; distance /= 2)
+    square_sum += __shfl_xor_sync(group.mask, square_sum, distance, G);
+  float factor = 0.0f;
+  if (group.lane == 0) factor = target.open(f, row, run, square_sum / static_cast<float>(D));
+  factor = group.broadcast(factor, 0);
+  if constexpr (Target::kEncodes) return target.put_row(f, row, factor, group, g, sum_scaled);
+  else put_row(target, f, row, run, factor, group, g, sum_scaled);
+}
+
+__device__ __forceinline__ int64_t feature_of_run(const SumArgs& a, int64_t run) {
+  const uint32_t bag = a.runs.bag(a.runs.payloads[a.runs.starts[run]]);
+  return bag / static_cast<uint32_t>(a.batch);
+}
+
+// A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
+// once, then put() for its columns or, when it encodes, put_row() for all.
+
+// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
+template <int kBlocks, class Target>
+constexpr int kResident = kBlocks > 1 ? 1 : (Target::kEncodes ? 2 : 3);
+
+// Runs of at most kChunk occurrences.
+template <int G, int kBlocks, class Target>
+__global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
+    finish_short_kernel(SumArgs a, Target target) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  for (int64_t run = Group<G>::first(); run < *a.runs.num_runs; run += Group<G>::stride()) {
+    const int64_t start = a.runs.starts[run], count = a.runs.count(run);
+    if (count > kChunk) continue;
+    const int64_t feature = feature_of_run(a, run);
+    if (!a.features.has_format(feature, a.format)) continue;
+    const Feature f = a.features[feature];
+    const OccurrenceSum<G, kBlocks> sum{a, group, start, count, f.embedding_dim};
+    finish_row<G, kBlocks>(a, target, group, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
+  }
+}
+
+// The long run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
+__device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk) {
+  int64_t low = 0, high = *runs.num_runs;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (runs.chunk_starts[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// Sums the chunks of the long runs, a group to a chunk.
+template <int G, int kBlocks>
+__global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
+    const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
+    if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
+    const int64_t done = (chunk - a.runs.chunk_starts[run]) * kChunk, left = a.runs.count(run) - done;
+    const int64_t D = a.features[feature_of_run(a, run)].embedding_dim;
+    const OccurrenceSum<G, kBlocks> sum{a, group, a.runs.starts[run] + done, left < kChunk ? left : kChunk, D};
+    float* out = a.partials + chunk * a.max_dim;
+    for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+      Vec4 g[kBlocks];
+      sum(column, g);
+      for (int k = 0; k < kBlocks; ++k)
+        store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D) && a.max_dim % 4 == 0, g[k]);
+    }
+  }
+}
+
+// A block takes a long run: sums of chunks of its chunk sums until at most kChunk are left, then as a short run.
+template <int G, int kBlocks, class Target>
+__global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target target) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  const int mine = threadIdx.x / G, groups = blockDim.x / G;
+  const uint32_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const int64_t run = a.owners[chunk];
+    if (a.runs.chunk_starts[run] != chunk) continue;
+    const int64_t feature = feature_of_run(a, run);
+    if (!a.features.has_format(feature, a.format)) continue;  // the whole block
+    const Feature f = a.features[feature];
+    const int64_t D = f.embedding_dim;
+    int64_t count = ceil_div(a.runs.count(run), kChunk);
+    float* from = a.partials + int64_t{chunk} * a.max_dim;
+    // Half as far: a run has at least two chunks, and what their sums need is at most half of them.
+    float* to = a.next_partials + int64_t{chunk / 2} * a.max_dim;
+    while (count > kChunk) {
+      for (int64_t first = mine * kChunk; first < count; first += groups * kChunk) {
+        const int64_t left = count - first;
+        const PartialSum<G, kBlocks> sum{group, from + first * a.max_dim, left < kChunk ? left : kChunk, a.max_dim, D};
+        float* out = to + first / kChunk * a.max_dim;
+        for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+          Vec4 g[kBlocks];
+          sum(column, g);
+          for (int k = 0; k < kBlocks; ++k)
+            store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D), g[k]);
+        }
+      }
+      __syncthreads();
+      float* sums = to;
+      to = from;
+      from = sums;
+      count = ceil_div(count, kChunk);
+    }
+    if (mine == 0) {
+      const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
+      finish_row<G, kBlocks>(a, target, group, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run, sum);
+    }
+    __syncthreads();  // the next run of this block may use the same memory
+  }
+}
+
+}  // namespace RK_ISA
+
+template <int G, int kBlocks, class Target>
+void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), 0, stream, a,
+         target);
+  if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
+  launch(finish_long_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_chunks, kThreads, kLongRunBlocks),
+         dim3(kThreads), 0, stream, a, target);
+}
+
+// How the rows of formats[a.format] are updated.
+struct UpdateArgs {
+  uint8_t* weights;
+  float* sum;  // or null
+  const float* lr;
+  float eps;
+  bool stochastic;
+  const int64_t *seed, *step;  // of the noise; seed may be null: 0
+};
+
+// Updates the rows of a.format, which is not fp32.
+void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream);
+
+}  // namespace rec_kernels

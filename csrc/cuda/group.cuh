@@ -1,0 +1,67 @@
+// How lanes share a bag or a row.
+#pragma once
+
+#include <type_traits>
+
+#include "core/vec.cuh"
+#include "core/warp.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+constexpr int kThreads = 256;
+
+// A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
+// every block of 4G columns.
+template <int G>
+struct Group {
+  int lane;       // in the group
+  unsigned mask;  // of its lanes in the warp
+
+  __device__ __forceinline__ Group() {
+    const int in_warp = threadIdx.x % kWarpSize;
+    lane = in_warp % G;
+    mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
+  }
+  __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
+  __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
+  // x of lane `from` of the group.
+  template <class T>
+  __device__ __forceinline__ T broadcast(T x, int from) const {
+    return __shfl_sync(mask, x, from, G);
+  }
+};
+
+}  // namespace RK_ISA
+
+// Blocks of kThreads for `items` groups of `lanes`, at most `most`.
+inline dim3 blocks_for(int64_t items, int lanes, int64_t most = kMostBlocks) {
+  const int64_t blocks = ceil_div(items * lanes, kThreads);
+  return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
+}
+
+// Lanes for rows of `columns` floats, four to a lane.
+inline int lanes_for(int64_t columns) {
+  int lanes = 1;
+  while (lanes < kWarpSize && lanes * 4 < columns) lanes *= 2;
+  return lanes;
+}
+
+// Calls body(std::integral_constant<int, G>) with G = lanes, a power of two up to a warp.
+template <class Body>
+void with_lanes(int lanes, const Body& body) {
+  switch (lanes) {
+    case 1:
+    case 2:
+    case 4:
+      return body(std::integral_constant<int, 4>());
+    case 8:
+      return body(std::integral_constant<int, 8>());
+    case 16:
+      return body(std::integral_constant<int, 16>());
+    default:
+      return body(std::integral_constant<int, 32>());
+  }
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,372 @@
+// Encoded rows as CUDA kernels see them: a lane reads and writes four neighbouring columns, a group of lanes a row.
+#pragma once
+
+#include <type_traits>
+
+#include "core/philox.h"
+#include "cuda/group.cuh"
+#include "formats/format_list.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// kBytes (1, 2, 4 or 8) of little-endian memory: at once when `aligned`, else one by one, the first `count` of them.
+// These loops stay loops: unrolled, the rare path would cost every kernel registers.
+template <int kBytes>
+using LittleEndian = typename std::conditional<kBytes == 8, uint64_t, uint32_t>::type;
+
+template <int kBytes>
+__device__ __forceinline__ LittleEndian<kBytes> load_little(const uint8_t* p, bool aligned, int64_t count = kBytes) {
+  if (kBytes == 1) return *p;
+  if (aligned) {
+    check_alignment(p, kBytes);
+    if (kBytes == 2) return *reinterpret_cast<const uint16_t*>(p);
+    return *reinterpret_cast<const LittleEndian<kBytes>*>(p);
+  }
+  LittleEndian<kBytes> word = 0;
+  const int here = static_cast<int>(count < kBytes ? count : kBytes);
+#pragma unroll 1
+  for (int i = 0; i < here; ++i) word |= static_cast<LittleEndian<kBytes>>(p[i]) << 8 * i;
+  return word;
+}
+
+template <int kBytes>
+__device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> word, bool aligned,
+                                             int64_t count = kBytes) {
+  if (kBytes > 1 && aligned) {
+    check_alignment(p, kBytes);
+    if (kBytes == 2) *reinterpret_cast<uint16_t*>(p) = static_cast<uint16_t>(word);
+    else *reinterpret_cast<LittleEndian<kBytes>*>(p) = word;
+    return;
+  }
+  const int here = static_cast<int>(count < kBytes ? count : kBytes);
+#pragma unroll 1
+  for (int i = 0; i < here; ++i) p[i] = static_cast<uint8_t>(word >> 8 * i);
+}
+
+// Bytes that four columns of a format take in its main plane, at most 16: what a lane reads or writes at once. For
+// int2, the two bytes of its scale.
+template <class Format>
+struct FourColumns {  // floats
+  static constexpr int kBytes = 4 * Format::kBytes;
+};
+template <int kBits>
+struct FourColumns<Affine<kBits>> {
+  static constexpr int kBytes = kBits > 4 ? kBits / 2 : 2;
+};
+template <int m>
+struct FourColumns<SharedMicroexponents<m>> {
+  static constexpr int kBytes = SharedMicroexponents<m>::kMagnitudeWidth / 2;
+};
+template <class Element>
+struct FourColumns<Microscaling<Element>> {
+  static constexpr int kBytes = Element::kBits == 8 ? 4 : 2;
+};
+
+// Whether all rows from `first` on can be read and written four whole columns at a time.
+template <class Format>
+__device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D) {
+  constexpr int kBytes = FourColumns<Format>::kBytes;
+  return D % 4 == 0 && Format::row_bytes(D) % kBytes == 0 && reinterpret_cast<uintptr_t>(first) % kBytes == 0;
+}
+
+// Columns c .. c+3 of a row, c a multiple of 4 below the row's D columns; zeros, or what zeros decode to, behind D.
+// `aligned`: columns_aligned() of the row's table.
+template <class Format>
+struct ColumnReader {  // floats
+  const uint8_t* row;
+  int64_t D;
+  bool aligned;
+
+  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
+      : row(row), D(D), aligned(aligned) {}
+  __device__ __forceinline__ Vec4 read(int64_t c) const {
+    if constexpr (Format::kBytes == 4) {
+      return load_columns(reinterpret_cast<const float*>(row), c, D, aligned);
+    } else {
+      const uint64_t codes = load_little<8>(row + 2 * c, aligned, 2 * (D - c));
+      Vec4 out;
+      for (int j = 0; j < 4; ++j) out.v[j] = Format::decode(static_cast<uint32_t>(codes >> 16 * j) & 0xFFFFu);
+      return out;
+    }
+  }
+};
+
+template <int kBits>
+struct ColumnReader<Affine<kBits>> {
+  using Format = Affine<kBits>;
+  const uint8_t* row;
+  int64_t D;
+  bool aligned;
+  float scale, bias;
+
+  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
+      : row(row), D(D), aligned(aligned) {
+    const uint8_t* grid = row + Format::code_bytes(D);
+    if constexpr (kBits == 8) {
+      scale = float_of(load_little<4>(grid, aligned));
+      bias = float_of(load_little<4>(grid + 4, aligned));
+    } else {
+      scale = Fp16::decode(load_little<2>(grid, aligned));
+      bias = Fp16::decode(load_little<2>(grid + 2, aligned));
+    }
+  }
+  __device__ __forceinline__ Vec4 read(int64_t c) const {
+    const uint32_t codes = load_little<kBits / 2>(row + c * kBits / 8, aligned, Format::code_bytes(D - c));
+    Vec4 out = {};
+    for (int j = 0; j < 4; ++j)
+      if (c + j < D) out.v[j] = Format::decode(to_float(codes >> j * kBits & Format::kMaxCode), scale, bias);
+    return out;
+  }
+};
+
+template <int m>
+struct ColumnReader<SharedMicroexponents<m>> {
+  using Format = SharedMicroexponents<m>;
+  const uint8_t* row;
+  int64_t D;
+  bool aligned;
+
+  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
+      : row(row), D(D), aligned(aligned) {}
+  __device__ __forceinline__ Vec4 read(int64_t c) const {
+    constexpr int kWidth = Format::kMagnitudeWidth;
+    const int64_t block = c / Format::kBlock;
+    const uint32_t codes = load_little<kWidth / 2>(row + c * kWidth / 8, aligned);
+    uint32_t signs = 0;
+    if constexpr (Format::kSignPlane) signs = uint32_t{row[Format::signs(D) + c / 8]} >> c % 8;
+    const uint32_t exponent = row[Format::exponents(D) + block];
+    const uint32_t pairs = uint32_t{row[Format::pairs(D) + block]} >> c % Format::kBlock / 2;
+    Vec4 out;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t code = codes >> j * kWidth, sign = Format::kSignPlane ? signs >> j : code >> 7;
+      out.v[j] = Format::decode(code & Format::kMaxMagnitude, sign << 31, exponent, pairs >> j / 2 & 1);
+    }
+    return out;
+  }
+};
+
+template <class Element>
+struct ColumnReader<Microscaling<Element>> {
+  using Format = Microscaling<Element>;
+  const uint8_t* row;
+  int64_t D;
+  bool aligned;
+
+  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
+      : row(row), D(D), aligned(aligned) {}
+  __device__ __forceinline__ Vec4 read(int64_t c) const {
+    const float factor = Format::factor(row[Format::scales(D) + c / Format::kBlock]);
+    uint32_t low = 0, high = 0;
+    if constexpr (Element::kBits == 8) low = load_little<4>(row + c, aligned);
+    else low = load_little<2>(row + c / 2, aligned);
+    if constexpr (Element::kBits == 6) high = row[Format::high_bits(D) + c / 4];
+    Vec4 out;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t code = Element::kBits == 8 ? low >> 8 * j & 255 : (low >> 4 * j & 15) | (high >> 2 * j & 3) << 4;
+      out.v[j] = Element::decode(code) * factor;
+    }
+    return out;
+  }
+};
+
+// How a row is encoded.
+struct RowRounding {
+  Noise noise;
+  bool round_up;  // scale rule "rceil"; else "floor"
+};
+
+template <bool kStochastic>
+__device__ __forceinline__ PhiloxWords<uint32_t> words_of(const RowRounding& how, int64_t number, int64_t c) {
+  if constexpr (kStochastic) return noise_words(how.noise, number, static_cast<uint32_t>(c / 4));
+  return {};
+}
+
+// The largest of `lanes` neighbouring lanes of a group, a power of two.
+__device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned mask) {
+  for (int distance = lanes / 2; distance > 0; distance /= 2) {
+    const uint32_t other = __shfl_xor_sync(mask, x, distance, lanes);
+    x = x > other ? x : other;
+  }
+  return x;
+}
+
+// ColumnWriter<Format, kStochastic, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
+// lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the row's last column
+// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: finite() says so.
+template <class Format, bool kStochastic, int G>
+struct ColumnWriter {  // floats
+  static constexpr bool kScans = false;
+  const Group<G>& group;
+  RowRounding how;
+  int64_t number, D;
+  uint8_t* row;
+  bool aligned;
+
+  __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
+    if (c >= D) return;
+    const auto words = words_of<kStochastic>(how, number, c);
+    if constexpr (Format::kBytes == 4) {
+      Vec4 out;
+      for (int j = 0; j < 4; ++j) out.v[j] = float_of(Format::template encode<kStochastic>(x.v[j], words.word[j]));
+      store_columns(reinterpret_cast<float*>(row), c, D, aligned, out);
+    } else {
+      uint64_t codes = 0;
+      for (int j = 0; j < 4; ++j)
+        codes |= static_cast<uint64_t>(Format::template encode<kStochastic>(x.v[j], words.word[j])) << 16 * j;
+      store_little<8>(row + 2 * c, codes, aligned, 2 * (D - c));
+    }
+  }
+};
+
+template <int kBits, bool kStochastic, int G>
+struct ColumnWriter<Affine<kBits>, kStochastic, G> {
+  using Format = Affine<kBits>;
+  static constexpr bool kScans = true;
+  const Group<G>& group;
+  RowRounding how;
+  int64_t number, D;
+  uint8_t* row;
+  bool aligned;
+  float low = __builtin_inff(), high = -__builtin_inff();
+  uint32_t largest = 0, first_zero = 0xffffffffu;  // column << 1 | sign
+  AffineGrid grid = {};
+
+  __device__ __forceinline__ void scan(int64_t c, const Vec4& x) {
+    for (int j = 0; j < 4; ++j) {
+      if (c + j >= D) continue;
+      low = x.v[j] < low ? x.v[j] : low;
+      high = x.v[j] > high ? x.v[j] : high;
+      const uint32_t bits = bits_of(x.v[j]), magnitude = bits & kMagnitudeBits;
+      largest = magnitude > largest ? magnitude : largest;
+      const uint32_t zero = static_cast<uint32_t>(c + j) << 1 | bits >> 31;
+      if (magnitude == 0 && zero < first_zero) first_zero = zero;
+    }
+  }
+
+  // After the last scan(): the grid, written by one lane.
+  __device__ __forceinline__ bool close_scan() {
+    for (int distance = G / 2; distance > 0; distance /= 2) {
+      const float other_low = __shfl_xor_sync(group.mask, low, distance, G);
+      const float other_high = __shfl_xor_sync(group.mask, high, distance, G);
+      low = other_low < low ? other_low : low;
+      high = other_high > high ? other_high : high;
+    }
+    largest = largest_of(largest, G, group.mask);
+    first_zero = ~largest_of(~first_zero, G, group.mask);
+    // A zero has the sign of the row's first.
+    const float zero = float_of(first_zero << 31);
+    const bool finite = largest < kInfinityBits;
+    grid = Format::template grid<kStochastic>(low == 0.0f ? zero : low,
+                                              finite ? (high == 0.0f ? zero : high) : __builtin_inff());
+    if (group.lane == 0) {
+      uint8_t* p = row + Format::code_bytes(D);
+      if constexpr (kBits == 8) {
+        store_little<4>(p, bits_of(grid.scale), aligned);
+        store_little<4>(p + 4, bits_of(grid.bias), aligned);
+      } else {
+        store_little<2>(p, Fp16::encode<false>(grid.scale, 0u), aligned);
+        store_little<2>(p + 2, Fp16::encode<false>(grid.bias, 0u), aligned);
+      }
+    }
+    return finite;
+  }
+
+  __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
+    if (c >= D) return;
+    const auto words = words_of<kStochastic>(how, number, c);
+    uint32_t codes = 0;
+    for (int j = 0; j < 4; ++j)
+      if (c + j < D) codes |= Format::template encode<kStochastic>(x.v[j], grid, words.word[j]) << j * kBits;
+    store_little<kBits / 2>(row + c * kBits / 8, codes, aligned, Format::code_bytes(D - c));
+  }
+};
+
+template <int m, bool kStochastic, int G>
+struct ColumnWriter<SharedMicroexponents<m>, kStochastic, G> {
+  using Format = SharedMicroexponents<m>;
+  static constexpr bool kScans = false;
+  static constexpr int kLanes = Format::kBlock / 4;  // that share a block
+  const Group<G>& group;
+  RowRounding how;
+  int64_t number, D;
+  uint8_t* row;
+  bool aligned;
+
+  __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
+    constexpr int kWidth = Format::kMagnitudeWidth;
+    uint32_t needed[2];
+    for (int p = 0; p < 2; ++p) {
+      const uint32_t a = bits_of(x.v[2 * p]) & kMagnitudeBits, b = bits_of(x.v[2 * p + 1]) & kMagnitudeBits;
+      needed[p] = Format::pair_exponent(a > b ? a : b, how.round_up);
+    }
+    const uint32_t exponent = largest_of(needed[0] > needed[1] ? needed[0] : needed[1], kLanes, group.mask);
+    const auto words = words_of<kStochastic>(how, number, c);
+    uint32_t codes = 0, signs = 0, pairs = 0;
+    for (int j = 0; j < 4 && exponent != 255; ++j) {
+      const uint32_t bit = Format::pair_bit(exponent, needed[j / 2]), sign = bits_of(x.v[j]) >> 31;
+      const uint32_t step = Format::step_field(exponent, bit);
+      codes |= Format::template encode<kStochastic>(x.v[j], step, words.word[j]) << j * kWidth;
+      if constexpr (Format::kSignPlane) signs |= sign << j;
+      else codes |= sign << (j * kWidth + 7);
+      pairs |= bit << j / 2;
+    }
+    // Neighbours share a byte of signs, and four lanes one of pairs.
+    const int in_block = static_cast<int>(c / 4 % kLanes);
+    signs = combine(signs << 4 * (in_block % 2), 2);
+    pairs = combine(pairs << 2 * in_block, kLanes);
+    const int64_t block = c / Format::kBlock;
+    if (block >= Format::blocks(D)) return;
+    store_little<kWidth / 2>(row + c * kWidth / 8, codes, aligned);
+    if (Format::kSignPlane && in_block % 2 == 0) row[Format::signs(D) + c / 8] = static_cast<uint8_t>(signs);
+    if (in_block == 0) {
+      row[Format::exponents(D) + block] = static_cast<uint8_t>(exponent);
+      row[Format::pairs(D) + block] = static_cast<uint8_t>(pairs);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t combine(uint32_t bits, int lanes) const {
+    for (int distance = lanes / 2; distance > 0; distance /= 2)
+      bits |= __shfl_xor_sync(group.mask, bits, distance, lanes);
+    return bits;
+  }
+};
+
+// At least eight lanes, which share a block.
+template <class Element, bool kStochastic, int G>
+struct ColumnWriter<Microscaling<Element>, kStochastic, G> {
+  using Format = Microscaling<Element>;
+  static constexpr bool kScans = false;
+  static constexpr int kLanes = Format::kBlock / 4;
+  static_assert(G >= kLanes);
+  const Group<G>& group;
+  RowRounding how;
+  int64_t number, D;
+  uint8_t* row;
+  bool aligned;
+
+  __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
+    uint32_t largest = 0;
+    for (int j = 0; j < 4; ++j) {
+      const uint32_t magnitude = bits_of(x.v[j]) & kMagnitudeBits;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    const uint32_t scale = Format::scale(largest_of(largest, kLanes, group.mask), how.round_up);
+    if (c / Format::kBlock >= Format::blocks(D)) return;
+    const auto words = words_of<kStochastic>(how, number, c);
+    uint32_t low = 0, high = 0;
+    for (int j = 0; j < 4 && scale != 255; ++j) {
+      const uint32_t code = Element::template encode<kStochastic>(x.v[j] * Format::inverse(scale), words.word[j]);
+      low |= Element::kBits == 8 ? code << 8 * j : (code & 15) << 4 * j;
+      high |= code >> 4 << 2 * j;
+    }
+    if constexpr (Element::kBits == 8) store_little<4>(row + c, low, aligned);
+    else store_little<2>(row + c / 2, low, aligned);
+    if constexpr (Element::kBits == 6) row[Format::high_bits(D) + c / 4] = static_cast<uint8_t>(high);
+    if (c % Format::kBlock == 0) row[Format::scales(D) + c / Format::kBlock] = static_cast<uint8_t>(scale);
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

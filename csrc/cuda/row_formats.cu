@@ -1,0 +1,166 @@
+// quantize_rows and dequantize_rows. Bytes moved: every float and every byte of a row once (int8, int4 and int2 read
+// the floats twice, the second time from a cache), so both are bound by memory.
+#include "cuda/row_codec.cuh"
+#include "ops/row_formats.h"
+
+namespace rec_kernels {
+namespace {
+
+struct QuantizeArgs {
+  const void* x;
+  ScalarType dtype;
+  int64_t N, D, bytes, first_row;
+  uint8_t* rows;
+  const int64_t *seed, *step;  // or null: 0
+  uint32_t table;
+  bool round_up;
+  int64_t* status;
+};
+
+// x[n, c .. c+3], zeros behind D.
+__device__ __forceinline__ Vec4 load_floats(const QuantizeArgs& a, int64_t n, int64_t c) {
+  Vec4 out = {};
+  if (c >= a.D) return out;
+  if (a.dtype == ScalarType::Float) {
+    const float* row = static_cast<const float*>(a.x) + n * a.D;
+    return load_columns(row, c, a.D, rows_aligned(row, a.D));
+  }
+  const auto* row = static_cast<const uint8_t*>(a.x) + 2 * n * a.D;
+  const bool aligned = columns_aligned<Fp16>(row, a.D);
+  return a.dtype == ScalarType::Half ? ColumnReader<Fp16>(row, a.D, aligned).read(c)
+                                     : ColumnReader<Bf16>(row, a.D, aligned).read(c);
+}
+
+__device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n, int64_t c, const Vec4& x) {
+  for (int j = 0; j < 4; ++j)
+    if (c + j < a.D && x.v[j] - x.v[j] != 0.0f)
+      atomicMin(reinterpret_cast<long long*>(a.status), static_cast<long long>(n * a.D + c + j));
+}
+
+// A group of lanes takes a row.
+template <class Format, bool kStochastic, int G>
+__global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
+  const Group<G> group;
+  const auto seed = a.seed ? static_cast<uint64_t>(*a.seed) : 0;
+  const RowRounding how = {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
+                            a.step ? static_cast<uint32_t>(*a.step) : 0, a.table, 0},
+                           a.round_up};
+  const bool aligned = columns_aligned<Format>(a.rows, a.D);
+  for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
+    ColumnWriter<Format, kStochastic, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};
+    bool finite = true;
+    if constexpr (ColumnWriter<Format, kStochastic, G>::kScans) {
+      for (int64_t c = 0; c < a.D; c += 4 * G) writer.scan(c + 4 * group.lane, load_floats(a, n, c + 4 * group.lane));
+      finite = writer.close_scan();
+    }
+    for (int64_t c = 0; c < a.D; c += 4 * G) {
+      const Vec4 x = load_floats(a, n, c + 4 * group.lane);
+      if (!finite) note_not_finite(a, n, c + 4 * group.lane, x);
+      writer.write(c + 4 * group.lane, x);
+    }
+  }
+}
+
+struct DequantizeArgs {
+  const uint8_t* rows;
+  int64_t N, D, bytes;
+  void* out;
+  ScalarType dtype;
+};
+
+// A group of lanes takes a row.
+template <class Format, int G>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) {
+  const Group<G> group;
+  const bool aligned = columns_aligned<Format>(a.rows, a.D);
+  for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
+    const ColumnReader<Format> reader(a.rows + n * a.bytes, a.D, aligned);
+    for (int64_t c = 4 * group.lane; c < a.D; c += 4 * G) {
+      const Vec4 x = reader.read(c);
+      if (a.dtype == ScalarType::Float) {
+        float* out = static_cast<float*>(a.out) + n * a.D;
+        store_columns(out, c, a.D, rows_aligned(out, a.D), x);
+        continue;
+      }
+      uint8_t* out = static_cast<uint8_t*>(a.out) + 2 * (n * a.D + c);
+      for (int j = 0; j < 4; ++j)
+        if (c + j < a.D)
+          store_little<2>(
+              out + 2 * j,
+              a.dtype == ScalarType::Half ? Fp16::encode<false>(x.v[j], 0u) : Bf16::encode<false>(x.v[j], 0u), true);
+    }
+  }
+}
+
+__global__ void no_bad_position_kernel(int64_t* status) { *status = INT64_MAX; }
+
+// Eight lanes for short rows, which a warp would leave mostly idle; a block of an OCP format has eight lanes' columns.
+constexpr int kFewLanes = 8;
+
+template <class Body>
+void with_row_lanes(int64_t D, const Body& body) {
+  if (D <= 4 * kFewLanes) body(std::integral_constant<int, kFewLanes>());
+  else body(std::integral_constant<int, kWarpSize>());
+}
+
+std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::string& format,
+                                              const std::string& rounding, const OptionalTensor& seed,
+                                              const OptionalTensor& step, int64_t table, int64_t first_row,
+                                              const std::optional<std::string>& scale_rule) {
+  const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
+  const OnDeviceOf device(x_in);
+  const Tensor x = as_contiguous(x_in);
+  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D);
+  Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
+  const QuantizeArgs a{x.const_data_ptr(),
+                       x.scalar_type(),
+                       N,
+                       D,
+                       bytes,
+                       options.first_row,
+                       rows.mutable_data_ptr<uint8_t>(),
+                       seed ? seed->const_data_ptr<int64_t>() : nullptr,
+                       step ? step->const_data_ptr<int64_t>() : nullptr,
+                       options.table,
+                       options.round_up,
+                       status.mutable_data_ptr<int64_t>()};
+  launch(no_bad_position_kernel, dim3(1), dim3(1), 0, device.stream(), a.status);
+  if (N == 0) return {rows, status};
+  with_format(options.format, [&](auto f) {
+    with_row_lanes(D, [&](auto lanes) {
+      using Format = decltype(f);
+      constexpr int G = decltype(lanes)::value;
+      const dim3 grid = blocks_for(N, G), block(kThreads);
+      if (options.stochastic) launch(quantize_kernel<Format, true, G>, grid, block, 0, device.stream(), a);
+      else launch(quantize_kernel<Format, false, G>, grid, block, 0, device.stream(), a);
+    });
+  });
+  return {rows, status};
+}
+
+Tensor dequantize_rows_cuda(const Tensor& rows_in, const std::string& format, int64_t embedding_dim, ScalarType dtype) {
+  const RowFormat number = read_dequantize(rows_in, format, embedding_dim);
+  check_float_dtype(dtype, "dtype");
+  const OnDeviceOf device(rows_in);
+  const Tensor rows = as_contiguous(rows_in);
+  const int64_t N = rows.size(0), D = embedding_dim;
+  Tensor out = new_tensor(rows, {N, D}, dtype);
+  if (N == 0) return out;
+  const DequantizeArgs a{rows.const_data_ptr<uint8_t>(), N, D, rows.size(1), out.mutable_data_ptr(), dtype};
+  with_format(number, [&](auto f) {
+    with_row_lanes(D, [&](auto lanes) {
+      constexpr int G = decltype(lanes)::value;
+      launch(dequantize_kernel<decltype(f), G>, blocks_for(N, G), dim3(kThreads), 0, device.stream(), a);
+    });
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
+  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cuda));
+  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cuda));
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,43 @@
+// quantize_rows and dequantize_rows: rows of floats to rows of bytes in a row format, and back.
+//
+// quantize_rows. x [N, D] float32, float16 or bfloat16, D >= 1; the result is a new uint8 [N, row_bytes(format, D)], in
+// which every byte is written: unused bits and bytes are zero. Rounding "nearest" or "stochastic"; the noise of an
+// element depends on seed, step (0-dim int64 tensors on x's device; absent: 0), table, its row (first_row + n) and its
+// column. scale_rule, of the block formats: "floor", "rceil", or absent: "floor" for nearest, "rceil" for stochastic.
+// int8, int4 and int2 have no code for NaN and Inf: `status`, int64 [1], is the smallest n * D + column of one, or
+// INT64_MAX; the CPU raises instead. Such a row reads as NaN. Not differentiable.
+// dequantize_rows. The reverse, into a new [N, D] of a float dtype, rounded to nearest. docs/numerics.md has the maths.
+#pragma once
+
+#include "core/philox.h"
+#include "core/stable.h"
+#include "formats/format_list.h"
+
+namespace rec_kernels {
+
+RK_EXPORT RowFormat parse_row_format(const std::string& name);
+RK_EXPORT const char* row_format_name(RowFormat format);
+// Bytes of a row of D >= 1 columns.
+RK_EXPORT int64_t row_bytes(RowFormat format, int64_t D);
+
+// The arguments of quantize_rows after the checks; seed and step stay where they are.
+struct QuantizeOptions {
+  RowFormat format;
+  bool stochastic;
+  bool round_up;
+  uint32_t table;
+  int64_t first_row;
+};
+RK_EXPORT QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                        const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                        int64_t first_row, const std::optional<std::string>& scale_rule);
+RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
+// Not exported: a ScalarType in the name of a symbol would tie the library to a version of torch.
+inline void check_float_dtype(ScalarType dtype, const char* name) {
+  check_value(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
+              " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
+}
+// Throws for element `position` = n * D + column of x, whose value is not finite.
+[[noreturn]] RK_EXPORT void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
+
+}  // namespace rec_kernels

@@ -1,0 +1,181 @@
+"""Cases of embedding_bag over tables in row formats: their bytes, and what the reference makes of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import torch
+from backends import every_backend
+from embedding_bag_cases import EPS, LR, Case
+from torch import Tensor
+
+from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.reference import row_formats as reference
+from rec_kernels.testing import same_bits
+
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
+ROUNDINGS = ["nearest", "stochastic"]
+INT64_MAX = torch.iinfo(torch.int64).max
+SEED, STEP = 0x123456789ABCDEF, 2**32 + 6  # both words of the seed; a step that is taken modulo 2^32
+GAP = 0xA5  # what bytes between tables are, and stay
+
+
+class EncodedCase:
+    """A ``Case`` whose tables are in row formats; its float weights become what the encoded rows decode to.
+
+    Args:
+        case: the call; its own gaps are of no interest here.
+        formats: of its tables.
+        gaps: bytes before each table; 1 before every one but those of floats, which start at a multiple of 4.
+        rows: the tables' bytes; None: the float weights of ``case``, rounded to the nearest.
+    """
+
+    def __init__(
+        self, case: Case, formats: Sequence[str], *, gaps: list[int] | None = None, rows: list[Tensor] | None = None
+    ) -> None:
+        self.case, self.formats = case, list(formats)
+        self.dims = [d for _, d in case.tables]
+        views = case.split(case.weights)
+        if rows is None:
+            rows = [reference.quantize_rows(v, f) for v, f in zip(views, self.formats, strict=True)]
+        for view, decoded in zip(views, self.decode(rows), strict=True):
+            view.copy_(decoded)
+        self.gaps = gaps or [1] * len(rows)
+        self.starts, at = [], 0
+        for gap, format, table in zip(self.gaps, self.formats, rows, strict=True):
+            start = at + gap if format != "fp32" else -(-(at + gap) // 4) * 4
+            self.starts.append(start)
+            at = start + table.numel()
+        self.flat = torch.full((at + 1,), GAP, dtype=torch.uint8)
+        for place, table in zip(self.split(self.flat), rows, strict=True):
+            place.copy_(table)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views [E, row_bytes] of the tables in flat bytes."""
+        views = []
+        for start, format, (rows, columns) in zip(self.starts, self.formats, self.case.tables, strict=True):
+            size = reference.row_bytes(format, columns)
+            views.append(flat[start : start + rows * size].view(rows, size))
+        return views
+
+    def decode(self, tables: Sequence[Tensor]) -> list[Tensor]:
+        """[E, row_bytes] of each table as the float32 numbers [E, D] that they mean."""
+        kinds = zip(tables, self.formats, self.dims, strict=True)
+        return [reference.dequantize_rows(t, f, d) for t, f, d in kinds]
+
+    @functools.cached_property
+    def layout(self) -> dict:
+        """The layout arguments of the ops."""
+        used, features = list(dict.fromkeys(self.formats)), self.case.features
+        numbers = {
+            "weight_offsets": [self.starts[t] for t in features],
+            "format_of": [used.index(self.formats[t]) for t in features],
+        }
+        sizes = {"num_rows": len(self.case.sum), "max_embedding_dim": max(self.dims), "formats": used}
+        return self.case.layout | {name: torch.tensor(n) for name, n in numbers.items()} | sizes
+
+    def table_id(self, table: int) -> int:
+        """Which is not the table's place in the call."""
+        return 65535 - 7 * table
+
+    @property
+    def noise(self) -> dict:
+        """The arguments of a fused update that its noise comes from; ``step`` is ``STEP``."""
+        ids = torch.tensor([self.table_id(t) for t in self.case.features])
+        return {"seed": torch.tensor(SEED), "table_ids": ids}
+
+    def encode_row(self, table: int, row: int, numbers: Tensor, rounding: str, step: int = STEP) -> Tensor:
+        """The bytes that an updated row [D] of a table becomes."""
+        place = {"seed": SEED, "step": step, "table": self.table_id(table), "first_row": row}
+        format = self.formats[table]
+        return reference.quantize_rows(numbers[None], format, rounding=rounding, raise_not_finite=False, **place)[0]
+
+    def expected_update(self, optimizer: str, rounding: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Bytes and state after one step, from gradients multiplied by ``scale``."""
+        floats, state = self.case.expected_update(optimizer, scale)
+        updated, flat = self.case.split(floats), self.flat.clone()
+        tables = self.split(flat)
+        for table, row in self.case.row_gradients:
+            tables[table][row] = self.encode_row(table, row, updated[table][row], rounding)
+        return flat, self.case.sum if optimizer == "sgd" else state
+
+    def update(
+        self, optimizer: str, rounding: str, ops=torch.ops.rec_kernels, **options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Bytes, state and step after embedding_bag_backward_fused_ of ``ops``."""
+        flat, state, step = self.flat.clone(), self.case.sum.clone(), torch.tensor(options.pop("step", STEP))
+        ops.embedding_bag_backward_fused_(
+            flat,
+            None if optimizer == "sgd" else state,
+            step,
+            torch.tensor(LR),
+            options.pop("grad", self.case.grad),
+            *self.case.jagged,
+            **(self.layout | self.noise | options),
+            optimizer=optimizer,
+            eps=EPS,
+            rounding=rounding,
+        )
+        return flat, state, step
+
+    def unchanged(self, found: tuple[Tensor, Tensor, Tensor]) -> bool:
+        """Whether an update has done nothing at all."""
+        flat, state, step = found
+        return torch.equal(flat, self.flat) and same_bits(state, self.case.sum) and step.item() == STEP
+
+    def same_tables(self, found: Tensor, expected: Tensor) -> bool:
+        """Whether all bytes agree, those between tables too; a float NaN may have any payload."""
+        if torch.equal(found, expected):
+            return True
+        between = torch.ones(len(self.flat), dtype=torch.bool)
+        for view in self.split(between):
+            view.fill_(False)
+        views = zip(self.split(found), self.split(expected), self.formats, self.dims, strict=True)
+        same = all(
+            torch.equal(a, b) if f != "fp32" else same_bits(*(reference.dequantize_rows(t, f, d) for t in (a, b)))
+            for a, b, f, d in views
+        )
+        return same and torch.equal(found[between], expected[between])
+
+
+def every_format_once(case: Case, shift: int = 0, **options) -> EncodedCase:
+    """The tables of a case in all formats in turn, the first one that number ``shift`` of ``BAG_FORMATS``."""
+    formats = [BAG_FORMATS[(shift + t) % len(BAG_FORMATS)] for t in range(len(case.tables))]
+    return EncodedCase(case, formats, **options)
+
+
+def check_lookups(encoded: EncodedCase, backends=every_backend) -> None:
+    """Output and the gradient of per_sample_weights, on each of the backends."""
+    case = encoded.case
+    expected, factors = case.expected_output(), case.expected_factor_gradient()
+    values, offsets, _ = case.jagged
+    for backend in backends():
+        output, status = backend.ops.embedding_bag(encoded.flat, *case.jagged, **encoded.layout)
+        where = (backend.name, encoded.formats)
+        assert same_bits(output, expected), where
+        assert status.tolist() == [INT64_MAX, 0], where
+        found = backend.ops.embedding_bag_backward_per_sample_weights(
+            case.grad, encoded.flat, values, offsets, **encoded.layout
+        )
+        assert same_bits(found, factors), where
+
+
+def check_updates(
+    encoded: EncodedCase,
+    optimizers: Sequence[str] = OPTIMIZERS,
+    roundings: Sequence[str] = ROUNDINGS,
+    backends=every_backend,
+    scale: float = 1.0,
+    **options,
+) -> None:
+    """Bytes, state and step after a fused update, on each of the backends."""
+    for optimizer in optimizers:
+        for rounding in roundings:
+            flat, state = encoded.expected_update(optimizer, rounding, scale)
+            for backend in backends():
+                found, found_state, step = encoded.update(optimizer, rounding, backend.ops, **options)
+                where = (backend.name, encoded.formats, optimizer, rounding)
+                assert encoded.same_tables(found, flat), where
+                assert same_bits(found_state, state), where
+                assert step.item() == STEP + 1, where

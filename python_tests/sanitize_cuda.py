@@ -1,0 +1,207 @@
+"""Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
+
+compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
+test-gpu` runs it under memcheck (accesses outside of memory) and racecheck (races in shared memory).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from embedding_bag_cases import EPS, LR, Case, make_case
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+import rec_kernels as rk
+from rec_kernels.reference.row_formats import ROW_FORMATS
+from rec_kernels.testing import same_bits
+
+TOOLS = ("memcheck", "racecheck")
+#: What the tool says of GPUs, or virtual machines around them, that it cannot look into.
+UNSUPPORTED = "Device not supported"
+
+
+class OnDevice:
+    """torch.ops.rec_kernels for CPU tensors: copied to the GPU, and back what the op returns and has changed."""
+
+    def __getattr__(self, name: str) -> Callable:
+        op = getattr(torch.ops.rec_kernels, name)
+
+        def call(*args, **options):
+            there, there_options = tree_map_only(Tensor, Tensor.cuda, (args, options))
+            result = op(*there, **there_options)
+            for mine, other in zip(args, there, strict=True):
+                if name.endswith("_") and isinstance(mine, Tensor):
+                    mine.copy_(other)
+            return tree_map_only(Tensor, Tensor.cpu, result)
+
+        return call
+
+
+def ops_with_kernels(namespace: str, key: str) -> set[str]:
+    """Public ops of a namespace with a kernel for a dispatch key."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = (n.removeprefix(f"{namespace}::") for n in torch._C._dispatch_get_all_op_names() if has_kernel(n, key))
+    # What is left with a namespace is another one's; an underscore in front is for tests, an overload name is not ours.
+    return {name for name in names if "::" not in name and "." not in name and not name.startswith("_")}
+
+
+def _cases() -> Iterator[Case]:
+    """Every width of a group of lanes, rows aligned to 16 bytes or not, and rows named 150 times."""
+    tables, features = [(5, 16), (3, 33), (1, 4), (4, 130), (2, 601)], [0, 1, 0, 2, 3, 4]
+    lengths = [3, 0, 70, 1, 2, 2, 5, 0, 1, 60, 40, 50, 1, 2, 3, 2, 0, 1]
+    yield make_case(tables, features, lengths, gaps=[0, 1, 0, 3, 0], seed=1)
+    yield make_case(
+        tables,
+        features,
+        lengths,
+        mean=[True, False, True, True, False, True],
+        weighted=True,
+        ids_dtype=torch.int32,
+        offsets_dtype=torch.int32,
+        padding_idx=0,
+        unused=(2, 3),
+        seed=2,
+    )
+
+
+def _one_table(ops) -> object:
+    weights, ids = torch.arange(7 * 5).view(7, 5).float(), torch.tensor([3, 6, 0, 6])
+    return ops.embedding_bag(weights, ids, torch.tensor([0, 1, 1]), include_last_offset=False)
+
+
+def _tables(ops) -> object:
+    weights = torch.arange(16.0 * 6)
+    tables = [weights[:15].view(5, 3), weights[16:].view(5, 16)]
+    numbers = {
+        "weight_offsets": [0, 16],
+        "row_offsets": [0, 5],
+        "num_embeddings": [5, 5],
+        "embedding_dims": [3, 16],
+        "output_offsets": [0, 3],
+    }
+    layout = {name: torch.tensor(n) for name, n in numbers.items()} | {"output_dim": 19}
+    return ops.embedding_bag_tables(weights, tables, torch.tensor([4, 0, 2]), torch.tensor([0, 2, 3]), **layout)
+
+
+def _row_formats(ops) -> Iterator[Tensor]:
+    """Each format's codec both ways, rows of a few lanes and of more than a warp's, the last columns not four."""
+    for columns in (5, 131):
+        x = torch.linspace(-3, 5, 3 * columns).view(3, columns)
+        for name in ROW_FORMATS:
+            rows, status = ops.quantize_rows(x, name)
+            noise = {"seed": torch.tensor(3), "step": torch.tensor(7)}
+            noisy, _ = ops.quantize_rows(x.half(), name, "stochastic", **noise, first_row=9)
+            dtype = torch.bfloat16 if columns == 5 else torch.float32
+            yield from (rows, status, noisy, ops.dequantize_rows(rows, name, columns, dtype))
+
+
+def _everything(case: Case, ops) -> list[object]:
+    shape, (values, offsets, _) = list(case.weights.shape), case.jagged
+    state, sizes = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0)), {"num_rows": len(case.sum)}
+    layout = case.layout | sizes | {"max_embedding_dim": max(d for _, d in case.tables)}
+    return [
+        ops.embedding_bag(case.weights, *case.jagged, **layout),
+        ops.embedding_bag_fused(case.weights, *state, *case.jagged, **layout, eps=EPS),
+        ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout),
+        ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout),
+        ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **layout),
+        case.update("sgd", ops),
+        case.update("rowwise_adagrad", ops, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
+    ]
+
+
+def call_all(ops) -> list[Tensor]:
+    """Every tensor that any op returns or changes."""
+    x, y = torch.linspace(-3, 5, 5 * 131).view(5, 131), torch.linspace(2, -1, 5 * 131).view(5, 131)
+    found = [ops.scale_rows(x, x[:, 7]), ops.row_dot(x, y), _one_table(ops), _tables(ops), *_row_formats(ops)]
+    for case in _cases():
+        found += _everything(case, ops)
+    return tree_flatten(found)[0]
+
+
+class Recorder:
+    """Passes calls on to ``ops`` and remembers their names."""
+
+    def __init__(self, ops) -> None:
+        self._ops, self.called = ops, set()
+
+    def __getattr__(self, name: str) -> Callable:
+        self.called.add(name)
+        return getattr(self._ops, name)
+
+
+def check(ops, wanted: set[str]) -> int:
+    """Calls everything on ``ops`` and on the CPU.
+
+    Args:
+        wanted: names of the ops that must be among what is called.
+
+    Returns:
+        How many tensors were compared.
+
+    Raises:
+        AssertionError: other bits than the CPU's, or an op is missing.
+    """
+    recorder = Recorder(ops)
+    expected, found = call_all(torch.ops.rec_kernels), call_all(recorder)
+    different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
+    assert not different, f"tensors {different} of call_all() differ from the CPU's"
+    assert wanted <= recorder.called, f"no call of {sorted(wanted - recorder.called)}: add it to call_all()"
+    return len(found)
+
+
+def find_sanitizer() -> str | None:
+    """compute-sanitizer on the PATH, or in the CUDA toolkit that nvcc belongs to."""
+    found, nvcc = shutil.which("compute-sanitizer"), shutil.which("nvcc")
+    if found or nvcc is None:
+        return found
+    folders = {Path(nvcc).parent, Path(nvcc).resolve().parent}
+    return next((str(f / "compute-sanitizer") for f in folders if (f / "compute-sanitizer").exists()), None)
+
+
+def run_under_sanitizer() -> int:
+    """Runs this file under each tool; the first exit status that is not 0, or 0 where the tool is not to be had."""
+    sanitizer = find_sanitizer()
+    if sanitizer is None:
+        print("compute-sanitizer is neither on the PATH nor beside nvcc: memcheck and racecheck are left out")
+        return 0
+    # One allocation per tensor: memcheck sees nothing of what goes wrong inside of torch's large ones.
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    for tool in TOOLS:
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__))]
+        print(" ".join(command), flush=True)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        print(done.stdout, flush=True)
+        if UNSUPPORTED in done.stdout:
+            print("compute-sanitizer cannot look into this machine's GPU: memcheck and racecheck are left out")
+            return 0
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--sanitizer", action="store_true", help="within compute-sanitizer, where it is installed")
+    if parser.parse_args().sanitizer:
+        return run_under_sanitizer()
+    missing = rk.build_info()["cuda_unavailable"]
+    if missing or not torch.cuda.is_available():
+        sys.exit(f"there is nothing to check: {missing or 'torch sees no CUDA device'}")
+    compared = check(OnDevice(), ops_with_kernels("rec_kernels", "CUDA"))
+    torch.cuda.synchronize()
+    print(f"{compared} tensors have the CPU's bits")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

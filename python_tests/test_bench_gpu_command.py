@@ -1,0 +1,231 @@
+"""The command `python -m bench.gpu` without a GPU: a trial on the CPU, its options, and what it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from backends import ROOT
+from test_bench_gpu import CPU, SMALL, Ticks
+
+from bench.gpu import __main__ as command
+from bench.gpu import cases, report, subjects
+from bench.gpu import implementations as imp
+
+
+def test_the_whole_command(tmp_path: Path) -> None:
+    """A trial on the CPU in a process of its own, Triton's kernels interpreted."""
+    output = tmp_path / "trial.json"
+    chosen = ["--case", "trial-zipf", "--case", "scale-rows"]
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--output", output, "--commit", "abc", *chosen],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    about, (bags, rows) = found["about"], found["cases"]
+    assert about["command"].startswith("python -m bench.gpu --device cpu")
+    assert (about["commit"], about["gpu"], about["torch"]) == ("abc", None, torch.__version__)
+    assert {"date", "cuda", "triton", "fbgemm", "python", "version", "cuda_architectures"} <= about.keys()
+    assert set(found["copy_gb_per_s"]) == {"before", "after"}
+    assert found["seconds"] > 0
+    names = {row["implementation"] for row in bags["results"]} | about["left_out"].keys()
+    assert names == {"ours", "triton", "torch", "fbgemm"}
+    if importlib.util.find_spec("triton"):
+        assert "triton" not in about["left_out"]
+    failed = [row for case in found["cases"] for row in case["results"] if "error" in row or "graph_error" in row]
+    assert not failed
+    assert {row["implementation"] for row in rows["results"]} == {"ours", "torch"}
+    assert report.table(found) in done.stdout
+    assert "| trial-zipf | forward |" in done.stdout
+    if importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "trial.png").stat().st_size > 1000
+
+
+def arguments(monkeypatch: pytest.MonkeyPatch, *words: str):
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", *words])
+    return command.arguments()
+
+
+def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """What is missing is said; --list names the cases; limits stay below a call of ten minutes."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch, "--device", "cpu")
+    assert "--device cpu needs --output" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        arguments(monkeypatch)
+    assert "torch sees no CUDA device" in capsys.readouterr().err
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert command.effort_of(arguments(monkeypatch)).limit_s < 9 * 60
+    assert command.effort_of(arguments(monkeypatch, "--quick")).limit_s < 4 * 60
+    assert command.effort_of(arguments(monkeypatch, "--quick", "--limit", "5")).limit_s == 5
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--list", "--device", "cpu", "--output", str(tmp_path / "x")])
+    command.main()
+    assert capsys.readouterr().out.split() == [*(w.name for w in cases.TRIAL), "scale-rows-5x16"]
+
+
+def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At going first; --case filters by parts of names."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    found = dict.fromkeys(["ours", "triton", "torch"])
+    every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
+    bags = [case for case in every if case.about()["op"] == "embedding_bag"]
+    assert len(every) == len(bags) + 2
+    assert [next(iter(case.available)) for case in bags[:4]] == ["ours", "triton", "torch", "ours"]
+    some = arguments(monkeypatch, "--case", "d128-zipf", "--case", "d64-zipf")
+    names = [case.name for case in command.chosen_cases(some, found, 140 * 2**30)]
+    assert {name.split("-", 3)[3] for name in names} == {"d128-zipf", "d64-zipf"}
+
+
+def test_the_file_is_whole_after_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is ended in the second case leaves the first."""
+    output = tmp_path / "new" / "found.json"
+    args = arguments(monkeypatch, "--device", "cpu", "--output", str(output))
+    chosen = [subjects.EmbeddingBag(SMALL, {"torch": imp.Torch}), subjects.ScaleRows(3, 4)]
+    monkeypatch.setattr(subjects.ScaleRows, "subjects", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        command.run(args, CPU, Ticks(), chosen, {"about": {}, "cases": []})
+    found = json.loads(output.read_text())
+    assert [case["name"] for case in found["cases"]] == ["small"]
+    assert len(found["cases"][0]["results"]) == 5
+    assert [p.name for p in output.parent.iterdir()] == ["found.json"]
+
+
+def test_a_lost_gpu_costs_the_second_copy_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(monkeypatch, "--device", "cpu", "--output", str(tmp_path / "found.json"))
+    rates = iter([1.0])
+    monkeypatch.setattr(command, "copy_gb_per_s", lambda *a: next(rates, None) or 1 / 0)
+    found = {"about": {}, "cases": []}
+    command.run(args, CPU, Ticks(), [], found)
+    assert found["copy_gb_per_s"] == {"before": 1.0, "after_error": "division by zero"}
+
+
+def rows_of(**changes) -> dict:
+    row = {"operation": "forward", "optimizer": None, "ms": 2.0}
+    row |= {"gb_per_s": {"all": 400.0, "unique": 300.0}, "percent_of_copy": {"all": 40.0, "unique": 30.0}}
+    return row | changes
+
+
+FOUND = {
+    "about": {"gpu": {"name": "NVIDIA H200"}},
+    "cases": [
+        {
+            "name": "one",
+            "op": "embedding_bag",
+            "results": [
+                rows_of(implementation="torch", ms=5.0, graph_ms=0.5, graph_error=None),
+                rows_of(implementation="ours", graph_ms=0.25),
+                rows_of(implementation="fbgemm", ms=3.0, graph_error="RuntimeError: capturing"),
+                {"implementation": "ours", "operation": "step", "optimizer": "sgd", "error": "AssertionError: wrong"},
+                rows_of(implementation="torch", operation="step", optimizer="sgd", ms=8.0),
+            ],
+        },
+        {"name": "two", "op": "embedding_bag", "results": [], "error": "TimeoutError: not run"},
+    ],
+}
+FOUND["cases"][0]["results"][0].pop("graph_error")
+
+
+def test_table() -> None:
+    """Replays beside replays, calls beside calls; what failed, with its reason."""
+    assert report.table(FOUND).splitlines() == [
+        "| case | operation | ours, ms | graph, ms | GB/s, all rows | GB/s, unique rows | torch | fbgemm |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| one | forward | 2.00 | 0.2500 | 400 (40 %) | 300 (30 %) | 0.5000 graph (2.00x) | 3.00 (1.50x) |",
+        "|  | step, sgd | failed |  |  |  | 8.00 |  |",
+        "",
+        "Not measured:",
+        "- one, forward, fbgemm: RuntimeError: capturing",
+        "- one, step, sgd, ours: AssertionError: wrong",
+        "- two: TimeoutError: not run",
+    ]
+    assert report._grouped(list("abc"), most=2) == ["a", "b", "- and 1 more, in the JSON file"]
+
+
+def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """After everything else was measured and written."""
+    assert command.wrong_results(FOUND) == ["one, step, sgd"]
+    output = tmp_path / "found.json"
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--device", "cpu", "--output", str(output)])
+    monkeypatch.setattr(command, "available", lambda device: ({"torch": imp.Torch}, {"ours": "a test"}))
+    monkeypatch.setattr(command, "run", lambda args, device, timer, chosen, found: found.update(cases=FOUND["cases"]))
+    monkeypatch.setattr(report, "picture", lambda found, path: "")
+    with pytest.raises(SystemExit, match="wrong results, hence no figures: one, step, sgd"):
+        command.main()
+
+
+def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Drawn where matplotlib is installed, also from a file; a message otherwise."""
+    file, drawn = tmp_path / "gpu.json", tmp_path / "gpu.png"
+    report.save(FOUND, file)
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--show", str(file)])
+    if importlib.util.find_spec("matplotlib"):
+        command.main()
+        assert f"picture: {drawn}" in capsys.readouterr().out
+        assert drawn.stat().st_size > 1000
+        assert report.picture(FOUND | {"cases": []}, drawn) == "no picture: nothing was measured"
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    command.main()
+    printed = capsys.readouterr().out
+    assert "no picture: matplotlib is not installed" in printed
+    assert report.table(FOUND) in printed
+
+
+def test_about_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Name, sizes and driver; the commit, and that files differ from it."""
+    sizes = {"total_memory": 140 * 2**30, "L2_cache_size": 60 * 2**20, "multi_processor_count": 132}
+    properties = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, **sizes)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    answers = {"nvidia-smi": "580.159.04\n580.159.04", "git rev": "abc1234", "git sta": " M README.md"}
+
+    def printed(*words: str) -> str:
+        return next((answer for start, answer in answers.items() if " ".join(words).startswith(start)), "")
+
+    monkeypatch.setattr(report, "_printed", printed)
+    found = report.about(torch.device("cuda"), {"fbgemm": "not installed"}, None)
+    assert found["gpu"]["name"] == "NVIDIA H200"
+    assert found["gpu"]["driver"] == "580.159.04"
+    assert found["gpu"]["compute_capability"] == "9.0"
+    assert found["commit"] == "abc1234 and changes"
+    assert found["left_out"] == {"fbgemm": "not installed"}
+    answers.clear()
+    assert report.about(CPU, {}, None)["commit"].startswith("unknown")
+    assert report.default_output("NVIDIA H200").name == "gpu-nvidia-h200.json"
+
+
+def test_printed_survives_a_missing_command() -> None:
+    assert report._printed("no-such-command") == ""
+    assert report._printed(sys.executable, "-c", "raise SystemExit(1)") == ""
+    assert report._printed(sys.executable, "-c", "print(' x ')") == "x"
+
+
+def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither Triton nor FBGEMM installed; Triton without its interpreter; an FBGEMM that does not run."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    found, reasons = imp.available(CPU)
+    assert list(found) == ["ours", "torch"]
+    assert reasons == {"triton": "Triton is not installed", "fbgemm": "fbgemm_gpu is not installed"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+
+    def broken() -> None:
+        raise OSError("undefined symbol: _ZN3c10\nand more")
+
+    monkeypatch.setattr(imp, "_fbgemm", broken)
+    _, reasons = imp.available(CPU)
+    assert reasons["triton"] == "on CPU tensors Triton needs TRITON_INTERPRET=1"
+    assert reasons["fbgemm"].endswith("does not run here: OSError: undefined symbol: _ZN3c10")
+    if not torch.cuda.is_available():
+        assert imp._why_not_ours(torch.device("cuda")) is not None

@@ -1,0 +1,337 @@
+"""Forward and fused backward as a CUDA graph: replays over the same memory are calls, and nothing waits for the GPU.
+
+Without a GPU, the same sequence of calls runs emulated, over buffers whose contents change in between; and what could
+make the host wait is looked for in the sources and in what the Python layers dispatch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from backends import PASSED, ROOT, device_backends
+from embedding_bag_cases import EPS, LR, Case, make_case
+from torch import Tensor
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+
+from rec_kernels.testing import same_bits
+
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
+KINDS = ["tables", "weighted", "one table"]
+REPLAYS = 3
+# Two features share a table; a row of the third is named more than 64 times: its sum takes kernels of its own.
+TABLES, FEATURES = [(9, 16), (1, 33), (40, 132)], [0, 1, 0, 2]
+LENGTHS = [3, 0, 70, 1, 20, 90, 5, 5, 1, 0, 2, 1]
+
+
+def _make(kind: str, seed: int) -> Case:
+    """Cases of one kind differ in ids, gradients and where bags end, and in nothing that a graph would fix."""
+    if kind == "one table":
+        return make_case([(50, 20)], [0], [80 + seed, 0, 7 - seed], seed=seed)
+    lengths = [LENGTHS[0] + seed, LENGTHS[1], LENGTHS[2] - seed, *LENGTHS[3:]]
+    weighted = kind == "weighted"
+    mean = [weighted, False, weighted, weighted]
+    return make_case(TABLES, FEATURES, lengths, mean=mean, weighted=weighted, gaps=[0, 4, 3], seed=seed)
+
+
+class Buffers:
+    """The memory that a captured forward and backward read and write; a replay knows no other."""
+
+    def __init__(self, kind: str, optimizer: str, device: str = "cpu") -> None:
+        self.cases, self.optimizer = [_make(kind, seed) for seed in range(REPLAYS)], optimizer
+        case = self.cases[0]
+        move = lambda t: t.to(device, copy=True)  # noqa: E731
+        self.weights, self.sum, self.step = move(case.weights), move(case.sum), torch.tensor(6, device=device)
+        self.lr, self.grad = torch.tensor(LR, device=device), move(case.grad)
+        self.values, self.offsets = move(case.values), move(case.offsets)
+        factors = case.per_sample_weights
+        self.factors = None if factors is None else move(factors)
+        self.token = torch.empty(0, device=device, requires_grad=True)
+        if kind == "one table":
+            self.layout: dict[str, object] = {}
+            self.weights = self.weights.view(50, 20)
+        else:
+            sizes = {"num_rows": len(case.sum), "max_embedding_dim": max(d for _, d in TABLES)}
+            self.layout = {k: move(v) if isinstance(v, Tensor) else v for k, v in case.layout.items()} | sizes
+            if kind == "tables":
+                # Where no feature asks for a mean, the backward goes without coefficients.
+                del self.layout["mean"]
+
+    def fill(self, number: int) -> None:
+        """The ids, offsets, factors and gradient of another batch, at the same addresses."""
+        case = self.cases[number]
+        for mine, other in (
+            (self.values, case.values),
+            (self.offsets, case.offsets),
+            (self.factors, case.per_sample_weights),
+            (self.grad, case.grad),
+        ):
+            if mine is not None:
+                mine.copy_(other)
+
+    def reset(self) -> None:
+        """Tables and state as in the beginning."""
+        case = self.cases[0]
+        self.weights.view(-1).copy_(case.weights)
+        self.sum.copy_(case.sum)
+        self.step.fill_(6)
+
+    def run(self, ops) -> Tensor:
+        """A forward and an update by two calls of ops; returns the pooled output."""
+        bags = self.values, self.offsets, self.factors
+        output, status = ops.embedding_bag(self.weights, *bags, **self.layout)
+        state = None if self.optimizer == "sgd" else self.sum
+        options = {"optimizer": self.optimizer, "eps": EPS, "status": status}
+        ops.embedding_bag_backward_fused_(
+            self.weights, state, self.step, self.lr, self.grad, *bags, **self.layout, **options
+        )
+        return output
+
+    def run_autograd(self, ops) -> Tensor:
+        """The same as a model does it: the update happens in the backward."""
+        state = None if self.optimizer == "sgd" else self.sum
+        bags, options = (self.values, self.offsets, self.factors), {"optimizer": self.optimizer, "eps": EPS}
+        output, _ = ops.embedding_bag_fused(
+            self.weights, state, self.step, self.lr, self.token, *bags, **self.layout, **options
+        )
+        torch.autograd.grad(output, self.token, self.grad)
+        return output.detach()
+
+    def found(self, output: Tensor) -> list[Tensor]:
+        """Copies of everything that a run has written, on the CPU."""
+        return [t.cpu().clone() for t in (output, self.weights, self.sum, self.step)]
+
+
+def _replays(buffers: Buffers, call: Callable[[], Tensor]) -> list[list[Tensor]]:
+    """What each of the calls leaves, from the tables of the beginning on, with another batch in each."""
+    buffers.reset()
+    found = []
+    for number in range(REPLAYS):
+        buffers.fill(number)
+        found.append(buffers.found(call()))
+    return found
+
+
+def _expected(kind: str, optimizer: str) -> list[list[Tensor]]:
+    buffers = Buffers(kind, optimizer)
+    expected = _replays(buffers, lambda: buffers.run(torch.ops.rec_kernels))
+    assert [step.item() for *_, step in expected] == [7, 8, 9]
+    outputs, weights = ([replay[i] for replay in expected] for i in (0, 1))
+    for one, other in ((0, 1), (1, 2)):  # each batch has its own result, or nothing would be shown
+        assert not same_bits(outputs[one], outputs[other])
+        assert not same_bits(weights[one], weights[other])
+    return expected
+
+
+def _assert_same(found: list[list[Tensor]], expected: list[list[Tensor]], where: str) -> None:
+    for number, (mine, other) in enumerate(zip(found, expected, strict=True)):
+        assert all(map(same_bits, mine, other)), f"{where}, replay {number}"
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_calls_over_the_same_memory(kind: str, optimizer: str) -> None:
+    """What a replay does, call by call, by every backend: each batch's output and update, the step advanced by one."""
+    expected = _expected(kind, optimizer)
+    for backend in device_backends():
+        if backend.kind != "cuda":  # which copies; test_replays has its own memory there
+            buffers = Buffers(kind, optimizer)
+            found = _replays(buffers, lambda b=buffers, ops=backend.ops: b.run(ops))
+            _assert_same(found, expected, backend.name)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_autograd_does_the_same(kind: str, optimizer: str) -> None:
+    """embedding_bag_fused and its backward over the same memory, on the CPU."""
+    buffers = Buffers(kind, optimizer)
+    found = _replays(buffers, lambda: buffers.run_autograd(torch.ops.rec_kernels))
+    _assert_same(found, _expected(kind, optimizer), "autograd")
+
+
+def test_a_bad_batch_skips_its_own_replay_only() -> None:
+    """No host looks at ``status`` between forward and backward: the device skips the update, and makes the next one."""
+    expected = _expected("tables", "rowwise_adagrad")
+    for backend in device_backends():
+        buffers = Buffers("tables", "rowwise_adagrad")
+        buffers.reset()
+        buffers.fill(0)
+        buffers.values[5] = 10_000
+        buffers.run(backend.ops)
+        assert buffers.step.item() == 6, backend.name
+        assert same_bits(buffers.weights, buffers.cases[0].weights), backend.name
+        _assert_same(_replays(buffers, lambda b=buffers, ops=backend.ops: b.run(ops)), expected, backend.name)
+
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU; the tests above stand in")
+
+
+def _capture(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The call as a graph. Waiting for the GPU, also inside of the compiled library, makes a capture fail."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+@needs_gpu
+@pytest.mark.parametrize("way", ["run", "run_autograd"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_replays(kind: str, optimizer: str, way: str) -> None:
+    """A captured forward and backward: the bits of calls on the GPU and of the CPU, for every batch."""
+    expected, buffers = _expected(kind, optimizer), Buffers(kind, optimizer, "cuda")
+    call = lambda: getattr(buffers, way)(torch.ops.rec_kernels)  # noqa: E731
+    _assert_same(_replays(buffers, call), expected, "eager")
+    PASSED["cuda"] += REPLAYS
+    replay = _capture(call)
+    _assert_same(_replays(buffers, replay), expected, "graph")
+    PASSED["cuda graph"] += REPLAYS
+
+
+@needs_gpu
+@pytest.mark.parametrize("way", ["run", "run_autograd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_sees_no_wait(kind: str, way: str) -> None:
+    """torch.cuda.set_sync_debug_mode: none of torch's own operations around the kernels makes the host wait."""
+    buffers = Buffers(kind, "rowwise_adagrad", "cuda")
+    getattr(buffers, way)(torch.ops.rec_kernels)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        getattr(buffers, way)(torch.ops.rec_kernels)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+#: What makes the host wait for the GPU, or read its memory, in C++.
+WAITS = (
+    r"\w*[sS]ynchronize|cudaMemcpy\w*|cudaMemset|cudaMalloc\w*|cudaFree\w*|cudaEventQuery|cudaStreamQuery"
+    r"|copy_to_host|to_host|item|to|cpu|aoti_torch_item_\w+"
+)
+#: The functions that may: the sizes of a layout that leaves them out, and of a sparse gradient.
+MAY_WAIT = {
+    ("csrc/core/launch.h", "copy_to_host", "cudaMemcpyAsync"),
+    ("csrc/core/launch.h", "copy_to_host", "cudaStreamSynchronize"),
+    ("csrc/cuda/embedding_bag_input.cu", "to_host", "copy_to_host"),
+    ("csrc/cuda/embedding_bag_input.cu", "read_layout", "to_host"),
+    ("csrc/cuda/embedding_bag_backward.cu", "backward_sparse", "copy_to_host"),
+}
+
+
+def _code(path: Path) -> str:
+    """A C++ file without comments and texts."""
+    text = re.sub(r"//[^\n]*|/\*.*?\*/", "", path.read_text(), flags=re.DOTALL)
+    return re.sub(r'"(?:\\.|[^"\\])*"', '""', text)
+
+
+def _calls(code: str, names: str) -> list[tuple[str, str]]:
+    """(function it is in, function called) of every call; functions are what starts a line and opens a body."""
+    functions = [
+        (m.start(), m[1])
+        for m in re.finditer(r"^[A-Za-z_][\w:<>,&* ]*?(\w+)\([^;{}]*\)(?: const)? \{$", code, re.MULTILINE)
+    ]
+    found = []
+    for call in re.finditer(rf"(?<![\w.])({names})\(", code):
+        around = [name for start, name in functions if start < call.start()]
+        line = code[code.rfind("\n", 0, call.start()) + 1 : call.start()]
+        if not re.fullmatch(r"(?:inline |static )?[\w:<>,]+[&*]? ", line):  # a definition, not a call
+            found.append((around[-1] if around else "", call[1]))
+    return found
+
+
+def _device_sources() -> list[Path]:
+    """What librec_kernels_cuda.so is compiled from."""
+    return [path for folder in ("cuda", "core", "ops", "optimizers") for path in (ROOT / "csrc" / folder).iterdir()]
+
+
+def test_only_two_ops_wait_in_the_sources() -> None:
+    """The host waits in sparse gradients and for layouts without num_rows and max_embedding_dim, and nowhere else."""
+    found = {(str(path.relative_to(ROOT)), *call) for path in _device_sources() for call in _calls(_code(path), WAITS)}
+    assert found == MAY_WAIT
+
+
+def test_a_layout_with_its_sizes_is_not_read_back() -> None:
+    """In read_layout, every way to to_host() leads past a return that these sizes take."""
+    code = _code(ROOT / "csrc/cuda/embedding_bag_input.cu")
+    body = re.search(r"^void read_layout\(.*?^\}", code, re.MULTILINE | re.DOTALL)[0]
+    before, _, after = body.partition("if (in->max_dim > 0 && in->num_rows > 0) return;")
+    assert "to_host(" in after
+    assert "to_host(" not in before
+    assert "in->max_dim = layout.max_embedding_dim;" in before
+    assert "in->num_rows = layout.num_rows;" in before
+
+
+def test_waits_are_found() -> None:
+    """The search itself: a call is found with its function; definitions, members and comments are not calls."""
+    code = """
+inline void copy_to_host(void* to) {
+  STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+std::vector<int64_t> to_host(const Tensor& t,
+                             cudaStream_t stream) {
+  copy_to_host(out.data());
+  values.item();
+}
+"""
+    found = _calls(code, WAITS)
+    assert found == [("copy_to_host", "cudaStreamSynchronize"), ("to_host", "copy_to_host")]
+
+
+#: What torch raises where a program asks for the numbers in tensors that have none, or for a shape they decide.
+NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
+
+
+@contextmanager
+def without_numbers(buffers: Buffers) -> Iterator[None]:
+    """Tensors become fakes with a shape and no content: reading one, for which the host would wait, is an error."""
+    with FakeTensorMode() as mode:
+        for holder in (vars(buffers), buffers.layout):
+            holder.update({k: mode.from_tensor(v) for k, v in holder.items() if isinstance(v, Tensor)})
+        yield
+
+
+@pytest.mark.parametrize("way", ["run", "run_autograd"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_python_reads_no_tensor(kind: str, way: str) -> None:
+    """The autograd layer above the compiled ops."""
+    buffers = Buffers(kind, "rowwise_adagrad")
+    with without_numbers(buffers):
+        output = getattr(buffers, way)(torch.ops.rec_kernels)
+        assert output.shape == buffers.grad.shape
+        with pytest.raises(NEEDS_NUMBERS):
+            buffers.step.item()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_reads_no_tensor(kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its launches left out: what is around them reads a layout that comes without its sizes, and nothing else."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    from rec_kernels import triton
+
+    launched = []
+    monkeypatch.setattr(jit.JITFunction, "run", lambda self, *args, **options: launched.append(self.fn.__name__))
+    buffers = Buffers(kind, optimizer)
+    with without_numbers(buffers):
+        assert buffers.run(triton).shape == buffers.grad.shape
+        assert launched.count("start_kernel") == 2
+        assert launched[-1] == "advance_step_kernel"
+        if buffers.layout:
+            buffers.layout["num_rows"] = 0
+            with pytest.raises(NEEDS_NUMBERS):
+                buffers.run(triton)

@@ -1,0 +1,155 @@
+"""The trainer on a GPU, as far as a machine without one can tell: what goes there, what is said where there is none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pyarrow")
+pytest.importorskip("sklearn")
+
+from rec_kernels.dlrm import DLRM, Batch, DeviceError, TrainConfig, checkpoint, devices, evaluate, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.synthetic import Synthetic
+from rec_kernels.nn import bounds
+
+OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500}
+FLAGS = ["--data", "synthetic", "--rows", "3000", "--table-rows", "200", "--batch-size", "500"]
+no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def config(tmp_path: Path, **options) -> TrainConfig:
+    return TrainConfig(**OPTIONS | {"runs_dir": str(tmp_path), "run": "run"} | options)
+
+
+def batch_of(data: Synthetic) -> Batch:
+    return next(data.batches("train", 500))
+
+
+@no_gpu
+@pytest.mark.parametrize("command", ["train", "evaluate", "compare"])
+def test_no_gpu_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """And leaves nothing behind."""
+    train(config(tmp_path), progress=False)
+    flags = {
+        "train": ["train", *FLAGS, "--runs-dir", str(tmp_path)],
+        "evaluate": ["evaluate", str(tmp_path / "run")],
+        "compare": ["compare", "a", "b:lr=0.5", *FLAGS, "--runs-dir", str(tmp_path / "compared")],
+    }[command]
+    assert main([*flags, "--device", "cuda"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: device is 'cuda', but torch {torch.__version__} ")
+    assert error.endswith(": choose device cpu")
+    assert [path.name for path in tmp_path.iterdir() if path.name != "compared"] == ["run"]
+    assert not list(tmp_path.glob("compared/*/*/*"))
+
+
+@pytest.mark.parametrize("command", ["train", "evaluate", "compare"])
+def test_other_devices_are_refused(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, *{"evaluate": ["run"], "compare": ["a", "b"]}.get(command, []), "--device", "tpu"])
+    error = capsys.readouterr().err
+    assert "tpu" in error
+    assert "cuda" in error
+
+
+def test_a_gpu_needs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that torch has and this package has nothing for."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(devices.rk, "build_info", lambda: {"cuda_unavailable": "no library", "triton_in_use": False})
+    with pytest.raises(DeviceError, match="rec_kernels has no kernels for a GPU: no library; nor is Triton there"):
+        devices.find("cuda")
+
+
+def test_nothing_of_a_step_stays_behind() -> None:
+    """Model and batch on another device: the ops refuse tensors of two devices, torch's layers do, too."""
+    data = Synthetic(3000, 200)
+    model = DLRM(data.features, data.num_dense).to("meta")
+    batch = batch_of(data).to("meta")
+    tensors = [batch.dense, batch.label, batch.inverse, batch.features.values(), batch.shared.offsets()]
+    assert all(tensor.is_meta for tensor in tensors)
+    logits = model(batch)
+    assert logits.is_meta
+    assert model.device.type == "meta"
+    logits.sum().backward()
+    assert all(weight.grad.is_meta for weight in model.dense_parameters())
+    with pytest.raises((ValueError, RuntimeError), match="same device"):
+        model(batch._replace(features=batch_of(data).features))
+
+
+def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Page-locked and without waiting, for training, evaluation and test; nothing of it on the CPU."""
+    asked = []
+
+    def to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
+        asked.append((str(device), non_blocking, len(batch.label)))
+        return batch
+
+    def pin_memory(batch: Batch) -> Batch:
+        asked.append("pinned")
+        return batch
+
+    monkeypatch.setattr(Batch, "to", to)
+    monkeypatch.setattr(Batch, "pin_memory", pin_memory)
+    options = {"valid_fraction": 0.3, "eval_every": 3}
+    expected = train(config(tmp_path, run="cpu", **options), progress=False)
+    assert not asked
+    assert expected["device"] == "cpu"
+    # Says that it is a GPU and is none: its batches are asked for, and stay.
+    monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU of {device}")
+    found = train(config(tmp_path, run="gpu", **options), progress=False)
+    sizes = [428] + [500] * 6  # of the test, four batches and an evaluation of two; threads ask in any order
+    assert asked.count("pinned") == 7
+    assert sorted(part for part in asked if part != "pinned") == [("cuda:0", True, size) for size in sizes]
+    assert found["device"] == "GPU of cuda:0"
+    assert found["log_loss"] == expected["log_loss"]
+    assert "device: GPU of cuda:0" in (tmp_path / "gpu" / "report.html").read_text()
+
+
+def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device in the config, the GPU's name among the versions; a resumed run may use another device."""
+    monkeypatch.setattr(devices, "find", lambda name: torch.device("cpu"))
+    monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
+    train(config(tmp_path, device="cuda"), progress=False)
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert (settings["config"]["device"], settings["versions"]["gpu"]) == ("cuda", "Some GPU")
+    monkeypatch.undo()
+    assert train(config(tmp_path), resume=tmp_path / "run", progress=False)["device"] == "cpu"
+    assert evaluate(tmp_path / "run", device="cpu")["examples"] == 428
+
+
+def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end of the test at the latest, and before anything is saved."""
+    told, check = [], bounds.Reports.check
+
+    def noted(reports: bounds.Reports, position: Tensor) -> None:
+        told.append(reports)
+        check(reports, position)
+
+    monkeypatch.setattr(bounds.Reports, "check", noted)
+    monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
+    train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
+    evaluated, saved, tested = told[:2], told[2:-2], told[-2:]
+    assert len({id(reports) for reports in evaluated}) == 2  # both collections of the model
+    assert evaluated == saved[:2] == tested
+    assert saved[2:] == ["saved"]
+
+
+@gpu
+def test_train_on_a_gpu(tmp_path: Path) -> None:
+    """The scores of the CPU but for rounding; a checkpoint of either is good for the other."""
+    scores = {name: train(config(tmp_path, run=name, device=name), progress=False) for name in ("cpu", "cuda")}
+    assert scores["cuda"]["log_loss"] == pytest.approx(scores["cpu"]["log_loss"], rel=1e-3)
+    assert scores["cuda"]["device"] == torch.cuda.get_device_name()
+    for name, other in (("cpu", "cuda"), ("cuda", "cpu")):
+        again = evaluate(tmp_path / name, device=other)
+        assert again["log_loss"] == pytest.approx(scores[name]["log_loss"], rel=1e-4)
+        more = train(config(tmp_path, run=name, device=other), resume=tmp_path / name, progress=False)
+        assert more["log_loss"] == pytest.approx(scores[name]["log_loss"], rel=1e-4)

@@ -1,0 +1,411 @@
+"""The trainer with tables in low-precision rows: what it records, saves, refuses and compares."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+import rec_kernels as rk
+from rec_kernels.dlrm import (
+    DLRM,
+    DataError,
+    RunInterruptedError,
+    TrainConfig,
+    checkpoint,
+    compare,
+    evaluate,
+    page,
+    report,
+    train,
+)
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.config import FORMATS, ROUNDINGS
+from rec_kernels.dlrm.synthetic import Synthetic
+from rec_kernels.dlrm.train import Run, build_model
+from rec_kernels.nn.tables import decode, encode
+
+OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500, "threads": 1}
+FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+ALL_NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6"
+LOW = [name for name in FORMATS if name != "fp32"]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
+    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "curves", lambda records: [])
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    return Synthetic(3000, 200)
+
+
+def config(tmp_path: Path, **options) -> TrainConfig:
+    return TrainConfig(**OPTIONS | {"runs_dir": str(tmp_path), "run": "run"} | options)
+
+
+def tables(model: DLRM) -> dict[str, torch.Tensor]:
+    return {t.name: c.embedding_bags[t.name].weight for c in model.collections() for t in c.tables}
+
+
+def saved(directory: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(directory)["model"]
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_every_format_trains_and_says_what_it_saves(
+    format: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    flags = ["--format", format, "--epochs", "3", "--runs-dir", str(tmp_path)]
+    assert main(["train", *FLAGS, *flags]) == 0
+    name = "synthetic-d16-b500-seed0" if format == "fp32" else f"synthetic-d16-{format}-stochastic-b500-seed0"
+    run = next(tmp_path.iterdir())
+    assert run.name == re.sub("^synthetic", data.name, name)
+    recorded = json.loads((run / "config.json").read_text())["config"]
+    assert (recorded["format"], recorded["rounding"]) == (format, "stochastic")
+    test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert {table["format"] for table in test["tables"]} == {format}
+    assert all(t["weight_bytes"] == t["num_embeddings"] * rk.row_bytes(format, 16) for t in test["tables"])
+    assert test["log_loss"] < 0.7
+    said = page.memory(test["tables"])
+    assert re.search(rf"^tables +{re.escape(said)}$", capsys.readouterr().out, re.MULTILINE)
+    assert f"<p>Tables: {said}.</p>" in (run / "report.html").read_text()
+    assert ("less)" in said) == (format != "fp32")
+
+
+def test_memory_is_said_in_words() -> None:
+    def table(format: str, weight: int, state: int) -> dict:
+        sizes = {"weight_bytes": weight, "state_bytes": state}
+        return {"num_embeddings": 1000, "embedding_dim": 16, "format": format} | sizes
+
+    assert page.memory([table("fp32", 64000, 4000)]) == "62.5 KiB, state 3.9 KiB"
+    mixed = [table("fp32", 64000, 0), table("int4", 12000, 0)]
+    assert page.memory(mixed) == "74.2 KiB (fp32: 125.0 KiB, 1.7x less), state 0 bytes"
+    sizes = (0, 1023, 1024, 2**20 - 1, 2**20, 3 * 2**30, 2**41)
+    shown = ["0 bytes", "1,023 bytes", "1.0 KiB", "1,024.0 KiB", "1.0 MiB", "3.0 GiB", "2,048.0 GiB"]
+    assert [page.size(size) for size in sizes] == shown
+
+
+@pytest.mark.parametrize("format", LOW)
+def test_initial_weights_are_those_of_fp32_rounded(format: str, data: Synthetic, tmp_path: Path) -> None:
+    full, low = (build_model(config(tmp_path, format=f, seed=5), data) for f in ("fp32", format))
+    own = tables(low)
+    for name, weight in tables(full).items():
+        assert torch.equal(own[name], encode(weight.detach(), format)), name
+        error = (decode(own[name], format, 16) - weight).abs().max() / weight.abs().max()
+        assert error < (0.26 if format in ("mx4", "int4") else 0.07), name
+    for one, other in zip(full.dense_parameters(), low.dense_parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def trained(data: Synthetic, tmp_path: Path, name: str, **options) -> dict[str, torch.Tensor]:
+    """The saved model of a run."""
+    return saved(Path(train(config(tmp_path, run=name, **options), data, progress=False)["directory"]))
+
+
+def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: Path, monkeypatch) -> None:
+    model = build_model(config(tmp_path, format="int8", seed=3), data)
+    assert (model.embeddings.seed, model.shared.seed, model.shared.rounding) == (6, 7, "stochastic")
+    first = trained(data, tmp_path, "a", format="int8", seed=3)
+    assert_same(first, trained(data, tmp_path, "b", format="int8", seed=3))
+    weight = "shared.embedding_bags.history.weight"
+    nearest = trained(data, tmp_path, "c", format="int8", seed=3, rounding="nearest")
+    assert not torch.equal(first[weight], nearest[weight])
+
+    def other_noise(*arguments) -> DLRM:
+        model = build_model(*arguments)
+        for collection in model.collections():
+            collection._seed += 2
+        return model
+
+    monkeypatch.setattr(sys.modules[Run.__module__], "build_model", other_noise)
+    assert not torch.equal(first[weight], trained(data, tmp_path, "d", format="int8", seed=3)[weight])
+    large = build_model(config(tmp_path, format="int8", seed=2**63), data)
+    assert large.embeddings.seed < 2**63
+
+
+def test_rounding_says_nothing_to_fp32(data: Synthetic, tmp_path: Path) -> None:
+    assert_same(*(trained(data, tmp_path, rounding, rounding=rounding) for rounding in ROUNDINGS))
+
+
+class StopAfter:
+    """Looks like the event that Ctrl-C sets, after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def is_set(self) -> bool:
+        self.steps -= 1
+        return self.steps < 0
+
+
+@pytest.mark.parametrize(
+    ("format", "rounding", "dtype"),
+    [
+        ("bf16", "stochastic", torch.bfloat16),
+        ("int8", "stochastic", torch.uint8),
+        ("mx4", "stochastic", torch.uint8),
+        ("fp16", "nearest", torch.float16),
+    ],
+)
+def test_resumed_runs_end_with_the_same_bits(
+    format: str, rounding: str, dtype: torch.dtype, data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"format": format, "rounding": rounding, "epochs": 2, "accumulate": 2}
+    whole = train(config(tmp_path / "whole", **options), data, progress=False)
+    fit = Run.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
+        with pytest.raises(RunInterruptedError):
+            train(config(tmp_path, **options), data, progress=False)
+    # As a user would: the options are in the run's config.
+    assert main(["train", "--resume", str(tmp_path / "run")]) == 0
+    state = saved(tmp_path / "run")
+    assert_same(state, saved(Path(whole["directory"])))
+    assert state["embeddings.embedding_bags.user.weight"].dtype == dtype
+    assert ("embeddings.embedding_bags.user.format" in state) == (dtype == torch.uint8)
+    scores = evaluate(tmp_path / "run", data)
+    assert scores == {name: whole[name] for name in scores}
+
+
+def test_other_formats_are_refused_with_the_way_out(
+    data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = tmp_path / "run"
+    train(config(tmp_path, format="int8"), data, progress=False)
+    before = (run / checkpoint.NAME).read_bytes()
+    assert main(["train", "--resume", str(run), "--format", "bf16", "--rounding", "nearest"]) == 1
+    error = capsys.readouterr().err
+    assert "another config: format is 'bf16', was 'int8'; rounding is 'nearest', was 'stochastic': a run goes" in error
+    assert "leave that out, or train anew without --resume" in error
+    settings = json.loads((run / "config.json").read_text())
+    settings["config"]["format"] = "mx9"
+    (run / "config.json").write_text(json.dumps(settings))
+    for command in (["train", "--resume", str(run)], ["evaluate", str(run)]):
+        assert main(command) == 1
+        error = capsys.readouterr().err
+        assert "has tables of format int8, and the run's config.json says mx9: put int8 there, or train" in error
+        assert "convert_formats() of a collection" in error
+    assert (run / checkpoint.NAME).read_bytes() == before
+    settings["config"]["format"] = "fp8"
+    (run / "config.json").write_text(json.dumps(settings))
+    assert main(["evaluate", str(run)]) == 1
+    assert f"format is 'fp8', allowed is {ALL_NAMES} or mx4" in capsys.readouterr().err
+
+
+def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
+    """A model in another format takes a run's tables with convert_formats()."""
+    train(config(tmp_path, format="fp32"), data, progress=False)
+    model = build_model(config(tmp_path, format="int8"), data)
+    state = saved(tmp_path / "run")
+    with pytest.raises(RuntimeError, match="has rows of format fp32, this collection's are int8"):
+        model.load_state_dict(state)
+    with model.embeddings.convert_formats(), model.shared.convert_formats():
+        model.load_state_dict(state)
+    assert torch.equal(tables(model)["user"], encode(state["embeddings.embedding_bags.user.weight"], "int8"))
+
+
+def test_a_saved_table_that_lost_its_format_is_refused(data: Synthetic, tmp_path: Path) -> None:
+    """int4 and mx6 rows of 16 columns have the same width: nothing but the name tells them apart."""
+    train(config(tmp_path, format="int4"), data, progress=False)
+    state = checkpoint.load(tmp_path / "run")
+    name = "embeddings.embedding_bags.user.format"
+    for found in (None, torch.tensor(list(b"mx6")), torch.tensor(list(b"int9")), torch.tensor([300, -1, 0, 0])):
+        damaged = state | {"model": {key: value for key, value in state["model"].items() if key != name}}
+        if found is not None:
+            damaged["model"][name] = found
+        checkpoint.save(tmp_path / "run", damaged)
+        with pytest.raises(DataError, match="does not fit the run"):
+            evaluate(tmp_path / "run", data)
+
+
+def test_runs_from_before_there_were_formats(data: Synthetic, tmp_path: Path) -> None:
+    test = train(config(tmp_path), data, progress=False)
+    run = tmp_path / "run"
+    settings = json.loads((run / "config.json").read_text())
+    del settings["config"]["format"], settings["config"]["rounding"]
+    (run / "config.json").write_text(json.dumps(settings))
+    state = checkpoint.load(run)
+    del state["row_format"]
+    checkpoint.save(run, state)
+    assert evaluate(run, data)["auc"] == test["auc"]
+    assert main(["train", "--resume", str(run)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--format", "fp8"], f"format is 'fp8', allowed is {ALL_NAMES} or mx4"),
+        (["train", "--format", "INT8"], f"format is 'INT8', allowed is {ALL_NAMES} or mx4"),
+        (["train", "--format", "fp32,int8"], f"format is 'fp32,int8', allowed is {ALL_NAMES} or mx4"),
+        (["train", "--format", ""], "format is '', allowed is"),
+        (["train", "--rounding", "up"], "rounding is 'up', allowed is stochastic or nearest"),
+        (["evaluate", "x", "--format", "int8"], "unrecognized arguments: --format int8"),
+        (["compare", "--format", "fp32,fp8"], f"format is 'fp32,fp8', allowed is {ALL_NAMES}, mx4, or several of them"),
+        (["compare", "--format", "fp32,fp32"], "format is 'fp32,fp32', allowed is"),
+        (["compare", "--format", "fp32,"], "format is 'fp32,', allowed is"),
+        (["compare", "--format", ""], "there is nothing to compare"),
+        (["compare", "--format", "int8"], "there is nothing to compare"),
+        (["compare", "a", "--format", "int8"], "there is one configuration, 'a'"),
+        (["compare", "--format", "fp32,int8", "--rounding", "up"], "rounding is 'up', allowed is stochastic, nearest"),
+        (["compare", "--rounding", "stochastic,nearest"], "format is 'fp32', which is not rounded: give --format"),
+        (
+            ["compare", "a", "b:format=int8", "--format", "fp32,int8"],
+            "configuration 'b:format=int8': 'format' is given, and --format or --rounding is a list",
+        ),
+        (["compare", "a:format=fp8", "b"], f"format is 'fp8', allowed is {ALL_NAMES} or mx4"),
+        (["compare", "a", "a-fp32:lr=1", "--format", "fp32,int8", "--seeds", "0"], "seeds is '0'"),
+        (["compare", "a", "a:lr=1", "--format", "fp32,int8"], "two configurations are named 'a-fp32'"),
+    ],
+)
+def test_wrong_formats_give_readable_errors(
+    arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    more = ["--runs-dir", str(tmp_path / "runs")] if arguments[0] != "evaluate" else []
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, *more])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["train", "compare"])
+def test_help_names_formats_and_roundings(command: str, capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in (ALL_NAMES, "mx4 (default: fp32)", "--rounding", "nearest", "(default: stochastic)"):
+        assert words in text
+    assert ("--format fp32,int8,int4 --rounding stochastic,nearest" in text) == (command == "compare")
+
+
+def rows_of(configurations: list[str], **options: str) -> dict[str, tuple[str, str]]:
+    """Format and rounding of every configuration of a comparison."""
+    plan = compare.plan(configurations, TrainConfig(), "2", "c", **options)
+    return {name: (config.format, config.rounding) for name, config in plan.configs.items()}
+
+
+def test_lists_of_formats_and_roundings_are_configurations() -> None:
+    assert rows_of([], formats="fp32,int8,mx9", roundings="stochastic,nearest") == {
+        "fp32": ("fp32", "stochastic"),
+        "int8-stochastic": ("int8", "stochastic"),
+        "int8-nearest": ("int8", "nearest"),
+        "mx9-stochastic": ("mx9", "stochastic"),
+        "mx9-nearest": ("mx9", "nearest"),
+    }
+    assert list(rows_of([], formats="int4,fp32", roundings="nearest")) == ["int4-nearest", "fp32"]
+    assert list(rows_of([], formats="int4", roundings="nearest,stochastic")) == ["int4-nearest", "int4-stochastic"]
+    named = rows_of(["a", "b:lr=0.5"], formats="fp32,int8")
+    assert list(named) == ["a-fp32", "a-int8-stochastic", "b-fp32", "b-int8-stochastic"]
+    assert rows_of(["a", "b:format=int8"], roundings="nearest") == {"a": ("fp32", "nearest"), "b": ("int8", "nearest")}
+    assert rows_of(["a", "b:rounding=nearest"], formats="mx6") == {
+        "a": ("mx6", "stochastic"),
+        "b": ("mx6", "nearest"),
+    }
+    plan = compare.plan([], TrainConfig(format="int8"), "1", "c", roundings="stochastic,nearest")
+    assert list(plan.configs) == ["int8-stochastic", "int8-nearest"]
+
+
+def test_comparison_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    flags = [*FLAGS, "--runs-dir", str(tmp_path), "--name", "c", "--seeds", "2"]
+    command = ["compare", "--format", "fp32,int8,mx4", "--rounding", "stochastic,nearest", *flags]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    result = json.loads((tmp_path / "c" / "compare.json").read_text())
+    found = {configuration["name"]: configuration for configuration in result["configurations"]}
+    names = ["fp32", "int8-stochastic", "int8-nearest", "mx4-stochastic", "mx4-nearest"]
+    assert list(found) == names
+    assert result["reference"] == "fp32"
+    rows = found["fp32"]["weight_bytes"] // 64
+    for name, width in zip(names, (64, 24, 24, 8, 8), strict=True):
+        sizes = [found[name][key] for key in ("weight_bytes", "state_bytes", "table_bytes")]
+        assert sizes == [rows * width, rows * 4, rows * (width + 4)]
+        assert [run["run"] for run in found[name]["runs"]] == [f"{name}-seed0", f"{name}-seed1"]
+    aucs = {name: [run["auc"] for run in found[name]["runs"]] for name in names}
+    for name in names[1:]:
+        apart = found[name]["auc"]["difference"]
+        gaps = [low - full for low, full in zip(aucs[name], aucs["fp32"], strict=True)]
+        assert apart["pairs"] == 2
+        assert apart["mean"] == pytest.approx(sum(gaps) / 2)
+        assert apart["low"] <= apart["mean"] <= apart["high"]
+    assert found["mx4-nearest"]["options"]["format"] == "mx4"
+    assert found["mx4-nearest"]["options"]["rounding"] == "nearest"
+    assert re.search(r"^\| int8-nearest +\|.* 37\.5% ", out, re.MULTILINE)
+    assert (tmp_path / "c" / "compare.png").read_bytes().startswith(b"\x89PNG")
+    # A run of the comparison is the run that the trainer makes by itself, and is there to be gone on with.
+    alone = train(config(tmp_path, format="int8", rounding="nearest", seed=1), Synthetic(3000, 200), progress=False)
+    assert alone["auc"] == aucs["int8-nearest"][1]
+    shutil.rmtree(tmp_path / "c" / "mx4-nearest-seed1")
+    assert main(command) == 0
+    again = json.loads((tmp_path / "c" / "compare.json").read_text())
+    assert again["configurations"][:-1] == result["configurations"][:-1]
+
+
+@pytest.fixture
+def half_step(monkeypatch: pytest.MonkeyPatch):
+    """bench/half_step.py."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
+    return pytest.importorskip("half_step")
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8"])
+def test_updates_below_half_a_step(format: str, half_step) -> None:
+    """To the nearest they are lost, and above it they are a whole step; stochastic rounding keeps their mean."""
+    assert half_step.drift(format, "nearest", 0.5, rows=4)["moved"] == 0
+    assert half_step.drift(format, "nearest", 1.25, rows=4)["moved"] == pytest.approx(2 / 1.25)
+    found = half_step.drift(format, "stochastic", 0.5, rows=500)
+    standard_error = found["sd"] / (500 * 14) ** 0.5
+    assert 0.001 < found["sd"] < 0.5
+    assert abs(found["moved"] - 1) < 5 * standard_error
+
+
+def test_half_steps_are_half_the_distance_of_neighbours(half_step) -> None:
+    weight = torch.tensor([[1.0, 1.5, -3.0, 0.3]])
+    neighbours = torch.nextafter(weight.bfloat16(), torch.full((), torch.inf, dtype=torch.bfloat16))
+    distance = (neighbours.float() - weight.bfloat16().float()).abs()
+    assert torch.equal(half_step.half_steps(weight, "bf16"), distance / 2)
+    assert half_step.half_steps(weight, "int8") == pytest.approx((1.5 + 3) / 255 / 2)
+
+
+def test_half_step_experiment(half_step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it on little data: fp32 goes all of its own way, frozen tables none of it."""
+    monkeypatch.setattr(half_step, "FRACTIONS", (4.0,))
+    options = config(tmp_path, run=None, lr=half_step.LR)
+    comparison = compare.plan(half_step.CONFIGURATIONS, options, "1", "half-step")
+    result = {"drift": half_step.drifts(), "training": half_step.training(comparison)}
+    ways = {c["name"]: c["progress"] for c in result["training"]["configurations"]}
+    assert list(ways) == ["fp32", "bf16-stochastic", "bf16-nearest", "int8-stochastic", "int8-nearest", "frozen"]
+    assert ways["fp32"] == [1.0]
+    assert ways["frozen"] == [pytest.approx(0, abs=1e-6)]
+    assert ways["int8-nearest"][0] < 0.5 < 0.8 < ways["int8-stochastic"][0] < 1.2
+    assert all(share > 0.5 for share in result["training"]["below_half_step"].values())
+    text = half_step.text(json.loads(json.dumps(result, allow_nan=False)))
+    assert "updates below half a step in the training, lr 1e-05: bf16" in text
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"), [(["--seeds", "0"], "seeds is '0', allowed is"), (["--weeks", "53"], "weeks is 53, allowed")]
+)
+def test_half_step_refuses_wrong_flags(
+    flags: list[str], message: str, half_step, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["half_step.py", *flags])
+    with pytest.raises(SystemExit, match="2"):
+        half_step.main()
+    assert message in capsys.readouterr().err

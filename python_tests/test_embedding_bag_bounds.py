@@ -1,0 +1,395 @@
+"""Bad input that a collection's lookups can only report, as on a GPU: it is raised later, once, and training goes on.
+
+Inside ``late()``, CPU tensors stand in for a GPU's: the lookups are the emulated CUDA kernels, below the autograd and
+the fake kernels of this package, and the one function that decides which lookups report late says that these do.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from backends import emulated
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+
+import rec_kernels as rk
+from rec_kernels.nn import bounds
+from rec_kernels.testing import same_bits
+
+OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
+FUSED = OPTIMIZERS[1:]
+OPS = (
+    *("embedding_bag", "embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
+    *("embedding_bag_backward_dense", "embedding_bag_backward_sparse", "embedding_bag_backward_per_sample_weights"),
+)
+LATER = "; found on the GPU, in an earlier lookup of this collection"
+KEYS = ["f", "g", "h"]
+GOOD = [4, 0, 4, 3, 3, 1, 0]
+OFFSETS = [0, 2, 3, 3, 4, 6, 7]
+BAD_IDS = [(0, 5), (2, -1), (3, 4), (6, 2**40), (5, -(2**63))]
+BAD_OFFSETS = [[0, 2, 1, 3, 4, 6, 7], [0, 2, 3, 3, 4, 6, 8], [-1, 2, 3, 3, 4, 6, 7], [0, 99, 3, 3, 4, 6, 7]]
+
+
+@contextmanager
+def late() -> Iterator[None]:
+    """Lookups report and do not raise."""
+    ops, library = emulated(), torch.library.Library("rec_kernels", "IMPL")
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for op in OPS:
+            library.impl(op, getattr(ops, op).default, "CPU")
+        patch.setattr(bounds, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
+        try:
+            yield
+        finally:
+            library._destroy()
+
+
+@pytest.fixture(name="late")
+def _late() -> Iterator[None]:
+    with late():
+        yield
+
+
+def make(optimizer=FUSED[1], **options) -> rk.EmbeddingBagCollection:
+    """Tables of 5 x 3 and 4 x 20 rows and columns."""
+    torch.manual_seed(1)
+    tables = [
+        rk.EmbeddingBagConfig(5, 3, name="a", feature_names=["f"]),
+        rk.EmbeddingBagConfig(4, 20, name="b", feature_names=["g", "h"], pooling="mean"),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def batch(*changes: tuple[int, int], offsets: list[int] = OFFSETS, ids=torch.int64) -> rk.KeyedJaggedTensor:
+    """Two samples; ``changes`` are (position, id)."""
+    values = torch.tensor(GOOD)
+    for position, value in changes:
+        values[position] = value
+    return rk.KeyedJaggedTensor(KEYS, values.to(ids), offsets=torch.tensor(offsets))
+
+
+def step(collection: rk.EmbeddingBagCollection, jagged: rk.KeyedJaggedTensor | None = None) -> None:
+    """One backward of a loss that is not linear."""
+    collection(batch() if jagged is None else jagged).values().square().sum().backward()
+
+
+def message(call: Callable[[], object], error: type[Exception] = IndexError) -> str:
+    """What the call raises, which must be ``error``."""
+    with pytest.raises(error) as raised:
+        call()
+    assert raised.type is error
+    return str(raised.value)
+
+
+def assert_same(found: rk.EmbeddingBagCollection, expected: rk.EmbeddingBagCollection) -> None:
+    """Weights, state and step, bit for bit."""
+    for name, value in expected.state_dict().items():
+        assert same_bits(found.state_dict()[name].detach(), value.detach()), name
+
+
+class Event:
+    """An event that is done when the test says so."""
+
+    made: list[Event]
+
+    def __init__(self, _: object = None) -> None:
+        self.done = False
+        self.made.append(self)
+
+    def query(self) -> bool:
+        """Whether it is done."""
+        return self.done
+
+    def synchronize(self) -> None:
+        """As if the GPU had finished."""
+        self.done = True
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    """The events of the lookups, in their order; none is done."""
+    monkeypatch.setattr(bounds, "_copied", Event)
+    Event.made = []
+    return Event.made
+
+
+def test_nothing_to_report_on_the_cpu() -> None:
+    """It raises at once, and keeps nothing."""
+    collection = make()
+    with pytest.raises(IndexError):
+        collection(batch((0, 5)))
+    step(collection)
+    assert not collection._reports._lookups
+    collection.check()
+    assert collection.step.item() == 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+@pytest.mark.parametrize(("position", "value"), BAD_IDS)
+def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int) -> None:
+    """With the CPU's words; what is fused is not updated, and trains on as if the batch had never been."""
+    bad = batch((position, value))
+    expected = make(optimizer)
+    text = message(lambda: expected(bad))
+    step(expected)
+    with late():
+        found = make(optimizer)
+        step(found, bad)
+        assert message(lambda: step(found)) == text + LATER
+        if optimizer is None:
+            found.zero_grad()  # that of the batch without its bad id: a GPU's backward cannot raise, either
+        step(found)
+        assert_same(found, expected)
+    for mine, other in zip(found.parameters(), expected.parameters(), strict=True):
+        assert optimizer is not None or same_bits(mine.grad, other.grad)
+
+
+@pytest.mark.parametrize("bounds_check", ["error", "ignore", "none"])
+@pytest.mark.parametrize("offsets", BAD_OFFSETS)
+def test_bad_offsets_are_told_in_every_mode(offsets: list[int], bounds_check: str) -> None:
+    """With the CPU's words."""
+    bad, expected = batch(offsets=offsets), make(bounds_check=bounds_check)
+    text = message(lambda: expected(bad), ValueError)
+    step(expected)
+    with late():
+        found = make(bounds_check=bounds_check)
+        step(found, bad)
+        assert message(lambda: step(found), ValueError) == text + LATER
+        step(found)
+        assert_same(found, expected)
+
+
+def test_ignored_ids_are_no_error(late) -> None:
+    """Nor do they stop the update."""
+    found = make(bounds_check="ignore")
+    for ids in (torch.int32, torch.int64):
+        step(found, batch((0, 99), (4, -7), ids=ids))
+    found.check()
+    assert found.step.item() == 2
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode])
+def test_lookups_without_gradients_report_too(late, how) -> None:
+    """Evaluation ends with check()."""
+    found = make()
+    with how():
+        found(batch((3, 4), ids=torch.int32))
+    assert message(found.check).startswith("values[3] = 4 (feature 1, bag 1) is out of range")
+    found.check()
+
+
+def test_nobody_waits_for_a_lookup(late, events: list[Event]) -> None:
+    """A lookup looks at those that are done, in their order; check() waits; each error is told once."""
+    found = make()
+    for position in (0, 2, 3):
+        found(batch((position, 9)))
+    events[1].done = True  # the one before is not
+    found(batch())
+    assert len(found._reports._lookups) == 4
+    events[0].done = True
+    assert message(lambda: found(batch())).startswith("values[0] = 9")
+    assert message(lambda: found(batch())).startswith("values[2] = 9")
+    found(batch())
+    assert not events[2].done
+    assert message(found.check).startswith("values[3] = 9")
+    found.check()
+    assert all(event.done for event in events)
+    assert not found._reports._lookups
+
+
+def test_what_is_done_is_let_go(late) -> None:
+    """Ids are kept no longer than until their lookup is known to be good."""
+    found = make()
+    for _ in range(5):
+        step(found)
+    assert len(found._reports._lookups) == 1
+
+
+def test_memory_that_was_reused(late) -> None:
+    """Ids or offsets overwritten by the caller since: the place is told, and nothing that is not so."""
+    for jagged, tensor, error, text in (
+        (batch((6, 77)), "values", IndexError, "values[6] was not valid; values or offsets have been overwritten"),
+        (batch((6, 77)), "offsets", IndexError, "values[6] was not valid; values or offsets have been overwritten"),
+        (batch(offsets=BAD_OFFSETS[0]), "offsets", ValueError, "offsets[2] was not valid; offsets or"),
+    ):
+        found = make()
+        found(jagged)
+        getattr(jagged, tensor)().zero_()
+        assert message(found.check, error).startswith(text[:40])
+
+
+def test_features_in_another_order(late) -> None:
+    """Positions are those of the collection's features, as on the CPU."""
+    lengths, found = torch.tensor([1, 1, 0, 1]), make()
+    for value, text in ((3, None), (4, "values[1] = 4 (feature 2, bag 0)")):
+        found(rk.KeyedJaggedTensor(["h", "x", "f", "g"], torch.tensor([value, 9, 0]), lengths=lengths))
+        assert text is None or message(found.check).startswith(text)
+        found.check()
+
+
+def test_state_dict_tells(late) -> None:
+    """That of a parent, too; once, and then the state is that of before the batch."""
+    found, expected = make(), make()
+    parent = torch.nn.Sequential(found)
+    step(found, batch((0, 5)))
+    assert message(parent.state_dict).startswith("values[0] = 5")
+    assert parent.state_dict()["0.step"].item() == 0
+    step(found, batch((0, 5)))
+    found.load_state_dict(expected.state_dict())  # loading is no saving
+    assert message(found.state_dict).startswith("values[0] = 5")
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("optimizer", FUSED, ids=str)
+def test_accumulate(late, optimizer) -> None:
+    """A bad micro-batch skips the update of its block, whether it is told inside the block or after it."""
+    found = make(optimizer)
+    with found.accumulate():
+        step(found)
+        step(found, batch((0, 5)))
+    assert message(found.check).startswith("values[0] = 5")
+
+    def block() -> None:
+        with found.accumulate():
+            step(found, batch((0, 5)))
+            step(found)
+
+    assert message(block).startswith("values[0] = 5")
+    assert_same(found, make(optimizer))
+    with found.accumulate():
+        step(found)
+    assert found.step.item() == 1
+
+
+@pytest.mark.parametrize("other", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
+    """What the original has found, the original tells."""
+    found = make()
+    found(batch((0, 5)))
+    found._bad_position.fill_(3)
+    copied = other(found)
+    copied.check()
+    step(copied, batch((2, 5)))
+    assert message(copied.check).startswith("values[2] = 5")
+    assert message(found.check).startswith("values[0] = 5")
+    assert message(found.check).startswith("values[3] was out of range")
+
+
+def test_moves(late) -> None:
+    """A collection that leaves the GPU still tells; one that comes from nowhere has nothing to tell."""
+    found = make()
+    found(batch((0, 5)))
+    found._bad_position.fill_(3)
+    found.to("cpu").double()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bounds, "reports_late", lambda status: False)
+        assert message(found.check).startswith("values[0] = 5")
+        assert message(found.state_dict).startswith("values[3] was out of range")
+    meta = make(device="meta")
+    assert meta(batch_on("meta")).values().is_meta
+    meta.check()
+    born = meta.to_empty(device="cpu")
+    born.check()
+    born.load_state_dict(make().state_dict())
+    step(born, batch((0, 5)))
+    assert message(born.check).startswith("values[0] = 5")
+
+
+def batch_on(device: str) -> rk.KeyedJaggedTensor:
+    return batch().to(device)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_compiled(late, optimizer) -> None:
+    """In one graph, compiled once whatever is found; check() and state_dict() tell, and not which lookup it was."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    found, expected = make(optimizer), make(optimizer)
+    compiled = torch.compile(lambda kjt: found(kjt).values().square().sum(), backend=counter, fullgraph=True)
+    for bad in ((), ((6, 9),), ((2, 9),), ()):
+        compiled(batch(*bad)).backward()
+        if not bad:
+            step(expected)
+    assert message(found.check).startswith(
+        "values[2] was out of range in a lookup that was compiled or replayed from a CUDA graph"
+    )
+    found.check()
+    compiled(batch(offsets=BAD_OFFSETS[1])).backward()
+    assert message(found.state_dict, ValueError).startswith("offsets[6] was below the offset before it or outside")
+    assert counter.frame_count == 1
+    assert not found._reports._lookups
+    assert_same(found, expected)
+
+
+def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a CUDA graph finds when it is replayed is kept on the GPU, the smallest position."""
+    monkeypatch.setattr(bounds, "cannot_copy", lambda status: True)
+    for bounds_check in ("error", "ignore"):
+        found = make(bounds_check=bounds_check)
+        for bad in ((), ((6, 9),), ((2, 9),), ((4, 9),)):
+            step(found, batch(*bad))
+        if bounds_check == "error":
+            assert message(found.check).startswith("values[2] was out of range in a lookup")
+        found.check()
+        step(found, batch(offsets=BAD_OFFSETS[2]))
+        step(found, batch((2, 9)))
+        assert message(found.check, ValueError).startswith("offsets[0] was below")
+        found.check()
+        found._weight_offsets[0] = -1
+        step(found)
+        assert message(found.check, ValueError).startswith("the collection's layout of tables was overwritten in a")
+        assert not found._reports._lookups
+
+
+def test_layout_that_was_overwritten(late) -> None:
+    """It is not the batch's fault."""
+    found = make()
+    found._weight_offsets[0] = -1
+    step(found)
+    assert message(found.check, ValueError) == "the collection's layout of tables has been overwritten" + LATER
+
+
+def test_who_reports_late() -> None:
+    """Not the CPU, and not a tracer's stand-ins, which hold no status."""
+    assert not bounds.reports_late(torch.zeros(2))
+    with FakeTensorMode() as mode:
+        fake = torch.empty(2, device="cuda")
+    assert fake.is_cuda
+    assert not bounds.reports_late(fake)
+    make()._reports.check(mode.from_tensor(torch.tensor(3)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_on_a_gpu(optimizer) -> None:
+    """Page-locked copies, events, compiled lookups and a CUDA graph, as they are."""
+    found, jagged = make(optimizer, device="cuda"), batch((6, 9)).to("cuda")
+    step(found, jagged)
+    torch.cuda.synchronize()
+    assert message(lambda: step(found)).startswith("values[6] = 9 (feature 2, bag 1)")
+    found.check()
+    compiled = torch.compile(lambda kjt: found(kjt).values().square().sum(), fullgraph=True)
+    compiled(jagged).backward()
+    assert message(found.check).startswith("values[6] was out of range")
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    good = batch().to("cuda")
+    with torch.cuda.stream(stream), torch.no_grad():
+        found(good)
+    torch.cuda.synchronize()
+    with torch.no_grad(), torch.cuda.graph(graph):
+        found(good)
+    found.check()
+    good.values()[2] = 9
+    graph.replay()
+    assert message(found.state_dict).startswith("values[2] was out of range")
+    good.values()[2] = 0
+    graph.replay()
+    found.check()

@@ -1,0 +1,308 @@
+"""embedding_bag over tables in row formats, against the reference: the same bits on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from backends import Backend, device_backends, every_backend
+from embedding_bag_cases import LR, Case, cases, make_case
+from embedding_bag_format_cases import (
+    GAP,
+    INT64_MAX,
+    OPTIMIZERS,
+    ROUNDINGS,
+    STEP,
+    EncodedCase,
+    check_lookups,
+    check_updates,
+    every_format_once,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.reference import row_formats as reference
+from rec_kernels.testing import flush_denormals, same_bits
+
+ops = torch.ops.rec_kernels
+INTEGERS = ("int8", "int4")
+
+
+@st.composite
+def encoded_cases(draw) -> EncodedCase:
+    """Up to four features over up to three tables of any formats, at any bytes."""
+    case = draw(cases())
+    formats = [draw(st.sampled_from(BAG_FORMATS)) for _ in case.tables]
+    return EncodedCase(case, formats, gaps=[draw(st.integers(0, 5)) for _ in formats])
+
+
+@settings(max_examples=80)
+@given(encoded_cases())
+def test_lookups(encoded: EncodedCase) -> None:
+    """Any formats, pooling, weights, integer widths, padding and unused ids."""
+    check_lookups(encoded)
+
+
+@settings(max_examples=50)
+@given(encoded_cases())
+def test_fused_updates(encoded: EncodedCase) -> None:
+    """SGD and row-wise Adagrad, both roundings: weights and state; all other bytes stay."""
+    check_updates(encoded)
+
+
+def mixed(dims: list[int], seed: int, **options) -> Case:
+    """A table of each width, the first one shared by three features; empty bags, a row twice in a bag, mean and sum."""
+    tables = [(3 + t % 2, d) for t, d in enumerate(dims)]
+    features = [0, *range(len(dims)), 0]
+    lengths = [3, 0, 2, *[1 + i % 3 for i in range(3 * len(features) - 3)]]
+    mean = [f % 3 == 1 for f in range(len(features))]
+    return make_case(tables, features, lengths, mean=mean, seed=seed, **options)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("shift", range(0, 8, 2))
+def test_formats_mixed_in_one_call(shift: int, weighted: bool) -> None:
+    """All formats at once, narrow rows beside wide ones; ids and offsets of 32 bits, unused ids, padding."""
+    dims = [1, 16, 33, 3, 130, 8, 100, 17] if weighted else [40, 5, 1, 64, 18, 2, 129, 16]
+    options = {"ids_dtype": torch.int32, "offsets_dtype": torch.int32, "padding_idx": 1, "unused": (2, 3)}
+    encoded = every_format_once(mixed(dims, shift, weighted=weighted, **(options if weighted else {})), shift)
+    check_lookups(encoded)
+    check_updates(encoded, [OPTIMIZERS[weighted]])
+
+
+@pytest.mark.parametrize("format", BAG_FORMATS)
+def test_a_format_alone(format: str) -> None:
+    """Without format_of, which one format does not need; starts that are no multiple of anything."""
+    case = make_case(
+        [(4, 24), (3, 7), (2, 50)], [0, 2, 1, 0], [2, 1, 0, 3, 1, 2, 2, 3], mean=[True, *[False] * 3], seed=3
+    )
+    encoded = EncodedCase(case, [format] * 3, gaps=[3, 1, 2])
+    encoded.layout["format_of"] = None
+    check_lookups(encoded)
+    check_updates(encoded, ["rowwise_adagrad"])
+
+
+@pytest.mark.parametrize("format", BAG_FORMATS)
+@pytest.mark.parametrize("dim", [513, 600, 1030])
+def test_wide_rows(format: str, dim: int) -> None:
+    """More columns than a warp's registers hold."""
+    encoded = EncodedCase(make_case([(2, dim)], [0], [2, 1], weighted=dim == 600, seed=dim), [format])
+    check_lookups(encoded)
+    check_updates(encoded)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 127, 128, 129, 255, 256, 300])
+def test_widths(dim: int) -> None:
+    """Every width in every format: blocks that end in a row, two codes to a byte, tails of vectors."""
+    for shift in (0, 4):
+        case = make_case([(3, dim)] * 4, [0, 1, 2, 3, 1], [2, 1] * 5, weighted=True, seed=dim + shift)
+        encoded = every_format_once(case, shift)
+        check_lookups(encoded)
+        check_updates(encoded)
+
+
+@pytest.mark.parametrize("occurrences", [65, 4200])
+@pytest.mark.parametrize("shift", [0, 4])
+def test_hot_rows(occurrences: int, shift: int) -> None:
+    """More than 64, and more than 64 * 64, occurrences of a row; tables beside it that have few."""
+    tables = [(1, 3), (2, 20), (1, 5), (2, 17)]
+    lengths = [occurrences // 2, occurrences - occurrences // 2, 3, 4, 1, 70, 2, 0]
+    encoded = every_format_once(make_case(tables, [0, 1, 2, 3], lengths, seed=occurrences), shift)
+    check_updates(encoded)
+
+
+@pytest.mark.parametrize("shift", [0, 4])
+def test_hot_rows_that_are_wide(shift: int) -> None:
+    """Sums of chunks, and more columns than a warp's registers hold."""
+    tables = [(1, 600), (2, 130), (1, 1030), (1, 513)]
+    encoded = every_format_once(make_case(tables, [0, 1, 2, 3], [40, 30] * 4, weighted=True, seed=shift), shift)
+    check_updates(encoded)
+
+
+def test_hot_rows_of_shared_tables() -> None:
+    """The occurrences of a row come from features with different columns of the gradient, and different pooling."""
+    case = make_case([(2, 5), (3, 18)], [0, 1, 0, 1], [40, 30, 0, 50, 60, 20, 9, 7], mean=[True, False] * 2, seed=5)
+    for formats in (["int8", "mx6"], ["int4", "int4"], ["mx4", "bf16"]):
+        check_updates(EncodedCase(case, formats), ["sgd"], ["stochastic"])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
+    """Whatever they are: also what no encoder would write. The same of the bytes between tables."""
+    tables = [(9, 13)] * len(BAG_FORMATS)
+    encoded = every_format_once(make_case(tables, list(range(8)), [1, 2] * 8, seed=8))
+    touched = set(encoded.case.row_gradients)
+    for table, view in enumerate(encoded.split(encoded.flat)):
+        others = [row for row in range(9) if (table, row) not in touched]
+        view[others] = torch.randint(256, view[others].shape, dtype=torch.uint8)
+    for backend in every_backend():
+        found, _, _ = encoded.update("sgd", rounding, backend.ops)
+        for table, view in enumerate(encoded.split(found)):
+            before = encoded.split(encoded.flat)[table]
+            changed = (view != before).any(1).nonzero().flatten().tolist()
+            assert changed, (backend.name, encoded.formats[table])
+            assert {(table, row) for row in changed} <= touched, (backend.name, encoded.formats[table])
+            view.fill_(GAP)
+        assert bool((found == GAP).all()), backend.name
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_any_bytes(rounding: str) -> None:
+    """Rows that no encoder writes: scales that are NaN or negative, exponents of 255, infinities."""
+    for dim in (6, 40):
+        case = make_case([(12, dim)] * 8, list(range(8)), [6, 7] * 8, seed=dim)
+        for shift in (0, 3):
+            formats = [*BAG_FORMATS[shift:], *BAG_FORMATS[:shift]]
+            rows = [torch.randint(256, (12, reference.row_bytes(f, dim)), dtype=torch.uint8) for f in formats]
+            encoded = EncodedCase(case, formats, rows=rows)
+            check_lookups(encoded)
+            check_updates(encoded, ["sgd"], [rounding])
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_bad_gradients_reach_their_rows_only(number: float) -> None:
+    """A NaN or Inf in the gradient: the row decodes to what its format can say of it, and no other row changes."""
+    case = make_case([(5, 20)] * 8, list(range(8)), [1, 1, 1] * 8, seed=9)
+    case.values.copy_(torch.tensor([0, 3, 4]).repeat(8))
+    encoded = every_format_once(case)
+    case.grad[1, 7::20] = number
+    check_updates(encoded)
+    for rounding in ROUNDINGS:
+        found, _, _ = encoded.update("sgd", rounding)
+        for format, numbers in zip(encoded.formats, encoded.decode(encoded.split(found)), strict=True):
+            assert numbers[[0, 1, 2, 4]].isfinite().all(), format
+            assert not numbers[3, 7].isfinite(), format
+            assert numbers[3].isnan().all() or format not in INTEGERS
+
+
+def flushed() -> Iterator[Backend]:
+    """Every backend, called from a thread that takes denormals for zeros."""
+    for backend in every_backend():
+        with flush_denormals():
+            yield backend
+
+
+@pytest.mark.parametrize("dim", [7, 40])
+@pytest.mark.parametrize(("exponent", "grad_exponent"), [(-136, -134), (-120, -110), (-20, -20), (100, 90), (114, 118)])
+def test_very_small_and_very_large_numbers(exponent: int, grad_exponent: int, dim: int) -> None:
+    """Denormal rows, scales and updates; rows that overflow their format: the same from any thread."""
+    case = make_case([(6, dim)] * 8, list(range(8)), [2, 3, 1] * 8, weighted=True, seed=dim)
+    case.weights.mul_(2.0**exponent)
+    case.grad.mul_(2.0**grad_exponent)
+    encoded = every_format_once(case)
+    check_lookups(encoded, flushed)
+    check_updates(encoded, ["sgd"], backends=flushed)
+    check_updates(encoded, ["rowwise_adagrad"], ["stochastic"], backends=flushed)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_grad_scale(optimizer: str) -> None:
+    """The summed gradient is multiplied by the rounded 1 / scale."""
+    encoded, scale = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 1, weighted=True), 1), torch.tensor([3.7])
+    check_updates(encoded, [optimizer], ["stochastic"], scale=(1 / scale).item(), grad_scale=scale)
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_skipped_updates(rounding: str) -> None:
+    """found_inf or a status of a bad id: bytes, state and step stay; then the noise of the next step is the same."""
+    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 2), 2)
+    nothing = {"found_inf": torch.tensor(0.0), "status": torch.tensor([INT64_MAX, 0])}
+    for backend in every_backend():
+        plain = encoded.update("sgd", rounding, backend.ops)
+        assert not encoded.unchanged(plain)
+        for options in ({"found_inf": torch.tensor(1.0)}, {"status": torch.tensor([3, 1])}):
+            assert encoded.unchanged(encoded.update("sgd", rounding, backend.ops, **options)), backend.name
+        assert all(map(same_bits, encoded.update("sgd", rounding, backend.ops, **nothing), plain)), backend.name
+
+
+@pytest.mark.parametrize("bad", [-1, 4, 2**40])
+def test_bad_ids(bad: int) -> None:
+    """ "error": IndexError or, on a device, a status, and nothing changes; "ignore": as if the id were not there."""
+    case = make_case([(4, 19)] * 8, list(range(8)), [2, 1] * 8, seed=11)
+    case.values[[4, 13]] = bad
+    encoded = every_format_once(case)
+    for backend in every_backend():
+        for call in (encoded.update, _look_up):
+            arguments = ("sgd", "stochastic", backend.ops) if call == encoded.update else (encoded, backend.ops)
+            if backend.kind == "cpu":
+                with pytest.raises(IndexError, match=rf"values\[4\] = {bad} \(feature 1, bag 0\) is out of range"):
+                    call(*arguments)
+            elif call == encoded.update:
+                assert encoded.unchanged(call(*arguments)), backend.name
+            else:
+                assert call(*arguments)[1].tolist() == [4, 2], backend.name
+        output, status = _look_up(encoded, backend.ops, bounds_check="ignore")
+        assert same_bits(output, case.expected_output()), backend.name
+        assert status.tolist() == [4, 2], backend.name
+    check_updates(encoded, roundings=["stochastic"], bounds_check="ignore")
+
+
+def _look_up(encoded: EncodedCase, backend_ops, **options) -> tuple[torch.Tensor, torch.Tensor]:
+    return backend_ops.embedding_bag(encoded.flat, *encoded.case.jagged, **encoded.layout, **options)
+
+
+@pytest.mark.parametrize("batch", [0, 3])
+def test_empty_bags_only(batch: int) -> None:
+    """No ids at all: zeros, and an update that counts the step and changes nothing else."""
+    encoded = every_format_once(make_case([(4, 5)] * 8, list(range(8)), [0] * 8 * batch))
+    check_lookups(encoded)
+    check_updates(encoded)
+    assert torch.equal(encoded.update("sgd", "stochastic")[0], encoded.flat)
+
+
+@pytest.mark.parametrize("format", BAG_FORMATS)
+def test_one_table_without_layout(format: str) -> None:
+    """weights [E, row_bytes] and embedding_dim are the same as a layout of one table, whose noise is table 0's."""
+    case = make_case([(6, 21)], [0], [3, 0, 4, 2], weighted=True, padding_idx=2, seed=9)
+    encoded = EncodedCase(case, [format], gaps=[0])
+    encoded.table_id = lambda table: 0
+    (table,) = encoded.split(encoded.flat)
+    options = {"formats": [format], "embedding_dim": 21, "padding_idx": 2}
+    values, offsets, factors = case.jagged
+    expected, of_factors = case.expected_output(), case.expected_factor_gradient()
+    updated, _ = encoded.expected_update("sgd", "stochastic")
+    for backend in every_backend():
+        assert same_bits(backend.ops.embedding_bag(table, *case.jagged, **options)[0], expected), backend.name
+        starts, last = offsets[:-1], {"include_last_offset": False}
+        assert same_bits(backend.ops.embedding_bag(table, values, starts, factors, **options, **last)[0], expected)
+        bags = (case.grad, table, values, offsets)
+        found = backend.ops.embedding_bag_backward_per_sample_weights(*bags, **options)
+        assert same_bits(found, of_factors), backend.name
+        mine, noise = table.clone(), {"seed": encoded.noise["seed"], "rounding": "stochastic"}
+        state = (mine, None, torch.tensor(STEP), torch.tensor(LR))
+        backend.ops.embedding_bag_backward_fused_(*state, case.grad, *case.jagged, **options, **noise, optimizer="sgd")
+        assert torch.equal(mine, encoded.split(updated)[0]), backend.name
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_autograd(optimizer: str) -> None:
+    """The backward of embedding_bag_fused updates the bytes; the gradient of factors is of the rows before."""
+    encoded = every_format_once(mixed([18, 5, 33, 16, 7, 40, 3, 64], 4, weighted=True), 4)
+    case, flat, state, step = encoded.case, encoded.flat.clone(), encoded.case.sum.clone(), torch.tensor(STEP)
+    values, offsets, factors = case.jagged
+    factors = factors.clone().requires_grad_()
+    token, options = torch.empty(0, requires_grad=True), {"optimizer": optimizer, "eps": 1e-8}
+    states = (flat, None if optimizer == "sgd" else state, step, torch.tensor(LR), token)
+    output, _ = ops.embedding_bag_fused(*states, values, offsets, factors, **encoded.layout, **encoded.noise, **options)
+    assert same_bits(output, case.expected_output())
+    assert torch.equal(flat, encoded.flat)
+    output.backward(case.grad)
+    assert all(map(same_bits, (flat, state, step), encoded.update(optimizer, "stochastic")))
+    assert same_bits(factors.grad, case.expected_factor_gradient())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("format_of", 8), ("format_of", -1), ("table_ids", 65536), ("table_ids", -1)]
+)
+def test_bad_numbers_are_noted_on_a_device(name: str, value: int) -> None:
+    """Which nobody but the device sees: nothing is looked up, nothing is updated."""
+    encoded = every_format_once(make_case([(4, 19)] * 8, list(range(8)), [2, 1] * 8, seed=11))
+    bad = (encoded.layout | encoded.noise)[name].clone()
+    bad[5] = value
+    for backend in device_backends():
+        if name == "format_of":
+            _, status = backend.ops.embedding_bag(encoded.flat, *encoded.case.jagged, **(encoded.layout | {name: bad}))
+            assert status[0].item() == torch.iinfo(torch.int64).min, backend.name
+        assert encoded.unchanged(encoded.update("sgd", "stochastic", backend.ops, **{name: bad})), backend.name

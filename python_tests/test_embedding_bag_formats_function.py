@@ -1,0 +1,210 @@
+"""rk.embedding_bag of rows in a format, and what torch makes of the ops: opcheck, fake tensors, torch.compile."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from embedding_bag_cases import LR, make_case
+from embedding_bag_format_cases import every_format_once
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import rec_kernels as rk
+from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+ROWS, DIM = 30, 21
+HALVES = [torch.float16, torch.bfloat16]
+IDS, OFFSETS = torch.tensor([0, 29, 3, 3, 7, 11, 2]), torch.tensor([0, 2, 2, 6])
+CALLS = {
+    "sum": {"input": IDS, "offsets": OFFSETS, "mode": "sum"},
+    "mean": {"input": IDS.int(), "offsets": OFFSETS, "padding_idx": -27},
+    "2-D": {"input": torch.arange(24).view(6, 4), "mode": "sum"},
+    "weighted": {
+        "input": IDS,
+        "offsets": torch.tensor([0, 3, 7]),
+        "mode": "sum",
+        "include_last_offset": True,
+        "per_sample_weights": torch.linspace(-2, 3, 7),
+    },
+}
+
+
+def table(format: str) -> tuple[Tensor, Tensor]:
+    """Rows of a format, and the float32 numbers that they mean."""
+    rows = rk.quantize_rows(torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)), format)
+    return rows, rk.dequantize_rows(rows, format, DIM)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("format", BAG_FORMATS)
+def test_equals_the_lookup_of_decoded_rows(format: str, call: str) -> None:
+    """With and without gradients enabled, where the function takes different ways."""
+    rows, floats = table(format)
+    for enabled in (True, False):
+        with torch.set_grad_enabled(enabled):
+            found = rk.embedding_bag(weight=rows, format=format, embedding_dim=DIM, **CALLS[call])
+            assert same_bits(found, rk.embedding_bag(weight=floats, **CALLS[call]))
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_halves(dtype: torch.dtype, call: str) -> None:
+    """float16 and bfloat16 weights are rows as they are; saying so is allowed."""
+    weight, name = torch.randn(ROWS, DIM).to(dtype), {torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype]
+    expected = rk.embedding_bag(weight=weight.float(), **CALLS[call])
+    for said in ({}, {"format": name}, {"embedding_dim": DIM}, {"format": name, "embedding_dim": DIM}):
+        assert same_bits(rk.embedding_bag(weight=weight, **said, **CALLS[call]), expected)
+
+
+def test_floats_may_say_what_they_are() -> None:
+    """fp32 and D change nothing: the gradient is there as ever."""
+    weight = torch.randn(ROWS, DIM, requires_grad=True)
+    said = rk.embedding_bag(weight=weight, format="fp32", embedding_dim=DIM, **CALLS["sum"])
+    assert same_bits(said.detach(), rk.embedding_bag(weight=weight, **CALLS["sum"]).detach())
+    said.sum().backward()
+    assert weight.grad[3].tolist() == [2.0] * DIM
+
+
+@pytest.mark.parametrize("format", BAG_FORMATS)
+def test_gradient_of_factors(format: str) -> None:
+    """That of per_sample_weights is the one that decoded rows give."""
+    rows, floats = table(format)
+    grads = []
+    for weight, said in ((rows, {"format": format, "embedding_dim": DIM}), (floats, {})):
+        factors = CALLS["weighted"]["per_sample_weights"].clone().requires_grad_()
+        output = rk.embedding_bag(weight=weight, **(CALLS["weighted"] | {"per_sample_weights": factors}), **said)
+        output.backward(torch.linspace(-1, 1, output.numel()).view(output.shape))
+        grads.append(factors.grad)
+    assert same_bits(*grads)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gradient_of_halves_is_refused(dtype: torch.dtype) -> None:
+    """In words, where one would be recorded; without gradients a parameter is as good as any tensor."""
+    weight = torch.nn.Parameter(torch.randn(ROWS, DIM).to(dtype))
+    with pytest.raises(NotImplementedError, match=f"gradients of a {dtype} weight: train it with a fused optimizer"):
+        rk.embedding_bag(weight=weight, **CALLS["sum"])
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            found = rk.embedding_bag(weight=weight, **CALLS["sum"])
+        assert same_bits(found.clone(), rk.embedding_bag(weight=weight.detach(), **CALLS["sum"]))
+
+
+FLOATS, HALF, BYTES = torch.randn(ROWS, DIM), torch.randn(ROWS, DIM).half(), table("int8")[0]
+NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6, mx4"
+
+
+@pytest.mark.parametrize(
+    ("weight", "said", "message"),
+    [
+        (FLOATS, {"format": "int8"}, "weight is float32 [E, 21]: format must be None or 'fp32', got 'int8'"),
+        (FLOATS, {"embedding_dim": 20}, "and embedding_dim None, got 20; rk.quantize_rows makes rows of other formats"),
+        (HALF, {"format": "bf16"}, "weight is torch.float16 [E, 21], got format='bf16'"),
+        (HALF, {"embedding_dim": 42}, "weight is torch.float16 [E, 21], got format=None, embedding_dim=42"),
+        (HALF.T, {}, "weight must be [E, D] and contiguous, got shape [21, 30]"),
+        (HALF[:, :7], {}, "weight must be [E, D] and contiguous, got shape [30, 7]"),
+        (HALF[0], {}, "weight must be [E, D] and contiguous, got shape [21]"),
+        (BYTES, {}, "weight is torch.uint8: format and embedding_dim must say what its rows are"),
+        (BYTES, {"format": "int8"}, "format and embedding_dim must say what its rows are"),
+        (BYTES, {"embedding_dim": DIM}, "format and embedding_dim must say what its rows are"),
+        (
+            BYTES,
+            {"format": "int8", "embedding_dim": 22},
+            'weights must have rows of 30 bytes for format "int8" and embedding_dim = 22, got 29',
+        ),
+        (
+            BYTES,
+            {"format": "mx9", "embedding_dim": 33},
+            'weights must have rows of 54 bytes for format "mx9" and embedding_dim = 33, got 29',
+        ),
+        (BYTES, {"format": "int8", "embedding_dim": -1}, "embedding_dim = -1 must be in [1, 2^31)"),
+        (BYTES, {"format": "int2", "embedding_dim": DIM}, f'cannot have format "int2"; it must be one of {NAMES}'),
+        (BYTES, {"format": "mxint8", "embedding_dim": DIM}, f'cannot have format "mxint8"; it must be one of {NAMES}'),
+        (
+            BYTES,
+            {"format": "int7", "embedding_dim": DIM},
+            f"format must be one of {NAMES.replace('int4', 'int4, int2')}",
+        ),
+        (BYTES.T, {"format": "int8", "embedding_dim": 22}, "weights must be contiguous"),
+        (BYTES[0], {"format": "int8", "embedding_dim": DIM}, "weights must have 2 dimension(s), got shape [29]"),
+        (FLOATS.double(), {}, "weight must be float32, float16, bfloat16 or uint8 rows of a format, got torch.float64"),
+        (BYTES.int(), {"format": "int8", "embedding_dim": DIM}, "weight must be float32, float16, bfloat16 or uint8"),
+    ],
+)
+def test_weights_that_cannot_be_looked_up(weight: Tensor, said: dict, message: str) -> None:
+    """The message says what the weight is, and what it can be."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rk.embedding_bag(weight=weight, **said, **CALLS["sum"])
+
+
+def test_bad_ids() -> None:
+    """As for floats."""
+    rows, _ = table("mx6")
+    with pytest.raises(IndexError, match=r"values\[1\] = 30 \(feature 0, bag 0\) .* \[0, 30\)"):
+        rk.embedding_bag(torch.tensor([0, 30]), rows, torch.tensor([0]), format="mx6", embedding_dim=DIM)
+    with pytest.raises(ValueError, match=r"padding_idx = 30 must be in \[-30, 30\)"):
+        rk.embedding_bag(IDS, rows, OFFSETS, padding_idx=30, format="mx6", embedding_dim=DIM)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("name", ["int8", "bf16", "half"])
+def test_compiled(name: str, backend: str) -> None:
+    """One graph for all batches of a size, two for any; the bits of the eager call."""
+    weight, said = torch.randn(ROWS, DIM).half(), {}
+    if name != "half":
+        weight, said = table(name)[0], {"format": name, "embedding_dim": DIM}
+
+    def pooled(values: Tensor, offsets: Tensor) -> Tensor:
+        return rk.embedding_bag(values, weight, offsets, mode="sum", include_last_offset=True, **said)
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(pooled, backend=counter, fullgraph=True)
+    for count in (8, 8, 12, 20):
+        arguments = torch.randint(ROWS, (2 * count,)), torch.arange(0, 2 * count + 1, 2)
+        assert same_bits(compiled(*arguments), pooled(*arguments))
+        assert counter.frame_count == (1 if count == 8 else 2)
+
+
+@pytest.mark.parametrize("format", BAG_FORMATS)
+def test_opcheck_of_one_table(format: str) -> None:
+    """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
+    (rows, _), said = table(format), {"formats": [format], "embedding_dim": DIM}
+    factors, bags = torch.rand(7, requires_grad=True), (IDS, torch.tensor([0, 3, 7]))
+    torch.library.opcheck(ops.embedding_bag.default, (rows, *bags, factors), said)
+    torch.library.opcheck(
+        ops.embedding_bag_backward_per_sample_weights.default, (torch.ones(2, DIM), rows, *bags), said
+    )
+    update = (torch.tensor(3), torch.tensor(LR), torch.ones(2, DIM), *bags, factors.detach())
+    for optimizer, state in (("sgd", None), ("rowwise_adagrad", torch.rand(ROWS))):
+        options = said | {"optimizer": optimizer, "seed": torch.tensor(5)}
+        torch.library.opcheck(ops.embedding_bag_backward_fused_.default, (rows.clone(), state, *update), options)
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
+def test_opcheck_of_many_tables(optimizer: str) -> None:
+    """All formats in one call; the backward that updates is part of what is checked."""
+    encoded = every_format_once(make_case([(3, 6)] * 8, list(range(8)), [2, 1] * 8, weighted=True, seed=4))
+    case, layout, noise = encoded.case, encoded.layout, encoded.noise | {"optimizer": optimizer}
+    values, offsets, factors = case.jagged
+    bags, state = (values, offsets, factors.clone().requires_grad_()), None if optimizer == "sgd" else case.sum.clone()
+    states = (encoded.flat.clone(), state, torch.tensor(6), torch.tensor(LR))
+    torch.library.opcheck(ops.embedding_bag.default, (encoded.flat, *bags), layout)
+    token = torch.empty(0, requires_grad=True)
+    torch.library.opcheck(ops.embedding_bag_fused.default, (*states, token, *bags), layout | noise)
+    arguments = (*states, case.grad, *case.jagged)
+    torch.library.opcheck(ops.embedding_bag_backward_fused_.default, arguments, layout | noise)
+    arguments = (case.grad, encoded.flat, values, offsets)
+    torch.library.opcheck(ops.embedding_bag_backward_per_sample_weights.default, arguments, layout)
+
+
+def test_meta() -> None:
+    """Shapes without memory: D columns of float32, not the bytes of a row."""
+    meta = {name: t.to("meta") if isinstance(t, Tensor) else t for name, t in CALLS["sum"].items()}
+    for weight, said in ((BYTES, {"format": "int8", "embedding_dim": DIM}), (HALF, {})):
+        output = rk.embedding_bag(weight=weight.to("meta"), **said, **meta)
+        assert (output.shape, output.dtype, output.device.type) == ((4, DIM), torch.float32, "meta")

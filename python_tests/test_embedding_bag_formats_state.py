@@ -1,0 +1,230 @@
+"""State of collections with tables in row formats: saved, loaded, refused, converted, copied, moved."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, is_tied, make, numbers, train
+from torch import Tensor, nn
+
+import rec_kernels as rk
+from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.testing import same_bits
+
+WAYS = ["deepcopy", "pickle", "state_dict", "assign", "file", "meta", "meta context"]
+
+
+def _another(original: rk.EmbeddingBagCollection, way: str) -> rk.EmbeddingBagCollection:
+    if way == "deepcopy":
+        return copy.deepcopy(original)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(original))
+    state = {k: v.clone() for k, v in original.state_dict().items()}
+    if way == "file":
+        file = io.BytesIO()
+        torch.save(original.state_dict(), file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    if way == "meta context":
+        with torch.device("meta"):
+            other = make(original.optimizer)
+    else:
+        other = make(original.optimizer, device="meta" if way == "meta" else None)
+    if other._weights.is_meta:
+        other.to_empty(device="cpu")
+    other.load_state_dict(state, assign=way == "assign")
+    return other
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_copies_go_on_alike(way: str, optimizer) -> None:
+    """A copy, however made, trains on to the same bytes, noise included, and by itself."""
+    original = make(optimizer)
+    train(original)
+    other = _another(original, way)
+    assert is_tied(other)
+    assert_same(original, other)
+    assert all(t.device.type == "cpu" for t in other.state_dict().values())
+    before = original._weights.clone()
+    train(other)
+    assert torch.equal(original._weights, before)
+    train(original)
+    assert_same(original, other)
+    assert [p.dtype for p in other.parameters()] == [p.dtype for p in original.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_distributed_checkpoint(tmp_path) -> None:
+    """torch.distributed.checkpoint, without other processes: rows of every dtype, in place and by name."""
+    original, other = nn.Sequential(make(OPTIMIZERS[1])), nn.Sequential(make(OPTIMIZERS[1]))
+    train(original[0])
+    dcp.save(original.state_dict(), checkpoint_id=tmp_path, no_dist=True)
+    state = other.state_dict()
+    dcp.load(state, checkpoint_id=tmp_path, no_dist=True)
+    other.load_state_dict(state)
+    assert_same(original[0], other[0])
+    assert is_tied(other[0])
+
+
+@pytest.mark.parametrize("cast", [nn.Module.half, nn.Module.bfloat16, nn.Module.double, nn.Module.float])
+def test_casts_leave_tables_alone(cast) -> None:
+    """A parent's cast changes neither rows, which are in their format, nor state."""
+    parent = nn.ModuleList([make(rk.RowwiseAdagrad(lr=0.1)), nn.Linear(2, 2)])
+    before = copy.deepcopy(parent[0])
+    cast(parent)
+    assert_same(parent[0], before)
+    assert is_tied(parent[0])
+    train(parent[0])
+
+
+def test_moves() -> None:
+    """`.to` moves bytes, views, formats and noise together."""
+    collection = make(rk.SGD(lr=0.5), seed=7).to("meta")
+    assert all(t.is_meta for t in collection.state_dict().values())
+    collection.to_empty(device="cpu")
+    assert collection._seed.item() == 7
+    assert bytes(collection.embedding_bags["t3"].format.tolist()) == b"int8"
+    assert is_tied(collection)
+
+
+def _one(format: str, dim: int = 16, optimizer=OPTIMIZERS[1]) -> rk.EmbeddingBagCollection:
+    return make(optimizer, [format], {format: dim})
+
+
+@pytest.mark.parametrize("given", BAG_FORMATS)
+@pytest.mark.parametrize("own", BAG_FORMATS)
+def test_other_formats_are_refused_or_converted(own: str, given: str) -> None:
+    """Also those whose rows are of the same width: int4 and mx6 have 12 bytes for 16 columns."""
+    collection, other = _one(own), _one(given)
+    train(other)
+    before, state = copy.deepcopy(collection), other.state_dict()
+    kept = {k: v.clone() for k, v in state.items()}
+    if own != given:
+        message = f"embedding_bags.t0.weight has rows of format {given}, this collection's are {own}: "
+        with pytest.raises(RuntimeError, match=rf"{message}load_state_dict\(..., convert=True\)"):
+            collection.load_state_dict(state)
+        assert_same(collection, before)
+    for assign in (False, True):
+        collection = copy.deepcopy(before)
+        assert not any(collection.load_state_dict(state, assign=assign, convert=True))
+        floats = numbers(other, "t0")
+        expected = floats if own == given else rk.dequantize_rows(rk.quantize_rows(floats, own), own, 16)
+        assert same_bits(numbers(collection, "t0"), expected)
+        assert same_bits(collection.embedding_bags["t0"].sum, other.embedding_bags["t0"].sum)
+        assert collection.step.item() == 3
+        assert is_tied(collection)
+        assert collection.state_dict().keys() == before.state_dict().keys()
+        # What the caller gave is the caller's.
+        assert all(same_bits(state[k], v) for k, v in kept.items())
+        train(collection, 1)
+
+
+def test_widths_that_agree_by_chance() -> None:
+    """The case above is one: only the format's name tells."""
+    assert rk.row_bytes("int4", 16) == rk.row_bytes("mx6", 16)
+
+
+def test_convert_some_of_many_tables() -> None:
+    """Those whose format differs; the others' bytes stay as they are."""
+    source = make(rk.RowwiseAdagrad(lr=0.1))
+    train(source)
+    formats = dict(zip(BAG_FORMATS, ["fp32", "fp32", "bf16", "int4", "int4", "mx9", "mx4", "bf16"], strict=True))
+    torch.manual_seed(0)
+    tables = [
+        rk.EmbeddingBagConfig(
+            ROWS + i, DIMS[f], name=f"t{i}", feature_names=source.tables[i].feature_names, format=formats[f]
+        )
+        for i, f in enumerate(BAG_FORMATS)
+    ]
+    target = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=0.1))
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.t1\.weight has rows of format fp16"):
+        target.load_state_dict(source.state_dict())
+    target.load_state_dict(source.state_dict(), convert=True)
+    for i, (given, own) in enumerate(formats.items()):
+        rows = [c.embedding_bags[f"t{i}"].weight for c in (source, target)]
+        if own == given:
+            assert torch.equal(*rows)
+        else:
+            encoded = rk.quantize_rows(numbers(source, f"t{i}"), own)
+            assert torch.equal(rows[1].view(torch.uint8), encoded)
+
+
+def test_convert_inside_a_parent() -> None:
+    """convert_formats() lasts for its block, also when that ends with an exception."""
+    parents = [nn.ModuleDict({"tables": _one(f), "dense": nn.Linear(2, 2)}) for f in ("int8", "fp32")]
+    narrow, wide = parents
+    train(wide["tables"])
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"tables\.embedding_bags\.t0\.weight has rows of format fp32"):
+            narrow.load_state_dict(wide.state_dict())
+        with narrow["tables"].convert_formats():
+            narrow.load_state_dict(wide.state_dict())
+        with pytest.raises(KeyError), narrow["tables"].convert_formats():
+            raise KeyError
+    assert same_bits(narrow["dense"].weight, wide["dense"].weight)
+    expected = rk.quantize_rows(numbers(wide["tables"], "t0"), "int8")
+    assert torch.equal(narrow["tables"].embedding_bags["t0"].weight, expected)
+    with wide["tables"].convert_formats():
+        wide.load_state_dict(narrow.state_dict())
+    assert same_bits(numbers(wide["tables"], "t0"), rk.dequantize_rows(expected, "int8", 16))
+
+
+def _weights(rows: Tensor, name: bytes | None = None) -> dict[str, Tensor]:
+    """A state of one table and no optimizer."""
+    format = {} if name is None else {"embedding_bags.t0.format": torch.tensor(list(name), dtype=torch.uint8)}
+    return {"embedding_bags.t0.weight": rows} | format
+
+
+BYTES = torch.zeros(ROWS, 24, dtype=torch.uint8)  # int8 rows of 16 columns
+
+
+MISFITS = [
+    (_weights(torch.zeros(ROWS, 15)), True, RuntimeError, r"size mismatch for embedding_bags\.t0\.weight: \[12, 15\]"),
+    (_weights(BYTES[:, 1:], b"mx9"), True, RuntimeError, "with rows of format mx9, which are 18 wide for 16 columns"),
+    (_weights(torch.zeros(ROWS + 1, 16)), True, RuntimeError, r"has \[13, 24\], this collection has \[12, 24\]"),
+    (_weights(BYTES[1:], b"int8"), False, RuntimeError, r"has \[11, 24\], this collection has \[12, 24\]"),
+    (_weights(BYTES, b"int9"), True, RuntimeError, "names 'int9', which is none of fp32, fp16, bf16, int8, int4, mx9"),
+    (_weights(BYTES, b"int2"), False, RuntimeError, "names 'int2', which is none of fp32, fp16, bf16, int8, int4"),
+    (_weights(BYTES.double(), b"int8"), False, RuntimeError, "this collection's are int8"),
+    (_weights(BYTES), False, RuntimeError, r'Missing key\(s\) in state_dict: "embedding_bags.t0.format"'),
+    (_weights(torch.full((ROWS, 16), torch.nan)), True, ValueError, r'x\[0, 0\] = nan: format "int8" holds finite'),
+]
+
+
+@pytest.mark.parametrize(("state", "convert", "error", "message"), MISFITS)
+def test_states_that_do_not_fit(state: dict, convert: bool, error: type[Exception], message: str) -> None:
+    """Each is refused in words, and what can be refused before the first table is written leaves all as it was."""
+    collection = _one("int8", optimizer=None)
+    before = copy.deepcopy(collection)
+    with pytest.raises(error, match=message):
+        collection.load_state_dict(state, convert=convert)
+    if "Missing" not in message:
+        assert_same(collection, before)
+    assert bytes(collection.embedding_bags["t0"].format.tolist()) == b"int8"
+
+
+def test_incomplete_states() -> None:
+    """strict=False takes rows without a name for the collection's own, and a state without the table for nothing."""
+    collection = _one("int8", optimizer=None)
+    rows = rk.quantize_rows(torch.randn(ROWS, 16), "int8")
+    assert collection.load_state_dict(_weights(rows), strict=False).missing_keys == ["embedding_bags.t0.format"]
+    assert torch.equal(collection.embedding_bags["t0"].weight, rows)
+    collection.load_state_dict({}, strict=False)
+    assert torch.equal(collection.embedding_bags["t0"].weight, rows)
+    assert bytes(collection.state_dict()["embedding_bags.t0.format"].tolist()) == b"int8"
+
+
+@pytest.mark.parametrize("format", DTYPES)
+def test_wider_floats_are_cast(format: str) -> None:
+    """float64 in a state becomes what the table is, as torch has it."""
+    collection, rows = _one(format, optimizer=None), torch.randn(ROWS, 16).double()
+    for assign in (False, True):
+        collection.load_state_dict(_weights(rows), assign=assign)
+        assert same_bits(collection.embedding_bags["t0"].weight.detach(), rows.to(DTYPES[format]))
+        assert is_tied(collection)

@@ -1,0 +1,124 @@
+"""quantize_rows and dequantize_rows under torch.compile, and what their fake kernels say."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from row_format_bytes import INTEGERS, ROUNDINGS
+from row_format_cases import NO_POSITION
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rec_kernels as rk
+from rec_kernels import testing
+
+STEPS = 50
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ops = torch.ops.rec_kernels
+
+
+def store_and_load(x: Tensor, format: str, seed: int | Tensor, step: int | Tensor) -> tuple[Tensor, Tensor]:
+    """A change of the rows, their new bytes, and the numbers that these stand for."""
+    rows = rk.quantize_rows(x * 1.25, format, rounding="stochastic", seed=seed, step=step, table=1)
+    return rows, rk.dequantize_rows(rows, format, x.shape[1])
+
+
+@pytest.mark.parametrize("format", ["bf16", "int8", "mx6", "mxfp4_e2m1"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_steps_compile_once(format: str, backend: str) -> None:
+    """50 steps of new noise from one compilation, when seed and step are tensors; the bits of eager calls."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(store_and_load, backend=counter, fullgraph=True)
+    x, seed, step = torch.randn(7, 37), torch.tensor(5), torch.tensor(0)
+    seen = set()
+    for _ in range(STEPS):
+        rows, numbers = compiled(x, format, seed, step)
+        expected = store_and_load(x, format, 5, int(step))
+        assert torch.equal(rows, expected[0])
+        assert testing.same_bits(numbers, expected[1])
+        seen.add(bytes(rows.flatten().tolist()))
+        step += 1
+    assert counter.frame_count == 1
+    assert len(seen) == STEPS
+
+
+@pytest.mark.parametrize("format", ["fp16", "int4", "mx9", "mxfp6_e3m2"])
+def test_sizes_compile_once_more(format: str) -> None:
+    """A second shape recompiles with symbolic sizes, D among them; further ones never."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(store_and_load, backend=counter, fullgraph=True)
+    step = torch.tensor(3)
+    for shape in ((4, 20), (6, 33), (9, 64), (11, 7)):
+        x = torch.randn(shape)
+        expected = store_and_load(x, format, 5, step)
+        assert all(map(testing.same_bits, compiled(x, format, 5, step), expected))
+    assert counter.frame_count <= 2
+
+
+def test_numbers_may_change_between_calls() -> None:
+    """first_row and an int step become symbols, too."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def shard(x: Tensor, first_row: int, step: int) -> Tensor:
+        return rk.quantize_rows(x, "mx4", rounding="stochastic", step=step, first_row=first_row)
+
+    compiled, x = torch.compile(shard, backend=counter, fullgraph=True), torch.randn(5, 9)
+    for n in range(2, 8):
+        assert torch.equal(compiled(x, 2**33 * n, n), shard(x, 2**33 * n, n))
+    assert counter.frame_count <= 3
+
+
+@pytest.mark.parametrize("format", INTEGERS)
+def test_compiled_calls_raise_on_the_cpu(format: str) -> None:
+    """A number that is not finite is refused when the compiled function runs."""
+    torch._dynamo.reset()
+    compiled = torch.compile(rk.quantize_rows, backend="aot_eager", fullgraph=True)
+    x = torch.randn(3, 8)
+    assert torch.equal(compiled(x, format), rk.quantize_rows(x, format))
+    x[1, 2] = torch.inf
+    with pytest.raises(ValueError, match=r"x\[1, 2\] = inf"):
+        compiled(x, format)
+
+
+@pytest.mark.parametrize("format", rk.ROW_FORMATS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_fakes(format: str, rounding: str) -> None:
+    """Shape, dtype, device and strides of fake results are the real ones', for meta tensors and in fake mode."""
+    for shape in ((4, 33), (0, 1), (3, 16)):
+        for dtype in DTYPES:
+            real, _ = ops.quantize_rows(torch.ones(shape, dtype=dtype).T.contiguous().T, format, rounding)
+            for device in ("meta", "cpu"):
+                with FakeTensorMode():
+                    x = torch.empty(shape, dtype=dtype, device=device)
+                    fake, status = ops.quantize_rows(x, format, rounding)
+                    back = ops.dequantize_rows(fake, format, shape[1], dtype)
+                assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+                assert (status.shape, status.dtype) == ((1,), torch.int64)
+                assert (back.shape, back.dtype, back.stride()) == (shape, dtype, x.stride())
+                assert {str(t.device) for t in (fake, status, back)} == {device}
+    assert ops.quantize_rows(torch.zeros(1, 4), format)[1].tolist() == [NO_POSITION]
+
+
+def test_fakes_refuse() -> None:
+    """Unknown formats, rows without columns, tensors on two devices."""
+    x = torch.ones(2, 3, device="meta")
+    with pytest.raises(ValueError, match="format must be one of fp32, fp16"):
+        rk.quantize_rows(x, "fp8")
+    with pytest.raises(ValueError, match="format must be one of fp32, fp16"):
+        rk.dequantize_rows(x.byte(), "fp8", 3)
+    with pytest.raises(ValueError, match="embedding_dim = 0 must be at least 1"):
+        rk.quantize_rows(x[:, :0], "fp32")
+    with pytest.raises(ValueError, match="same device"):
+        rk.quantize_rows(x, "fp32", seed=torch.tensor(3))
+
+
+def test_results_need_no_gradient() -> None:
+    """Encoding ends the graph; it does not fail for a tensor that requires a gradient."""
+    x = torch.randn(2, 5, requires_grad=True)
+    rows = rk.quantize_rows(x, "mx6")
+    assert not rows.requires_grad
+    assert not rk.dequantize_rows(rows, "mx6", 5).requires_grad

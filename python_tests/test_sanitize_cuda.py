@@ -1,0 +1,113 @@
+"""sanitize_cuda.py without a GPU: its selection is whole and right, and it finds and heeds compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import sanitize_cuda
+import torch
+from backends import device_backends, emulated
+from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
+
+import rec_kernels as rk
+
+
+def test_every_cuda_op_is_called_and_right() -> None:
+    """All ops that csrc/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
+    emulated()
+    wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
+    assert {"scale_rows", "embedding_bag", "embedding_bag_backward_fused_"} <= wanted
+    for backend in device_backends():
+        # Lists of tensors are moved, too.
+        ops = sanitize_cuda.OnDevice() if backend.kind == "cuda" else backend.ops
+        assert check(ops, wanted) > 30, backend.name
+
+
+def test_what_is_missing_or_wrong_is_said() -> None:
+    """An op that nobody calls; a result with other bits."""
+    with pytest.raises(AssertionError, match=r"no call of \['a_new_op'\]"):
+        check(torch.ops.rec_kernels, {"a_new_op"})
+
+    class Wrong:
+        def __getattr__(self, name: str):
+            op = getattr(torch.ops.rec_kernels, name)
+            return (lambda *args: op(*args) + 1) if name == "row_dot" else op
+
+    with pytest.raises(AssertionError, match=r"tensors \[1\]"):
+        check(Wrong(), set())
+
+
+def test_copies_to_the_gpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies in memory in their place: what an op changes in place comes back, in lists, too."""
+    monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    assert check(sanitize_cuda.OnDevice(), set()) > 30
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Where nothing can be checked, it fails and says why."""
+    monkeypatch.setattr(sys, "argv", ["sanitize_cuda.py"])
+    if torch.cuda.is_available() and rk.build_info()["cuda_unavailable"] is None:
+        assert sanitize_cuda.main() == 0
+        assert "have the CPU's bits" in capsys.readouterr().out
+    else:
+        with pytest.raises(SystemExit, match="there is nothing to check: "):
+            sanitize_cuda.main()
+
+
+def test_the_cases_reach_long_and_short_runs() -> None:
+    """Rows with more than 64 occurrences are summed by other kernels than the rest."""
+    for case in sanitize_cuda._cases():
+        counts = case.offsets.diff().view(len(case.features), -1).sum(1)
+        assert counts[case.features.index(2)] > 2 * 64
+
+
+def fake_tool(folder: Path, code: str) -> Path:
+    """A compute-sanitizer that notes its arguments and does as told."""
+    tool = folder / "compute-sanitizer"
+    note = f"open({str(folder / 'calls')!r}, 'a').write(os.environ['PYTORCH_NO_CUDA_MEMORY_CACHING'] + str(sys.argv))"
+    tool.write_text(f"#!{sys.executable}\nimport os, sys\n{note}\n{code}\n")
+    tool.chmod(0o755)
+    return tool
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "tools"), [("", 0, 2), ("sys.exit(1)", 1, 1), (f"print({UNSUPPORTED!r})", 0, 1)]
+)
+def test_each_tool_is_run_until_one_fails(
+    code: str, status: int, tools: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    tool = fake_tool(tmp_path, code)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert find_sanitizer() == str(tool)
+    assert run_under_sanitizer() == status
+    calls = (tmp_path / "calls").read_text()
+    assert [name in calls for name in TOOLS] == [True] * tools + [False] * (2 - tools)
+    assert calls.count("'--error-exitcode', '1'") == calls.count("sanitize_cuda.py") == tools
+    assert calls.startswith("1[")
+    assert ("cannot look into" in capsys.readouterr().out) == (UNSUPPORTED in code)
+
+
+def test_the_tool_is_found_beside_nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the link that distributions put on the PATH."""
+    toolkit, path = tmp_path / "cuda", tmp_path / "bin"
+    toolkit.mkdir()
+    path.mkdir()
+    (toolkit / "nvcc").write_text("")
+    (toolkit / "nvcc").chmod(0o755)
+    (path / "nvcc").symlink_to(toolkit / "nvcc")
+    monkeypatch.setenv("PATH", str(path))
+    assert find_sanitizer() is None
+    tool = fake_tool(toolkit, "")
+    assert find_sanitizer() == str(tool)
+
+
+def test_a_machine_without_the_tool_gets_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert run_under_sanitizer() == 0
+    assert "left out" in capsys.readouterr().out

@@ -1,0 +1,163 @@
+"""Bad ids and offsets of lookups on a GPU, which cannot raise in time: raised by a later call, without waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The first element of a lookup's ``status``: the smallest bad position. Of ids, their position in ``values``; of
+# ``offsets[i]``, BAD_LAYOUT + 1 + i.
+NOTHING_BAD = torch.iinfo(torch.int64).max
+BAD_LAYOUT = torch.iinfo(torch.int64).min
+
+_LATER = "; found on the GPU, in an earlier lookup of this collection"
+
+
+def reports_late(status: Tensor) -> bool:
+    """Whether the lookup that gave ``status``, int64 [2], could not raise: on a GPU.
+
+    False for the fake tensors of a tracer, which hold no data.
+    """
+    return status.is_cuda and type(status) is Tensor
+
+
+def cannot_copy(status: Tensor) -> bool:
+    """Whether nothing on the host sees this lookup's ``status``: it is being compiled, or captured in a CUDA graph."""
+    return torch.compiler.is_compiling() or (status.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _copied(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind what the current stream of a GPU has to do; None on the CPU, where copies are done at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class _Lookup(NamedTuple):
+    """A lookup whose status is on its way: ``status`` is on the CPU, and valid once ``event`` is done."""
+
+    status: Tensor
+    event: torch.cuda.Event | None
+    values: Tensor
+    offsets: Tensor
+
+    def is_done(self, *, wait: bool) -> bool:
+        if wait and self.event is not None:
+            self.event.synchronize()
+        return self.event is None or self.event.query()
+
+
+class Reports:
+    """What the lookups of a collection have found in their input, raised when it arrives.
+
+    Args:
+        num_embeddings: rows of each feature's table, in the order of features.
+        check_ids: whether ids out of range are errors (``bounds_check="error"``); bad offsets always are.
+    """
+
+    def __init__(self, num_embeddings: list[int], check_ids: bool) -> None:
+        self._num_embeddings, self._check_ids = num_embeddings, check_ids
+        self._lookups: deque[_Lookup] = deque()
+        self._lock = threading.Lock()  # inference may use a collection on several threads
+
+    def __reduce__(self) -> tuple:
+        # A copy has made no lookups, and those of the original are told by the original.
+        return Reports, (self._num_embeddings, self._check_ids)
+
+    def add(self, status: Tensor, values: Tensor, offsets: Tensor) -> None:
+        """Takes up a lookup, after raising what earlier ones have found as far as it has arrived. Never waits.
+
+        Args:
+            status: [2] int64; values: [N]; offsets: [F * B + 1]. Ids and offsets are read if there is an error to tell.
+
+        Raises:
+            IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
+        """
+        self._raise_arrived(wait=False)
+        # torch makes the target of a copy that does not block page-locked, without which it would block.
+        host = status.to("cpu", non_blocking=True)
+        self._lookups.append(_Lookup(host, _copied(status.device), values, offsets))
+
+    def check(self, position: Tensor) -> None:
+        """Waits for all lookups and raises the first error that has not been told.
+
+        Args:
+            position: 0-dim int64, the smallest bad position of the lookups whose status the host does not see. It is
+                set back before it is told.
+
+        Raises:
+            IndexError, ValueError: as in ``add``.
+        """
+        self._raise_arrived(wait=True)
+        if type(position) is not Tensor or position.is_meta:
+            return
+        if position.is_cuda:
+            torch.cuda.synchronize(position.device)  # graphs are replayed on any stream
+        found = int(position)
+        if self._is_error(found):
+            position.fill_(NOTHING_BAD)
+            raise _error_of_unseen(found)
+
+    def _raise_arrived(self, *, wait: bool) -> None:
+        while (lookup := self._next(wait=wait)) is not None:
+            position = int(lookup.status[0])
+            if self._is_error(position):
+                raise _error(position, lookup.values, lookup.offsets, self._num_embeddings)
+
+    def _next(self, *, wait: bool) -> _Lookup | None:
+        with self._lock:
+            arrived = self._lookups and self._lookups[0].is_done(wait=wait)
+            return self._lookups.popleft() if arrived else None
+
+    def _is_error(self, position: int) -> bool:
+        return position < 0 or (self._check_ids and position != NOTHING_BAD)
+
+
+def _error(position: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> Exception:
+    """What the CPU would have raised (``throw_bad_position`` of csrc/ops/embedding_bag.cpp), and that it is late."""
+    if position == BAD_LAYOUT:
+        return ValueError(f"the collection's layout of tables has been overwritten{_LATER}")
+    describe, place = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
+    text = describe(place, values, offsets, num_embeddings)
+    if text is None:
+        name = "values" if position >= 0 else "offsets"
+        text = f"{name}[{place}] was not valid; {name} or offsets have been overwritten since"
+    return (IndexError if position >= 0 else ValueError)(text + _LATER)
+
+
+def _id(i: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> str | None:
+    """None: ids or offsets are not those of the lookup any more."""
+    batch = (len(offsets) - 1) // len(num_embeddings)
+    place = int(torch.searchsorted(offsets.long(), i, right=True)) - 1
+    feature, bag = divmod(place, batch)
+    value = int(values[i])
+    if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
+        return None
+    return (
+        f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range: ids of this feature must be in "
+        f"[0, {num_embeddings[feature]})"
+    )
+
+
+def _offset(i: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> str | None:
+    """None: offsets are not those of the lookup any more."""
+    feature, bag = divmod(max(i - 1, 0), (len(offsets) - 1) // len(num_embeddings))
+    value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
+    where = f"offsets[{i}] = {value} (feature {feature}, bag {bag})"
+    if value < before:
+        return f"{where} is below the offset before it, {before}"
+    if not 0 <= value <= len(values):
+        return f"{where} must be in [0, {len(values)}], the number of values"
+    return None
+
+
+def _error_of_unseen(position: int) -> Exception:
+    where = "in a lookup that was compiled or replayed from a CUDA graph, since the last check"
+    if position >= 0:
+        return IndexError(f"values[{position}] was out of range {where}; of several, the smallest position is named")
+    if position == BAD_LAYOUT:
+        return ValueError(f"the collection's layout of tables was overwritten {where}")
+    i = position - BAD_LAYOUT - 1
+    return ValueError(f"offsets[{i}] was below the offset before it or outside [0, number of values] {where}")

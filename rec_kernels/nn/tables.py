@@ -1,0 +1,229 @@
+"""Tables of embedding rows: what one is, and how many of them lie in one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.ops.embedding_bag import table_starts
+from rec_kernels.ops.row_formats import dequantize_rows, quantize_rows, row_bytes
+
+#: The row formats that tables can have.
+BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
+
+# Formats whose rows are tensors of a torch dtype. Rows of the others are uint8 [E, row_bytes].
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Rows that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
+_ROWS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig:
+    """One table.
+
+    Args:
+        num_embeddings: E, rows; at least 1.
+        embedding_dim: D, columns; at least 1.
+        name: the table's name, different for every table of a collection, without dots.
+        feature_names: the features looked up in this table; each gets D columns of the output.
+        pooling: "sum" or "mean".
+        format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
+        init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
+            to the nearest); None: uniform in +-1/sqrt(E).
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    name: str
+    feature_names: list[str]
+    pooling: str = "sum"
+    format: str = "fp32"
+    init: Callable[[Tensor], object] | None = None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        name: str,
+        feature_names: list[str],
+        pooling: str = "sum",
+        format: str = "fp32",
+        init: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
+        if not name or "." in name:
+            raise ValueError(f"table name {name!r} must be non-empty and without dots")
+        if not feature_names or isinstance(feature_names, str):
+            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
+        if pooling not in ("sum", "mean"):
+            raise ValueError(f"table {name!r}: pooling must be 'sum' or 'mean', got {pooling!r}")
+        if format not in BAG_FORMATS:
+            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {format!r}")
+        for field, value in (
+            ("num_embeddings", num_embeddings),
+            ("embedding_dim", embedding_dim),
+            ("name", name),
+            ("feature_names", list(feature_names)),
+            ("pooling", pooling),
+            ("format", format),
+            ("init", init),
+        ):
+            object.__setattr__(self, field, value)
+
+
+class Table(nn.Module):
+    """Holds one table's parameters, which are views of the collection's flat tensors."""
+
+    weight: nn.Parameter
+    in_bytes = False  # whether the flat tensor of the weights is one of bytes
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        rows = destination[f"{prefix}weight"]
+        if self.in_bytes and type(rows) is Tensor and not rows.is_meta:
+            # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
+            destination[f"{prefix}weight"] = torch.from_dlpack(rows)
+
+
+class Tables(nn.Module):
+    """name -> Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self._modules.update({name: Table() for name in names})
+
+    def __getitem__(self, name: str) -> Table:
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+
+class Storage:
+    """Where the tables of a collection lie in its one flat tensor.
+
+    Float32 tables alone lie in a float32 tensor; with any other format among them, in one of bytes.
+
+    Args:
+        tables: the tables, in this order; each starts at a cache line.
+    """
+
+    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
+        self.formats = sorted({t.format for t in tables if t.format != "fp32"})
+        self.is_bytes = bool(self.formats)
+        if any(t.format == "fp32" for t in tables):
+            self.formats.append("fp32")
+        self.dtype = torch.uint8 if self.is_bytes else torch.float32
+        self._tables = tables
+        self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
+
+    def _size(self, table: EmbeddingBagConfig) -> int:
+        row = row_bytes(table.format, table.embedding_dim) if self.is_bytes else table.embedding_dim
+        return table.num_embeddings * row
+
+    def view(self, flat: Tensor, i: int) -> Tensor:
+        """Table i of the flat tensor: [E, D] of the format's dtype, or uint8 [E, row_bytes]."""
+        table, start = self._tables[i], self.starts[i]
+        rows = flat[start : start + self._size(table)]
+        return rows.view(_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
+
+
+def initialize(weight: Tensor, table: EmbeddingBagConfig) -> None:
+    """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says."""
+    bound = table.num_embeddings**-0.5
+    if table.format == "fp32":
+        weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
+        return
+    step = _ROWS_AT_ONCE if table.init is None else table.num_embeddings
+    for first in range(0, table.num_embeddings, step):
+        rows = weight[first : first + step]
+        floats = torch.empty(len(rows), table.embedding_dim, device=weight.device)
+        floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
+        if not weight.is_meta:
+            rows.copy_(encode(floats, table.format))
+
+
+def encode(floats: Tensor, format: str) -> Tensor:
+    """[N, D] floats as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
+    if format in _DTYPES:
+        return floats.to(_DTYPES[format])
+    return quantize_rows(floats, format)
+
+
+def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
+    """The reverse of ``encode``: float32 [N, D]."""
+    return rows.float() if format in _DTYPES else dequantize_rows(rows, format, embedding_dim)
+
+
+def shown_format(table: EmbeddingBagConfig) -> list[str]:
+    """The format's name, unless it is the usual one."""
+    return [] if table.format == "fp32" else [table.format]
+
+
+def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
+    """A format's name as a tensor, its characters' codes: a state has tensors only."""
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
+
+
+def fit_formats(state: dict, prefix: str, tables: list[EmbeddingBagConfig], *, convert: bool) -> None:
+    """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
+
+    Args:
+        state: names to tensors, those of a collection's tables below ``prefix``. Missing ones are not looked at.
+        convert: whether tables in another format are converted.
+
+    Raises:
+        RuntimeError: a table is in another format and ``convert`` is False, or in one that tables cannot have, or its
+            rows are not of the width that its format and the table's columns ask for.
+    """
+    fitting: dict[str, Tensor | None] = {}
+    for table in tables:
+        name = f"{prefix}embedding_bags.{table.name}"
+        rows = state.get(f"{name}.weight")
+        found = _format_of_state(rows, state.get(f"{name}.format"), table)
+        if found in (None, table.format):
+            continue
+        if found not in BAG_FORMATS:
+            raise RuntimeError(
+                f"{name}.format names {found!r}, which is none of {', '.join(BAG_FORMATS)}; no table of the "
+                "collection was changed"
+            )
+        if not convert:
+            raise RuntimeError(
+                f"{name}.weight has rows of format {found}, this collection's are {table.format}: "
+                "load_state_dict(..., convert=True) of the collection converts them; none of its tables was changed"
+            )
+        width = table.embedding_dim if found in _DTYPES else row_bytes(found, table.embedding_dim)
+        if rows.dim() != 2 or rows.shape[1] != width:
+            raise RuntimeError(
+                f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
+                f"wide for {table.embedding_dim} columns; no table of the collection was changed"
+            )
+        fitting[f"{name}.weight"] = encode(decode(rows, found, table.embedding_dim), table.format)
+        fitting[f"{name}.format"] = None if table.format in _DTYPES else format_tensor(table.format)
+    state.update(fitting)
+    for name in [name for name, value in fitting.items() if value is None]:
+        del state[name]
+
+
+def _format_of_state(rows: object, name: object, table: EmbeddingBagConfig) -> str | None:
+    """None: nothing that could be told, or floats that torch casts to the table's own."""
+    if not isinstance(rows, Tensor):
+        return None
+    for format, dtype in _DTYPES.items():
+        if rows.dtype == dtype:
+            return format
+    if rows.dtype != torch.uint8:
+        return None if table.format in _DTYPES else "fp32"
+    return bytes(name.tolist()).decode(errors="replace") if isinstance(name, Tensor) else None
