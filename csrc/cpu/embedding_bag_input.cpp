@@ -45,6 +45,8 @@ class FeatureReader {
                 "] = ", f.row_offset, " must be in [0, 2^63 - num_embeddings[", i, "])");
     check_value(f.weight_offset >= 0 && f.weight_offset <= weights_, "weight_offsets[", i, "] = ", f.weight_offset,
                 " must be in [0, ", weights_, "], the number of weights");
+    check_value(f.format != RowFormat::kFp32 || f.weight_offset * element_bytes() % 4 == 0, "weight_offsets[", i,
+                "] = ", f.weight_offset, " must be a multiple of 4 for format \"fp32\"");
     const int64_t row = f.row_bytes / element_bytes();
     check_value(f.num_embeddings <= (weights_ - f.weight_offset) / row, "table of feature ", i, " (", f.num_embeddings,
                 " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset, ") does not fit in ",

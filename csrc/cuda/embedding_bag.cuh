@@ -26,7 +26,8 @@ struct Features {
   __device__ __forceinline__ Feature operator[](int64_t f) const {
     if (!embedding_dims) return one;
     Feature out;
-    out.weight_offset = weight_offsets[f] * element_bytes;
+    // Unsigned: the offset of a bad layout, which is noted elsewhere, may be anything.
+    out.weight_offset = static_cast<int64_t>(static_cast<uint64_t>(weight_offsets[f]) * element_bytes);
     out.row_offset = row_offsets[f];
     out.num_embeddings = num_embeddings[f];
     out.embedding_dim = embedding_dims[f];

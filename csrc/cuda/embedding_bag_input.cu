@@ -45,10 +45,15 @@ void read_formats(const TableLayout& layout, Features* features) {
   std::copy(formats.begin(), formats.end(), features->formats);
 }
 
-__device__ int64_t row_bytes_of(const Features& features, int64_t f, int64_t D) {
+// Feature f with its format and the bytes of its rows; 0 bytes: a bad format or width.
+__device__ Feature read_feature(const Features& features, int64_t f, int64_t max_dim) {
+  Feature out = features[f];
   const int64_t index = features.format_of ? features.format_of[f] : 0;
-  if (index < 0 || index >= features.num_formats) return 0;
-  return row_bytes_of(features.formats[index], D);
+  const bool known = index >= 0 && index < features.num_formats;
+  out.format = features.formats[known ? index : 0];
+  const bool good = known && out.embedding_dim >= 1 && out.embedding_dim <= max_dim;
+  out.row_bytes = good ? row_bytes_of(out.format, out.embedding_dim) : 0;
+  return out;
 }
 
 // Unsigned: the numbers of a bad layout may be anything.
@@ -60,8 +65,9 @@ __device__ bool overlap(uint64_t a, uint64_t size_a, uint64_t b, uint64_t size_b
 __device__ bool share_all_or_nothing(const Feature& a, const Feature& b) {
   if (a.num_embeddings <= 0 || b.num_embeddings <= 0) return true;  // occupies nothing
   const uint64_t rows_a = a.num_embeddings, rows_b = b.num_embeddings;
-  const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim && a.row_bytes == b.row_bytes;
-  if (sizes && a.row_offset == b.row_offset && a.weight_offset == b.weight_offset) return true;
+  const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim && a.format == b.format;
+  const bool places = a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.table_id == b.table_id;
+  if (sizes && places) return true;
   return !overlap(a.row_offset, rows_a, b.row_offset, rows_b) &&
          !overlap(a.weight_offset, rows_a * static_cast<uint64_t>(a.row_bytes), b.weight_offset,
                   rows_b * static_cast<uint64_t>(b.row_bytes));
@@ -78,8 +84,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   for (int64_t i = threadIdx.x; features.embedding_dims && i < num_features; i += blockDim.x) {
-    Feature f = features[i];
-    f.row_bytes = row_bytes_of(features, i, f.embedding_dim);
+    const Feature f = read_feature(features, i, max_dim);
+    const bool place = f.format != RowFormat::kFp32 || f.weight_offset % 4 == 0;
     const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0 && f.row_bytes > 0;
     const bool rows = f.row_offset >= 0 && f.num_embeddings <= num_rows && f.row_offset <= num_rows - f.num_embeddings;
     const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= weights &&
@@ -87,13 +93,11 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t column = i > 0 ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
     const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
     bool apart = true;
-    for (int64_t j = 0; updates && j < i; ++j) {
-      Feature other = features[j];
-      other.row_bytes = row_bytes_of(features, j, other.embedding_dim);
-      apart = apart && share_all_or_nothing(f, other);
-    }
+    for (int64_t j = 0; updates && j < i; ++j)
+      apart = apart && share_all_or_nothing(f, read_feature(features, j, max_dim));
     const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
-    if (!table || !rows || !inside || f.output_offset != column || !last || !apart) note_bad(status, kBadLayout);
+    if (!table || !place || !rows || !inside || f.output_offset != column || !last || !apart)
+      note_bad(status, kBadLayout);
   }
 }
 
