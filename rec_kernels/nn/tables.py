@@ -196,13 +196,14 @@ def fit_formats(state: dict, prefix: str, tables: list[EmbeddingBagConfig], *, c
             continue
         if found not in BAG_FORMATS:
             raise RuntimeError(
-                f"{name}.format names {found!r}, which is none of {', '.join(BAG_FORMATS)}; no table of the "
-                "collection was changed"
+                f"{name}.format must name the rows of {name}.weight, as one of {', '.join(BAG_FORMATS)}, got "
+                f"{found!r}; no table of the collection was changed"
             )
         if not convert:
             raise RuntimeError(
                 f"{name}.weight has rows of format {found}, this collection's are {table.format}: "
-                "load_state_dict(..., convert=True) of the collection converts them; none of its tables was changed"
+                "load_state_dict(..., convert=True) of the collection converts them, or its convert_formats() around "
+                "that of a model; none of its tables was changed"
             )
         width = table.embedding_dim if found in _DTYPES else row_bytes(found, table.embedding_dim)
         if rows.dim() != 2 or rows.shape[1] != width:
@@ -218,7 +219,7 @@ def fit_formats(state: dict, prefix: str, tables: list[EmbeddingBagConfig], *, c
 
 
 def _format_of_state(rows: object, name: object, table: EmbeddingBagConfig) -> str | None:
-    """None: nothing that could be told, or floats that torch casts to the table's own."""
+    """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
     if not isinstance(rows, Tensor):
         return None
     for format, dtype in _DTYPES.items():
@@ -226,4 +227,6 @@ def _format_of_state(rows: object, name: object, table: EmbeddingBagConfig) -> s
             return format
     if rows.dtype != torch.uint8:
         return None if table.format in _DTYPES else "fp32"
-    return bytes(name.tolist()).decode(errors="replace") if isinstance(name, Tensor) else None
+    if not isinstance(name, Tensor) or name.dtype != torch.uint8 or name.dim() != 1:
+        return ""  # two formats may have rows of one width
+    return bytes(name.tolist()).decode(errors="replace")
