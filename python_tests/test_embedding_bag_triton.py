@@ -446,3 +446,10 @@ def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 6  # three forwards, three backwards
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_of_bytes_are_refused() -> None:
+    """Only the compiled library reads row formats; bytes are never taken for floats."""
+    rows, ids = torch.zeros(3, 12, dtype=torch.uint8, device=DEVICE), torch.tensor([0, 2], device=DEVICE)
+    with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
+        triton.embedding_bag(rows, ids, ids, formats=["int8"], embedding_dim=4)

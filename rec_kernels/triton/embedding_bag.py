@@ -59,6 +59,11 @@ def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
         bound = signature.bind(*positions, **names)
         bound.apply_defaults()
         a = SimpleNamespace(**bound.arguments)
+        if a.formats is not None or a.format_of is not None or a.embedding_dim != 0:
+            raise ValueError(
+                "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
+                "rows of bytes need the compiled CUDA library (rk.build_info() says why it is not in use)"
+            )
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.accelerator.device_index(a.values.device.index):
             return function(a)
