@@ -407,11 +407,13 @@ def test_bad_argument(name: str, change: Callable, message: str) -> None:
         assert all(same_bits(given_[n], t) for n, t in before.items())
 
 
-def test_other_device_and_unknown_argument() -> None:
-    """One tensor on another device is refused; so is an argument that the op does not have."""
+def test_other_device_and_other_arguments() -> None:
+    """One tensor on another device is refused; so are rows of bytes, and an argument that the op does not have."""
     table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
         triton.embedding_bag(table, values, offsets.to("meta"))
+    with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
+        triton.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
     with pytest.raises(TypeError, match="weight_ofsets"):
         triton.embedding_bag(table, values, offsets, weight_ofsets=None)
 
@@ -446,10 +448,3 @@ def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 6  # three forwards, three backwards
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a.float(), b.float(), rtol=1e-5, atol=1e-6)
-
-
-def test_rows_of_bytes_are_refused() -> None:
-    """Only the compiled library reads row formats; bytes are never taken for floats."""
-    rows, ids = torch.zeros(3, 12, dtype=torch.uint8, device=DEVICE), torch.tensor([0, 2], device=DEVICE)
-    with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
-        triton.embedding_bag(rows, ids, ids, formats=["int8"], embedding_dim=4)
