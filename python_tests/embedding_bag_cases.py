@@ -12,6 +12,7 @@ from torch import Tensor
 from rec_kernels.reference import embedding_bag as reference
 
 LR, EPS = 0.05, 1e-8
+OPTIMIZERS = ["sgd", "rowwise_adagrad"]
 DIMS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 48, 64, 100, 112, 127, 128, 129, 144, 256, 300]
 
 

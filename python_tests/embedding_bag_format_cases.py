@@ -7,14 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from backends import every_backend
-from embedding_bag_cases import EPS, LR, Case
+from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case
 from torch import Tensor
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import same_bits
 
-OPTIMIZERS = ["sgd", "rowwise_adagrad"]
 ROUNDINGS = ["nearest", "stochastic"]
 INT64_MAX = torch.iinfo(torch.int64).max
 SEED, STEP = 0x123456789ABCDEF, 2**32 + 6  # both words of the seed; a step that is taken modulo 2^32

@@ -14,13 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from backends import PASSED, ROOT, device_backends
-from embedding_bag_cases import EPS, LR, Case, make_case
+from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
 from rec_kernels.testing import same_bits
 
-OPTIMIZERS = ["sgd", "rowwise_adagrad"]
 KINDS = ["tables", "weighted", "one table"]
 REPLAYS = 3
 # Two features share a table; a row of the third is named more than 64 times: its sum takes kernels of its own.

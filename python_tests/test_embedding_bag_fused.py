@@ -5,12 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import every_backend
-from embedding_bag_cases import EPS, LR, Case, make_case
+from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 
 from rec_kernels.testing import flush_denormals, same_bits
 
 ops = torch.ops.rec_kernels
-OPTIMIZERS = ["sgd", "rowwise_adagrad"]
 INT64_MAX = torch.iinfo(torch.int64).max
 
 

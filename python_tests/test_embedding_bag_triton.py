@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import PASSED
-from embedding_bag_cases import EPS, LR, Case, cases, make_case
+from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, LAYOUT, arguments
@@ -35,7 +35,6 @@ from rec_kernels.triton import inputs  # noqa: E402
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-OPTIMIZERS = ["sgd", "rowwise_adagrad"]
 INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
 # The reference's own sum of magnitudes is rounded, by less than this for the at most 5,000 terms of these tests.
 SLACK = 1 + 1e-3

@@ -9,13 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.ops.embedding_bag import table_starts
-from rec_kernels.ops.row_formats import dequantize_rows, quantize_rows, row_bytes
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
 
 #: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 
-# Formats whose rows are tensors of a torch dtype. Rows of the others are uint8 [E, row_bytes].
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Rows that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
 _ROWS_AT_ONCE = 1 << 18
 
@@ -136,7 +134,7 @@ class Storage:
         """Table i of the flat tensor: [E, D] of the format's dtype, or uint8 [E, row_bytes]."""
         table, start = self._tables[i], self.starts[i]
         rows = flat[start : start + self._size(table)]
-        return rows.view(_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
+        return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
 
 
 def initialize(weight: Tensor, table: EmbeddingBagConfig) -> None:
@@ -156,14 +154,14 @@ def initialize(weight: Tensor, table: EmbeddingBagConfig) -> None:
 
 def encode(floats: Tensor, format: str) -> Tensor:
     """[N, D] floats as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
-    if format in _DTYPES:
-        return floats.to(_DTYPES[format])
+    if format in FLOAT_DTYPES:
+        return floats.to(FLOAT_DTYPES[format])
     return quantize_rows(floats, format)
 
 
 def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
     """The reverse of ``encode``: float32 [N, D]."""
-    return rows.float() if format in _DTYPES else dequantize_rows(rows, format, embedding_dim)
+    return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)
 
 
 def shown_format(table: EmbeddingBagConfig) -> list[str]:
@@ -205,14 +203,14 @@ def fit_formats(state: dict, prefix: str, tables: list[EmbeddingBagConfig], *, c
                 "load_state_dict(..., convert=True) of the collection converts them, or its convert_formats() around "
                 "that of a model; none of its tables was changed"
             )
-        width = table.embedding_dim if found in _DTYPES else row_bytes(found, table.embedding_dim)
+        width = table.embedding_dim if found in FLOAT_DTYPES else row_bytes(found, table.embedding_dim)
         if rows.dim() != 2 or rows.shape[1] != width:
             raise RuntimeError(
                 f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
                 f"wide for {table.embedding_dim} columns; no table of the collection was changed"
             )
         fitting[f"{name}.weight"] = encode(decode(rows, found, table.embedding_dim), table.format)
-        fitting[f"{name}.format"] = None if table.format in _DTYPES else format_tensor(table.format)
+        fitting[f"{name}.format"] = None if table.format in FLOAT_DTYPES else format_tensor(table.format)
     state.update(fitting)
     for name in [name for name, value in fitting.items() if value is None]:
         del state[name]
@@ -222,11 +220,11 @@ def _format_of_state(rows: object, name: object, table: EmbeddingBagConfig) -> s
     """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
     if not isinstance(rows, Tensor):
         return None
-    for format, dtype in _DTYPES.items():
+    for format, dtype in FLOAT_DTYPES.items():
         if rows.dtype == dtype:
             return format
     if rows.dtype != torch.uint8:
-        return None if table.format in _DTYPES else "fp32"
+        return None if table.format in FLOAT_DTYPES else "fp32"
     if not isinstance(name, Tensor) or name.dtype != torch.uint8 or name.dim() != 1:
         return ""  # two formats may have rows of one width
     return bytes(name.tolist()).decode(errors="replace")

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
@@ -51,7 +52,7 @@ _UPDATE = ("optimizer", "eps", "rounding", "seed", "table_ids")
 _NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
 _DTYPE_UNSUPPORTED = "output_dtype must be None or torch.float32"
 # Tensors that are rows of a format by themselves.
-_NARROW = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
 
 
 def embedding_bag(
@@ -99,12 +100,7 @@ def embedding_bag(
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag`` also returns ``status``, which tells.
     """
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
-    if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
-        raise NotImplementedError(_NORMS_UNSUPPORTED)
-    if output_dtype not in (None, torch.float32):
-        raise NotImplementedError(_DTYPE_UNSUPPORTED)
+    _check_supported(mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0, output_dtype)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
@@ -118,11 +114,24 @@ def embedding_bag(
         options["padding_idx"] = _padding_row(padding_idx, len(weight))
     if per_sample_weights is not None:
         options["per_sample_weights"] = per_sample_weights
+    return _lookup(weight, input, offsets, sparse, options)
+
+
+def _lookup(weight: Tensor, input: Tensor, offsets: Tensor, sparse: bool, options: dict) -> Tensor:
     if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return _embedding_bag(weight, input, offsets, sparse=sparse, **options)[0]
     # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
     with torch._C._AutoDispatchBelowAutograd():
         return _embedding_bag(weight, input, offsets, **options)[0]
+
+
+def _check_supported(mode: str, norms: bool, output_dtype: torch.dtype | None) -> None:
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
+    if norms:
+        raise NotImplementedError(_NORMS_UNSUPPORTED)
+    if output_dtype not in (None, torch.float32):
+        raise NotImplementedError(_DTYPE_UNSUPPORTED)
 
 
 def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:

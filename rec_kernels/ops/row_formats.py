@@ -33,6 +33,8 @@ _SIZES = {
 }
 #: The names of the row formats.
 ROW_FORMATS = tuple(_SIZES)
+# Formats whose rows are tensors of a torch dtype.
+FLOAT_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 _FINITE_ONLY = ("int8", "int4", "int2")
 _NO_POSITION = torch.iinfo(torch.int64).max
