@@ -42,11 +42,6 @@ struct LanesOf<uint32_t> {
 #endif
   }
   RK_HOST_DEVICE static float to_float(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word)); }
-  RK_HOST_DEVICE static void multiply_wide(uint32_t a, uint32_t b, uint32_t* high, uint32_t* low) {
-    const uint64_t product = uint64_t{a} * b;
-    *high = static_cast<uint32_t>(product >> 32);
-    *low = static_cast<uint32_t>(product);
-  }
 };
 
 template <class F>

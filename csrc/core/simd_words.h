@@ -177,9 +177,9 @@ struct WidePhilox {
 
 // The words of columns 0 .. 4 * kLanes - 1 (from column 4 * first_block on) of a row.
 RK_HOST_DEVICE void draw_words(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
-  const uint64_t place = n.table | n.stream << 16 | static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32) << 20;
   const DoubleWords blocks = double_word_ramp(1) + uint64_t{first_block}, zero = {};
-  const DoubleWords low = zero + static_cast<uint32_t>(row), at = zero + place, step = zero + uint64_t{n.step};
+  const DoubleWords low = zero + static_cast<uint32_t>(row), at = zero + uint64_t{noise_place(n, row)},
+                    step = zero + uint64_t{n.step};
   WidePhilox a = {{blocks, low, at, step}}, b = {{blocks + uint64_t{kLanes / 2}, low, at, step}};
   uint32_t key0 = n.seed_low, key1 = n.seed_high;
   for (int round = 0; round < kPhiloxRounds; ++round) {

@@ -23,10 +23,9 @@ class FeatureReader {
                 " must be in [1, 2^31)");
     f.row_bytes = row_bytes(f.format, f.embedding_dim);
     check(f, i, output_column);
-    f.weight_offset *= element_bytes();
+    f.weight_offset *= element_bytes(layout_);
     return f;
   }
-  int64_t element_bytes() const { return formats_.empty() ? 4 : 1; }
 
  private:
   RowFormat format(int64_t i) const {
@@ -45,9 +44,9 @@ class FeatureReader {
                 "] = ", f.row_offset, " must be in [0, 2^63 - num_embeddings[", i, "])");
     check_value(f.weight_offset >= 0 && f.weight_offset <= weights_, "weight_offsets[", i, "] = ", f.weight_offset,
                 " must be in [0, ", weights_, "], the number of weights");
-    check_value(f.format != RowFormat::kFp32 || f.weight_offset * element_bytes() % 4 == 0, "weight_offsets[", i,
+    check_value(f.format != RowFormat::kFp32 || f.weight_offset * element_bytes(layout_) % 4 == 0, "weight_offsets[", i,
                 "] = ", f.weight_offset, " must be a multiple of 4 for format \"fp32\"");
-    const int64_t row = f.row_bytes / element_bytes();
+    const int64_t row = f.row_bytes / element_bytes(layout_);
     check_value(f.num_embeddings <= (weights_ - f.weight_offset) / row, "table of feature ", i, " (", f.num_embeddings,
                 " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset, ") does not fit in ",
                 weights_, " weights");
@@ -63,7 +62,6 @@ class FeatureReader {
 
 void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   const FeatureReader reader(layout, weights, in->options.mean);
-  in->element_bytes = reader.element_bytes();
   int64_t column = 0;
   for (int64_t i = 0; i < in->num_features; ++i) {
     const Feature f = in->features[i] = reader.read(i, column);
@@ -83,7 +81,6 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
 
 void read_one_table(const TableLayout& layout, int64_t rows, int64_t columns, BagInput* in) {
   const OneTable table = read_one_table(layout, rows, columns);
-  in->element_bytes = layout.formats ? 1 : 4;
   in->features[0] = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, in->options.mean};
   in->num_rows = rows;
   in->output_dim = in->max_dim = table.embedding_dim;
@@ -95,8 +92,17 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{
-      as_contiguous(values), as_contiguous(offsets), std::nullopt, nullptr, features, 0, 0, 0, 4, Bags{}, options};
+  BagInput in{as_contiguous(values),
+              as_contiguous(offsets),
+              std::nullopt,
+              nullptr,
+              features,
+              0,
+              0,
+              0,
+              element_bytes(layout),
+              Bags{},
+              options};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(features)]);
   if (layout.embedding_dims) {

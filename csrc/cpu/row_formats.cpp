@@ -1,7 +1,6 @@
 // quantize_rows and dequantize_rows on the CPU.
 #include "cpu/row_formats.h"
 
-#include <algorithm>
 #include <atomic>
 #include <memory>
 

@@ -9,12 +9,6 @@
 
 namespace rec_kernels {
 
-// Where a row's noise comes from, and how the scales of a block are found.
-struct RowRounding {
-  Noise noise;
-  bool round_up;  // scale rule "rceil"; else "floor"
-};
-
 struct RowFormatKernels {
   // Writes the row of x [D]. Returns false if the format has no code for a NaN or Inf in it: the row then reads as NaN.
   using Encode = bool (*)(const float* x, int64_t D, const RowRounding&, int64_t row_number, uint8_t* row);

@@ -74,22 +74,6 @@ struct ChunkSums {
   Tensor partials, next, owners;
 };
 
-template <class Body>
-void with_widths(int64_t max_dim, const Body& body) {
-  with_lanes(lanes_for(max_dim), [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    const int64_t blocks = ceil_div(max_dim, 4 * G);
-    using std::integral_constant;
-    if constexpr (G < kWarpSize) {
-      body(group, integral_constant<int, 1>());
-    } else {
-      if (blocks == 1) body(group, integral_constant<int, 1>());
-      else if (blocks == 2) body(group, integral_constant<int, 2>());
-      else body(group, integral_constant<int, kMaxBlocks>());
-    }
-  });
-}
-
 ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
   const int64_t rows = in.bags.num_ids > kChunk ? args->runs.most_chunks : 0;
   ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),

@@ -43,10 +43,7 @@ struct EncodedTarget {
     uint8_t* out = place(f, row);
     const bool aligned = columns_aligned<Format>(out, D);
     const ColumnReader<Format> reader(out, D, aligned);
-    const auto seed = u.seed ? static_cast<uint64_t>(*u.seed) : 0;
-    const RowRounding how = {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                              static_cast<uint32_t>(*u.step), static_cast<uint32_t>(f.table_id), 0},
-                             kStochastic};
+    const RowRounding how = {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), kStochastic};
     ColumnWriter<Format, kStochastic, G> writer{group, how, row - f.row_offset, D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column) {
@@ -72,9 +69,7 @@ struct EncodedTarget {
   }
 };
 
-// Lanes that a short row is worth; rows that neither fit in them nor in a warp's registers are updated block by block.
-constexpr int kFewLanes = 8;
-
+// Rows that neither fit in few lanes nor in a warp's registers are updated block by block.
 template <class Target>
 void finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
   if (a.max_dim <= 4 * kFewLanes) launch_finish<kFewLanes, 1>(a, target, stream);

@@ -10,8 +10,6 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Blocks of 4 * 32 columns that a warp keeps in registers; wider rows are summed twice.
-constexpr int kMaxBlocks = 4;
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 

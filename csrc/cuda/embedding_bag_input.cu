@@ -39,7 +39,7 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
 
 void read_formats(const TableLayout& layout, Features* features) {
   const std::vector<RowFormat> formats = parse_formats(layout);
-  features->element_bytes = formats.empty() ? 4 : 1;
+  features->element_bytes = static_cast<int>(element_bytes(layout));
   features->num_formats = formats.empty() ? 1 : static_cast<int>(formats.size());
   features->formats[0] = RowFormat::kFp32;
   std::copy(formats.begin(), formats.end(), features->formats);
@@ -52,7 +52,7 @@ __device__ Feature read_feature(const Features& features, int64_t f, int64_t max
   const bool known = index >= 0 && index < features.num_formats;
   out.format = features.formats[known ? index : 0];
   const bool good = known && out.embedding_dim >= 1 && out.embedding_dim <= max_dim;
-  out.row_bytes = good ? row_bytes_of(out.format, out.embedding_dim) : 0;
+  out.row_bytes = good ? row_bytes(out.format, out.embedding_dim) : 0;
   return out;
 }
 

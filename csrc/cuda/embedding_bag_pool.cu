@@ -1,4 +1,4 @@
-// Forward of embedding_bag, and the gradient of per_sample_weights.
+// Forward of embedding_bag.
 //
 // A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned). The group
 // loads its ids together, one to a lane, and passes them around; kInFlight rows are on their way at any time. Rows are
@@ -12,8 +12,6 @@ namespace {
 // Rows a group has on their way: 4 x 16 bytes x 2048 threads cover the latency of an H200's memory; more cost
 // registers.
 constexpr int kMostInFlight = 4;
-// Blocks of 4 * 32 columns of a row that a warp keeps in registers before it goes through the ids again.
-constexpr int kMaxBlocks = 4;
 
 // Ids [begin, begin + G) of a bag, one to a lane: the row's first byte (or -1: the id does not count) and its factor.
 template <int G>
@@ -113,24 +111,11 @@ __global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 template <class Format, bool kWeighted>
 void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
-  const int lanes = lanes_for(max_dim);
-  const int64_t blocks = ceil_div(max_dim, 4 * lanes);
-  with_lanes(lanes, [&](auto group) {
-    constexpr int G = decltype(group)::value;
-    const dim3 grid = blocks_for(a.bags.num_bags, G), block(kThreads);
-    if constexpr (G < kWarpSize) {
-      launch(pool_kernel<Format, G, 1, kWeighted>, grid, block, 0, stream, a);
-    } else {
-      if (blocks == 1) launch(pool_kernel<Format, G, 1, kWeighted>, grid, block, 0, stream, a);
-      else if (blocks == 2) launch(pool_kernel<Format, G, 2, kWeighted>, grid, block, 0, stream, a);
-      else launch(pool_kernel<Format, G, kMaxBlocks, kWeighted>, grid, block, 0, stream, a);
-    }
+  with_widths(max_dim, [&](auto group, auto blocks) {
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for(a.bags.num_bags, G), dim3(kThreads), 0, stream, a);
   });
 }
 

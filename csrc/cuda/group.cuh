@@ -64,4 +64,28 @@ void with_lanes(int lanes, const Body& body) {
   }
 }
 
+// Blocks of 4 * 32 columns that a warp keeps in registers; it goes through a wider row's input again for the next ones.
+constexpr int kMaxBlocks = 4;
+
+// Calls body(G, kBlocks), integral constants: how many lanes take a row of at most max_dim columns, and how many blocks
+// of 4 * G columns they keep.
+template <class Body>
+void with_widths(int64_t max_dim, const Body& body) {
+  with_lanes(lanes_for(max_dim), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    const int64_t blocks = ceil_div(max_dim, 4 * G);
+    using std::integral_constant;
+    if constexpr (G < kWarpSize) {
+      body(group, integral_constant<int, 1>());
+    } else {
+      if (blocks == 1) body(group, integral_constant<int, 1>());
+      else if (blocks == 2) body(group, integral_constant<int, 2>());
+      else body(group, integral_constant<int, kMaxBlocks>());
+    }
+  });
+}
+
+// Lanes for the short rows of formats, which a warp would leave mostly idle.
+constexpr int kFewLanes = 8;
+
 }  // namespace rec_kernels

@@ -70,16 +70,20 @@ __device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D)
   return D % 4 == 0 && Format::row_bytes(D) % kBytes == 0 && reinterpret_cast<uintptr_t>(first) % kBytes == 0;
 }
 
-// Columns c .. c+3 of a row, c a multiple of 4 below the row's D columns; zeros, or what zeros decode to, behind D.
-// `aligned`: columns_aligned() of the row's table.
-template <class Format>
-struct ColumnReader {  // floats
+struct EncodedRow {
   const uint8_t* row;
   int64_t D;
-  bool aligned;
+  bool aligned;  // columns_aligned() of the row's table
 
-  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
+  __device__ __forceinline__ EncodedRow(const uint8_t* row, int64_t D, bool aligned)
       : row(row), D(D), aligned(aligned) {}
+};
+
+// Columns c .. c+3 of a row, c a multiple of 4 below the row's D columns; zeros, or what zeros decode to, behind D.
+template <class Format>
+struct ColumnReader : EncodedRow {  // floats
+  using EncodedRow::EncodedRow;
+
   __device__ __forceinline__ Vec4 read(int64_t c) const {
     if constexpr (Format::kBytes == 4) {
       return load_columns(reinterpret_cast<const float*>(row), c, D, aligned);
@@ -93,15 +97,11 @@ struct ColumnReader {  // floats
 };
 
 template <int kBits>
-struct ColumnReader<Affine<kBits>> {
+struct ColumnReader<Affine<kBits>> : EncodedRow {
   using Format = Affine<kBits>;
-  const uint8_t* row;
-  int64_t D;
-  bool aligned;
   float scale, bias;
 
-  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
-      : row(row), D(D), aligned(aligned) {
+  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned) : EncodedRow(row, D, aligned) {
     const uint8_t* grid = row + Format::code_bytes(D);
     if constexpr (kBits == 8) {
       scale = float_of(load_little<4>(grid, aligned));
@@ -121,14 +121,10 @@ struct ColumnReader<Affine<kBits>> {
 };
 
 template <int m>
-struct ColumnReader<SharedMicroexponents<m>> {
+struct ColumnReader<SharedMicroexponents<m>> : EncodedRow {
   using Format = SharedMicroexponents<m>;
-  const uint8_t* row;
-  int64_t D;
-  bool aligned;
+  using EncodedRow::EncodedRow;
 
-  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
-      : row(row), D(D), aligned(aligned) {}
   __device__ __forceinline__ Vec4 read(int64_t c) const {
     constexpr int kWidth = Format::kMagnitudeWidth;
     const int64_t block = c / Format::kBlock;
@@ -147,14 +143,10 @@ struct ColumnReader<SharedMicroexponents<m>> {
 };
 
 template <class Element>
-struct ColumnReader<Microscaling<Element>> {
+struct ColumnReader<Microscaling<Element>> : EncodedRow {
   using Format = Microscaling<Element>;
-  const uint8_t* row;
-  int64_t D;
-  bool aligned;
+  using EncodedRow::EncodedRow;
 
-  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned)
-      : row(row), D(D), aligned(aligned) {}
   __device__ __forceinline__ Vec4 read(int64_t c) const {
     const float factor = Format::factor(row[Format::scales(D) + c / Format::kBlock]);
     uint32_t low = 0, high = 0;
@@ -170,14 +162,8 @@ struct ColumnReader<Microscaling<Element>> {
   }
 };
 
-// How a row is encoded.
-struct RowRounding {
-  Noise noise;
-  bool round_up;  // scale rule "rceil"; else "floor"
-};
-
 template <bool kStochastic>
-__device__ __forceinline__ PhiloxWords<uint32_t> words_of(const RowRounding& how, int64_t number, int64_t c) {
+__device__ __forceinline__ PhiloxWords words_of(const RowRounding& how, int64_t number, int64_t c) {
   if constexpr (kStochastic) return noise_words(how.noise, number, static_cast<uint32_t>(c / 4));
   return {};
 }
@@ -193,7 +179,7 @@ __device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned m
 
 // ColumnWriter<Format, kStochastic, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
 // lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the row's last column
-// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: finite() says so.
+// is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: close_scan() says so.
 template <class Format, bool kStochastic, int G>
 struct ColumnWriter {  // floats
   static constexpr bool kScans = false;

@@ -41,10 +41,7 @@ __device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n
 template <class Format, bool kStochastic, int G>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
   const Group<G> group;
-  const auto seed = a.seed ? static_cast<uint64_t>(*a.seed) : 0;
-  const RowRounding how = {{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32),
-                            a.step ? static_cast<uint32_t>(*a.step) : 0, a.table, 0},
-                           a.round_up};
+  const RowRounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, a.table), a.round_up};
   const bool aligned = columns_aligned<Format>(a.rows, a.D);
   for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
     ColumnWriter<Format, kStochastic, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};
@@ -94,9 +91,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
 
 __global__ void no_bad_position_kernel(int64_t* status) { *status = INT64_MAX; }
 
-// Eight lanes for short rows, which a warp would leave mostly idle; a block of an OCP format has eight lanes' columns.
-constexpr int kFewLanes = 8;
-
+// A block of an OCP format has eight lanes' columns: fewer would not do.
 template <class Body>
 void with_row_lanes(int64_t D, const Body& body) {
   if (D <= 4 * kFewLanes) body(std::integral_constant<int, kFewLanes>());

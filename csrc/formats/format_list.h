@@ -16,12 +16,10 @@ template <template <class...> class Use>
 using WithAllFormats = Use<Fp32, Fp16, Bf16, Int8, Int4, Int2, Mx9, Mx6, Mx4, MxFp8E4M3, MxFp8E5M2, MxFp6E3M2,
                            MxFp6E2M3, MxFp4E2M1, MxInt8>;
 
-// body(Format()) for the format that `format` names.
+// body(Format()) for the format, one of those that tables can have.
 template <class Body>
-auto with_format(RowFormat format, const Body& body) {
+auto with_bag_format(RowFormat format, const Body& body) {
   switch (format) {
-    case RowFormat::kFp32:
-      return body(Fp32());
     case RowFormat::kFp16:
       return body(Fp16());
     case RowFormat::kBf16:
@@ -30,14 +28,23 @@ auto with_format(RowFormat format, const Body& body) {
       return body(Int8());
     case RowFormat::kInt4:
       return body(Int4());
-    case RowFormat::kInt2:
-      return body(Int2());
     case RowFormat::kMx9:
       return body(Mx9());
     case RowFormat::kMx6:
       return body(Mx6());
     case RowFormat::kMx4:
       return body(Mx4());
+    default:
+      return body(Fp32());
+  }
+}
+
+// body(Format()) for any format.
+template <class Body>
+auto with_format(RowFormat format, const Body& body) {
+  switch (format) {
+    case RowFormat::kInt2:
+      return body(Int2());
     case RowFormat::kMxFp8E4M3:
       return body(MxFp8E4M3());
     case RowFormat::kMxFp8E5M2:
@@ -48,13 +55,15 @@ auto with_format(RowFormat format, const Body& body) {
       return body(MxFp6E2M3());
     case RowFormat::kMxFp4E2M1:
       return body(MxFp4E2M1());
-    default:
+    case RowFormat::kMxInt8:
       return body(MxInt8());
+    default:
+      return with_bag_format(format, body);
   }
 }
 
-// Bytes of a row of D columns, for lack of device lambdas not by with_format.
-RK_HOST_DEVICE int64_t row_bytes_of(RowFormat format, int64_t D) {
+// Bytes of a row of D columns. Not by with_format: nvcc has no lambdas for host and device at once.
+RK_HOST_DEVICE int64_t row_bytes(RowFormat format, int64_t D) {
   switch (format) {
     case RowFormat::kFp32:
       return Fp32::row_bytes(D);
@@ -80,29 +89,6 @@ RK_HOST_DEVICE int64_t row_bytes_of(RowFormat format, int64_t D) {
       return MxFp4E2M1::row_bytes(D);
     default:
       return MxFp8E4M3::row_bytes(D);
-  }
-}
-
-// body(Format()) for the format, one of those that tables can have.
-template <class Body>
-auto with_bag_format(RowFormat format, const Body& body) {
-  switch (format) {
-    case RowFormat::kFp16:
-      return body(Fp16());
-    case RowFormat::kBf16:
-      return body(Bf16());
-    case RowFormat::kInt8:
-      return body(Int8());
-    case RowFormat::kInt4:
-      return body(Int4());
-    case RowFormat::kMx9:
-      return body(Mx9());
-    case RowFormat::kMx6:
-      return body(Mx6());
-    case RowFormat::kMx4:
-      return body(Mx4());
-    default:
-      return body(Fp32());
   }
 }
 

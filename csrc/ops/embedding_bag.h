@@ -46,6 +46,9 @@ struct TableLayout {
   int64_t embedding_dim;  // of the rows of one table without a layout, whose weights are bytes; else 0
 };
 
+// Of the elements of `weights`.
+inline int64_t element_bytes(const TableLayout& layout) { return layout.formats ? 1 : 4; }
+
 // How bags are read.
 struct BagOptions {
   bool mean;  // of every feature, unless TableLayout::mean says otherwise per feature

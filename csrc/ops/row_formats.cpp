@@ -28,8 +28,6 @@ RowFormat parse_row_format(const std::string& name) {
 
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
 
-int64_t row_bytes(RowFormat format, int64_t D) { return row_bytes_of(format, D); }
-
 QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
                               const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
                               const std::optional<std::string>& scale_rule) {

@@ -17,8 +17,6 @@ namespace rec_kernels {
 
 RK_EXPORT RowFormat parse_row_format(const std::string& name);
 RK_EXPORT const char* row_format_name(RowFormat format);
-// Bytes of a row of D >= 1 columns.
-RK_EXPORT int64_t row_bytes(RowFormat format, int64_t D);
 
 // The arguments of quantize_rows after the checks; seed and step stay where they are.
 struct QuantizeOptions {
