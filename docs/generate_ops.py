@@ -63,8 +63,10 @@ def registrations() -> dict[str, set[str]]:
 
 def triton_ops() -> set[str]:
     """The ops that rec_kernels/triton has a kernel for. Read, not imported: that takes Triton."""
-    text = (ROOT / "rec_kernels" / "triton" / "__init__.py").read_text()
-    return set(re.findall(r"\w+", re.search(r"^_OPS = \((.*?)\)", text, re.MULTILINE | re.DOTALL)[1]))
+    folder = ROOT / "rec_kernels" / "triton"
+    text = (folder / "__init__.py").read_text()
+    registered = re.findall(r"\w+", re.search(r"^_OPS = \((.*?)\)", text, re.MULTILINE | re.DOTALL)[1])
+    return {*registered, *(path.stem for path in folder.glob("*.py"))}
 
 
 def formats(arguments: set[str]) -> str:

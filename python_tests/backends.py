@@ -43,6 +43,11 @@ def every_backend() -> Iterator[Backend]:
     yield from _counted(_cpu, _emulated, _cuda)
 
 
+def cpu_backends() -> Iterator[Backend]:
+    """Every instruction set, with several numbers of threads."""
+    yield from _counted(_cpu)
+
+
 def device_backends() -> Iterator[Backend]:
     """Those that run the CUDA kernels: emulated, and on a GPU where there is one."""
     yield from _counted(_emulated, _cuda)

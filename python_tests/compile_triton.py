@@ -1,11 +1,14 @@
-"""Compiles every Triton kernel of embedding_bag for NVIDIA and AMD GPUs, of which none has to be there.
+"""Compiles every Triton kernel for NVIDIA and AMD GPUs, of which none has to be there.
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
-compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel, and how often the
-PTX fuses a multiplication and an addition, divides exactly, and rounds to BF16.
+compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel (with its row
+format), and how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, and has
+instructions that approximate or flush denormals.
 """
 
 from __future__ import annotations
+
+import re
 
 import torch
 import triton
@@ -14,10 +17,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
 
+import rec_kernels as rk
 import rec_kernels.triton as kernels
+from rec_kernels.triton.fake_quantize import fake_quantize
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)]
-COUNTED = ["fma.rn.f32", "div.rn.f32", "cvt.rn.bf16"]
+COUNTED = [r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\."]
 _seen: set[tuple] = set()
 
 
@@ -35,12 +40,12 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     for target in TARGETS:
         code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
         ptx = code.get("ptx", "")
-        print(target.backend, self.fn.__name__, *(ptx.count(text) for text in COUNTED))
+        kernel = "-".join([self.fn.__name__, *([given["FORMAT"]] if "FORMAT" in given else [])])
+        print(target.backend, kernel, *(len(re.findall(text, ptx)) for text in COUNTED))
 
 
-def main() -> None:
+def compile_embedding_bag() -> None:
     """Calls every function: FP32 tables with and without a layout, a BF16 table."""
-    JITFunction.run = compile_instead
     case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], weighted=True)
     shape = list(case.weights.shape)
     kernels.embedding_bag(case.weights, *case.jagged, **case.layout)
@@ -57,5 +62,17 @@ def main() -> None:
     kernels.embedding_bag_backward_fused_(table, *state, grad, values, offsets)
 
 
+def compile_fake_quantize() -> None:
+    """Calls it for every format and rounding, with every dtype and both scale rules, and for long integer rows."""
+    seed = torch.tensor(1)
+    for format in rk.ROW_FORMATS:
+        fake_quantize(torch.zeros(4, 100), format)
+        fake_quantize(torch.zeros(4, 100, dtype=torch.bfloat16), format, "stochastic", seed, seed)
+    for format in ("int8", "int4", "int2"):
+        fake_quantize(torch.zeros(4, 5000, dtype=torch.float16), format, "stochastic", None, seed)
+
+
 if __name__ == "__main__":
-    main()
+    JITFunction.run = compile_instead
+    compile_embedding_bag()
+    compile_fake_quantize()

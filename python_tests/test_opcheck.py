@@ -77,6 +77,11 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             for format in rk.ROW_FORMATS
             for dtype in (torch.float32, torch.bfloat16)
         ],
+        "fake_quantize": [
+            ((torch.randn(2, 5, 37, dtype=dtype, requires_grad=True), format, *rest), {})
+            for format, dtype in zip(rk.ROW_FORMATS, [torch.float32, torch.float16, torch.bfloat16] * 5, strict=True)
+            for rest in ((), ("stochastic", torch.tensor(3), torch.tensor(4), 1, 2**33, "floor"))
+        ],
         "row_dot": [((x, torch.randn(5, 7, requires_grad=True)), {})],
         "embedding_bag": [
             ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),

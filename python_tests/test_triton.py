@@ -11,7 +11,12 @@ import pytest
 import torch
 from backends import PASSED, ROOT
 
+from rec_kernels import ROW_FORMATS
+
 pytest.importorskip("triton")
+
+INTEGER_ROWS = {"long_row_kernel", *(f"tile_kernel-{format}" for format in ("int8", "int4", "int2"))}
+FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
 
 
 def run(*arguments: str, interpret: bool = False) -> str:
@@ -22,30 +27,48 @@ def run(*arguments: str, interpret: bool = False) -> str:
     return done.stdout
 
 
-def test_kernels_in_the_interpreter() -> None:
-    """test_embedding_bag_triton.py, on CPU tensors; its comparisons count here."""
-    tests = "python_tests/test_embedding_bag_triton.py"
+@pytest.mark.parametrize(("op", "comparisons"), [("embedding_bag", 200), ("fake_quantize", 500)])
+def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
+    """test_<op>_triton.py, on CPU tensors; its comparisons count here."""
+    tests = f"python_tests/test_{op}_triton.py"
     printed = run("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, interpret=True)
     passed = int(re.search(r"triton ([\d,]+)", printed)[1].replace(",", ""))
-    assert passed > 200
+    assert passed > comparisons
     assert "skipped" not in printed
     PASSED["triton"] += passed
 
 
-def test_kernels_compile(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[int]]:
+    """The sums of the counts of python_tests/compile_triton.py for each target and kernel."""
     counts: dict[tuple[str, str], list[int]] = {}
-    for line in run("python_tests/compile_triton.py").splitlines():
-        target, kernel, *numbers = line.split()
-        before = counts.get((target, kernel), [0, 0, 0])
-        counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
+        for line in run("python_tests/compile_triton.py").splitlines():
+            target, kernel, *numbers = line.split()
+            before = counts.get((target, kernel), [0] * len(numbers))
+            counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
+    return counts
+
+
+def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
+    counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step"]
     assert counts.keys() == {(target, f"{kernel}_kernel") for target in ("cuda", "hip") for kernel in kernels}
-    assert all(fused == 0 for fused, _, _ in counts.values())
-    divides = {kernel for (target, kernel), (_, divisions, _) in counts.items() if divisions}
+    assert all(fused == 0 and inexact == 0 for fused, _, _, inexact in counts.values())
+    divides = {kernel for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
     assert divides == {f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")}
     assert counts["cuda", "finish_rows_kernel"][2] > 0
+
+
+def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """In every format: only integer rows are divided and decoded by a fused operation; no denormal becomes 0."""
+    assert {kernel for target, kernel in compiled if target == "hip"} >= FAKE_QUANTIZE
+    for kernel in FAKE_QUANTIZE:
+        fused, divisions, _, inexact = compiled["cuda", kernel]
+        has_grid = kernel in INTEGER_ROWS
+        assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")

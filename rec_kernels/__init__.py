@@ -7,6 +7,7 @@ from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagCon
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
 from rec_kernels.ops.embedding_bag import embedding_bag
+from rec_kernels.ops.fake_quantize import fake_quantize
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
@@ -27,6 +28,7 @@ __all__ = [
     "build_info",
     "dequantize_rows",
     "embedding_bag",
+    "fake_quantize",
     "ops",
     "quantize_rows",
     "row_bytes",

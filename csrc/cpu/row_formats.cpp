@@ -1,4 +1,4 @@
-// quantize_rows and dequantize_rows on the CPU.
+// quantize_rows, dequantize_rows and fake_quantize on the CPU.
 #include "cpu/row_formats.h"
 
 #include <atomic>
@@ -13,15 +13,17 @@ namespace {
 // Columns of a piece of work: about 64 KiB of floats, beside which fetching the next piece costs nothing.
 int64_t rows_per_piece(int64_t D) { return 1 + 16384 / D; }
 
+// The row format that a 2-byte dtype is.
+int narrow_format(ScalarType dtype) {
+  return static_cast<int>(dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16);
+}
+
 // Rows of x as float32: as they are, or widened into `scratch`.
 class FloatRows {
  public:
   explicit FloatRows(const Tensor& x)
-      : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(1)), bytes_(x.element_size()) {
-    if (bytes_ == 2)
-      decode_ =
-          kernels<RowFormatKernels>()
-              .decode[static_cast<int>(x.scalar_type() == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16)];
+      : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(x.dim() - 1)), bytes_(x.element_size()) {
+    if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[narrow_format(x.scalar_type())];
   }
   const float* row(int64_t n, float* scratch) const {
     const uint8_t* at = data_ + n * D_ * bytes_;
@@ -44,7 +46,42 @@ class FloatRows {
   RowFormatKernels::Decode decode_ = nullptr;
 };
 
+// Decodes rows of bytes into rows of a float dtype.
+class RowDecoder {
+ public:
+  RowDecoder(RowFormat format, int64_t D, const Tensor& out)
+      : decode_(kernels<RowFormatKernels>().decode[static_cast<int>(format)]),
+        out_(static_cast<uint8_t*>(out.mutable_data_ptr())),
+        D_(D),
+        bytes_(out.element_size()) {
+    if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[narrow_format(out.scalar_type())];
+  }
+  void decode(const uint8_t* row, int64_t n, float* scratch) const {
+    uint8_t* to = out_ + n * D_ * bytes_;
+    decode_(row, D_, narrow_ ? scratch : reinterpret_cast<float*>(to));
+    if (narrow_) narrow_(scratch, D_, RowRounding{}, 0, to);
+  }
+
+ private:
+  RowFormatKernels::Decode decode_;
+  uint8_t* out_;
+  int64_t D_;
+  int64_t bytes_;
+  RowFormatKernels::Encode narrow_ = nullptr;
+};
+
 int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
+
+RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& seed, const OptionalTensor& step) {
+  return {make_noise(value_or_zero(seed), value_or_zero(step), options.table), options.round_up};
+}
+
+RowFormatKernels::Encode encoder(const QuantizeOptions& options) {
+  const auto& k = kernels<RowFormatKernels>();
+  return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
+}
+
+std::unique_ptr<float[]> new_scratch(int64_t D) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(D)]); }
 
 std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
                                              const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
@@ -53,15 +90,13 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   const Tensor x = as_contiguous(x_in);
   const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_per_piece(D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
-  const auto number = static_cast<int>(options.format);
-  const RowFormatKernels& k = kernels<RowFormatKernels>();
-  const RowFormatKernels::Encode encode = options.stochastic ? k.stochastic[number] : k.nearest[number];
-  const RowRounding how{make_noise(value_or_zero(seed), value_or_zero(step), options.table), options.round_up};
+  const RowFormatKernels::Encode encode = encoder(options);
+  const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);
   auto* to = rows.mutable_data_ptr<uint8_t>();
   std::atomic<int64_t> first_bad{N};
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
     for (int64_t n = begin; n < end; ++n) {
       if (encode(from.row(n, scratch.get()), D, how, options.first_row + n, to + n * bytes)) continue;
       int64_t first = first_bad.load();
@@ -71,7 +106,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   });
   const int64_t bad = first_bad.load();
   if (bad < N) {
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
     const int64_t column = from.not_finite(bad, scratch.get());
     throw_not_finite(options.format, bad * D + column, D, from.row(bad, scratch.get())[column]);
   }
@@ -85,21 +120,34 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   const Tensor rows = as_contiguous(rows_in);
   const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_per_piece(D);
   Tensor out = new_tensor(rows, {N, D}, dtype);
-  const RowFormatKernels& k = kernels<RowFormatKernels>();
-  const RowFormatKernels::Decode decode = k.decode[static_cast<int>(f)];
-  const RowFormat narrow = dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
-  const RowFormatKernels::Encode encode = k.nearest[static_cast<int>(narrow)];
+  const RowDecoder decoder(f, D, out);
   const uint8_t* from = rows.const_data_ptr<uint8_t>();
-  auto* to = static_cast<uint8_t*>(out.mutable_data_ptr());
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    if (dtype == ScalarType::Float) {
-      for (int64_t n = begin; n < end; ++n) decode(from + n * bytes, D, reinterpret_cast<float*>(to) + n * D);
-      return;
-    }
-    const std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(D)]);
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
+    for (int64_t n = begin; n < end; ++n) decoder.decode(from + n * bytes, n, scratch.get());
+  });
+  return out;
+}
+
+Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
+                         const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
+                         const std::optional<std::string>& scale_rule) {
+  const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
+  const Tensor x = as_contiguous(x_in);
+  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_per_piece(D);
+  Tensor out = torch::stable::empty_like(x);
+  const RowFormatKernels::Encode encode = encoder(options);
+  const RowRounding how = row_rounding(options, seed, step);
+  const FloatRows from(x);
+  const RowDecoder decoder(options.format, D, out);
+  const auto bytes = static_cast<size_t>(row_bytes(options.format, D));
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
+    const std::unique_ptr<uint8_t[]> row(new uint8_t[bytes]);
     for (int64_t n = begin; n < end; ++n) {
-      decode(from + n * bytes, D, scratch.get());
-      encode(scratch.get(), D, RowRounding{}, 0, to + n * 2 * D);
+      // A row that the format cannot hold reads as NaN.
+      encode(from.row(n, scratch.get()), D, how, options.first_row + n, row.get());
+      decoder.decode(row.get(), n, scratch.get());
     }
   });
   return out;
@@ -110,6 +158,7 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
   m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cpu));
   m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cpu));
+  m.impl("fake_quantize", TORCH_BOX(&fake_quantize_cpu));
 }
 
 }  // namespace rec_kernels

@@ -31,10 +31,18 @@ const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(f
 QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
                               const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
                               const std::optional<std::string>& scale_rule) {
-  const RowFormat f = parse_row_format(format);
+  parse_row_format(format);  // an unknown name is said before a wrong shape
   check_rank(x, 2, "x");
+  return read_fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule);
+}
+
+QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                   int64_t first_row, const std::optional<std::string>& scale_rule) {
+  const RowFormat f = parse_row_format(format);
   check_float_dtype(x.scalar_type(), "x");
-  check_value(x.size(1) >= 1, "x must have at least one column, got shape ", shape_of(x));
+  check_value(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have at least one column, got shape ", shape_of(x));
+  const int64_t rows = x.numel() / x.size(x.dim() - 1);
   const bool stochastic = rounding == "stochastic";
   check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
               "\"");
@@ -43,8 +51,8 @@ QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const 
   check_scalar(seed, x, "seed");
   check_scalar(step, x, "step");
   check_value(table >= 0 && table < kMaxTableId, "table = ", table, " must be in [0, ", kMaxTableId, ")");
-  check_value(first_row >= 0 && first_row <= (int64_t{1} << 44) - x.size(0), "first_row = ", first_row,
-              " must be in [0, 2^44 - ", x.size(0), "]");
+  check_value(first_row >= 0 && first_row <= (int64_t{1} << 44) - rows, "first_row = ", first_row,
+              " must be in [0, 2^44 - ", rows, "]");
   return {f, stochastic, scale_rule ? *scale_rule == "rceil" : stochastic, static_cast<uint32_t>(table), first_row};
 }
 
@@ -70,6 +78,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
       "quantize_rows(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
       "int table=0, SymInt first_row=0, str? scale_rule=None) -> (Tensor rows, Tensor status)");
   m.def("dequantize_rows(Tensor rows, str format, SymInt embedding_dim, ScalarType dtype) -> Tensor");
+  m.def(
+      "fake_quantize(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
+      "int table=0, SymInt first_row=0, str? scale_rule=None) -> Tensor");
 }
 
 }  // namespace rec_kernels

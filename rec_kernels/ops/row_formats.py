@@ -91,7 +91,7 @@ def quantize_rows(
     compiled or captured into a CUDA graph cannot wait, hence does not raise: the row then reads as NaN, and
     ``torch.ops.rec_kernels.quantize_rows`` returns ``status``, which tells.
     """
-    scalars = _scalar(seed, "seed", rounding, x), _scalar(step, "step", rounding, x)
+    scalars = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     rows, status = _ops.quantize_rows(x, format, rounding, *scalars, table, first_row, scale_rule)
     if format in _FINITE_ONLY and x.is_cuda and _can_wait():
         raise_not_finite(x, format, status)
@@ -133,7 +133,7 @@ def _can_wait() -> bool:
     return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
 
 
-def _scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tensor | None:
+def as_scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tensor | None:
     """A number as the op takes it: a tensor on x's device, or None for 0."""
     if isinstance(value, Tensor):
         return value

@@ -1,0 +1,217 @@
+"""fake_quantize on the CPU and in torch's own ops: bits of the reference, gradients, compilation, errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import cpu_backends
+from row_format_cases import BLOCKS, PLACE, ROUNDINGS, WAYS, arguments, finite_rows, not_finite_rows
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import metrics
+
+import rec_kernels as rk
+from rec_kernels.ops.fake_quantize import Traced, check_arguments
+from rec_kernels.reference import row_formats as reference
+from rec_kernels.testing import same_bits
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+op = torch.ops.rec_kernels.fake_quantize
+
+
+def encoded_and_decoded(x: Tensor, format: str, rounding: str, rule: str | None, **place: int) -> Tensor:
+    """What must come out, by the reference."""
+    rows = x.reshape(-1, x.shape[-1])
+    how = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False} | PLACE | place
+    numbers = reference.dequantize_rows(reference.quantize_rows(rows, format, **how), format, x.shape[-1])
+    return numbers.to(x.dtype).reshape(x.shape)
+
+
+def hard_rows(columns: int, dtype: torch.dtype) -> Tensor:
+    """[N, D]: of every size, on ties, near the ends, not finite."""
+    x = torch.cat([finite_rows(columns), not_finite_rows(columns)])
+    if dtype == torch.float32:
+        return x
+    return torch.cat([x.to(dtype), torch.randint(0, 2**16, (8, columns)).to(torch.uint16).view(dtype)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("format", "rounding", "rule"), WAYS)
+def test_matches_reference(format: str, rounding: str, rule: str | None, dtype: torch.dtype) -> None:
+    """Every instruction set and number of threads; rounded to the nearest, also torch's own ops."""
+    for columns in (1, 16, 33, 257):
+        x = hard_rows(columns, dtype)
+        expected = encoded_and_decoded(x, format, rounding, rule)
+        for backend in cpu_backends():
+            found = backend.ops.fake_quantize(x, *arguments(format, rounding, rule, PLACE))
+            assert found.dtype == dtype
+            assert same_bits(found, expected), (backend.name, columns)
+        if rounding == "nearest":
+            traced = Traced.apply(x, format, rule == "rceil")
+            assert traced.dtype == dtype
+            assert same_bits(traced, expected), columns
+
+
+@pytest.mark.parametrize("format", rk.ROW_FORMATS)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_any_shape_and_stride(format: str, rounding: str) -> None:
+    """One dimension to four, transposed, in steps, repeated, without rows; the op's result is new and contiguous."""
+    x = finite_rows(24)[:60]
+    views = [x[7], x.view(3, 4, 5, 24), x.T, x[::3, 1:20], x[:1].expand(5, -1), x[:0], x.view(6, 10, 24)[:, :0]]
+    for view in views:
+        calls: list[Callable[[], Tensor]] = [lambda v=view: op(v, *arguments(format, rounding, None, PLACE))]
+        if rounding == "nearest":
+            calls.append(lambda v=view: Traced.apply(v, format, False))
+        for call in calls:
+            found = call()
+            assert found.is_contiguous() or call is not calls[0]
+            assert found.numel() == 0 or found.data_ptr() != view.data_ptr()
+            assert same_bits(found, encoded_and_decoded(view, format, rounding, None))
+
+
+def test_rows_are_numbered_in_memory_order() -> None:
+    """The noise of x[i, j] is that of row first_row + i * J + j."""
+    x, place = torch.randn(4, 6, 20), {"seed": 3, "step": 5, "table": 2, "first_row": 2**32 - 7}
+    whole = rk.fake_quantize(x, "mx4", rounding="stochastic", **place)
+    for i in range(4):
+        part = place | {"first_row": place["first_row"] + 6 * i}
+        assert same_bits(whole[i], rk.fake_quantize(x[i], "mx4", rounding="stochastic", **part))
+    scalars = {"seed": torch.tensor(3), "step": torch.tensor(5)}
+    assert same_bits(whole, rk.fake_quantize(x, "mx4", rounding="stochastic", **place | scalars))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int4", "mx6", "mxfp4_e2m1"])
+def test_gradient_is_that_of_the_identity(format: str, dtype: torch.dtype) -> None:
+    """Whatever the numbers became, also NaN."""
+    x = hard_rows(19, dtype).requires_grad_()
+    grad = torch.randn(x.shape).to(dtype)
+    for rounding in ROUNDINGS:
+        y = rk.fake_quantize(x, format, rounding=rounding)
+        assert torch.equal(torch.autograd.grad(y, x, grad)[0], grad)
+    assert torch.equal(torch.autograd.grad(Traced.apply(x, format, False), x, grad)[0], grad)
+
+
+def test_a_network_trains_through_it() -> None:
+    """Activations of two bits a column and weights of four: the loss falls."""
+    torch.manual_seed(0)
+    x, hidden, out = torch.randn(64, 16), torch.nn.Linear(16, 32), torch.nn.Linear(32, 1)
+    target = x[:, :1] * x[:, 1:2]
+    optimizer = torch.optim.Adam([*hidden.parameters(), *out.parameters()], lr=0.01)
+    losses = []
+    for step in range(150):
+        weight = rk.fake_quantize(hidden.weight, "int4")
+        features = torch.relu(torch.nn.functional.linear(x, weight, hidden.bias))
+        features = rk.fake_quantize(features, "mx4", rounding="stochastic", seed=1, step=step)
+        losses.append(torch.nn.functional.mse_loss(out(features), target))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        optimizer.step()
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiles_once(backend: str, rounding: str) -> None:
+    """New steps and, after the second, new shapes need no new compilation; bits and gradients are those of eager."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+
+    def layer(x: Tensor, step: Tensor) -> Tensor:
+        return rk.fake_quantize(x * 2, "mx6", rounding=rounding, seed=7, step=step).square()
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for number, shape in enumerate(((4, 20), (6, 33), (9, 64), (11, 7))):
+        x = torch.randn(shape, requires_grad=True)
+        for step in (torch.tensor(number), torch.tensor(number + 50)):
+            y, expected = compiled(x, step), layer(x, step)
+            assert same_bits(y, expected)
+            assert torch.equal(*(torch.autograd.grad(v.sum(), x)[0] for v in (y, expected)))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("format", rk.ROW_FORMATS)
+def test_traced_ops_compile(format: str) -> None:
+    """Torch's own ops in Inductor: the bits of the op, integers within a rounding of their last addition."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True)
+    for dtype, columns in ((torch.float32, 48), (torch.bfloat16, 33)):
+        x = hard_rows(columns, dtype)
+        for rule in ("floor", "rceil") if format in BLOCKS else ("floor",):
+            found, expected = compiled(x, rule == "rceil"), encoded_and_decoded(x, format, "nearest", rule)
+            if not format.startswith("int"):
+                assert same_bits(found, expected)
+                continue
+            assert torch.equal(found.isnan(), expected.isnan())
+            most = x.float().abs().amax(1, keepdim=True).double()
+            distance = (found.double() - expected.double()).abs() / torch.finfo(dtype).eps
+            assert bool((expected.isnan() | (distance <= 4 * most)).all())
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp16"])
+def test_traced_ops_are_fused(format: str) -> None:
+    """What comes before and after is in the same kernel; a conversion there and back would have been dropped."""
+    torch._dynamo.reset()
+    metrics.reset()
+    compiled = torch.compile(lambda v, w: Traced.apply(torch.relu(v) * w, format, False) + 1, fullgraph=True)
+    x, w = torch.randn(64, 48), torch.randn(48)
+    assert same_bits(compiled(x, w), rk.fake_quantize(torch.relu(x) * w, format) + 1)
+    assert metrics.generated_kernel_count == 1
+
+
+def test_eager_and_compiled_calls_choose(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiler gets torch's own ops for a GPU's "nearest", and the op for everything else."""
+    chosen = []
+    monkeypatch.setattr(Traced, "apply", lambda *arguments: chosen.append(arguments[1:]))
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    x = torch.empty(3, 8, device="meta")
+    rk.fake_quantize(x, "mx6")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
+    rk.fake_quantize(x, "mx6", rounding="stochastic")
+    assert not chosen
+    rk.fake_quantize(x, "mx6")
+    rk.fake_quantize(x, "int8", scale_rule="rceil")
+    assert chosen == [("mx6", False), ("int8", True)]
+    with pytest.raises(ValueError, match="format must be one of"):
+        rk.fake_quantize(x, "mx5")
+
+
+X = torch.ones(2, 3)
+BAD = {
+    "x must have at least one column, got shape []": {"x": torch.tensor(1.0)},
+    "x must have at least one column, got shape [4, 0]": {"x": torch.ones(4, 0)},
+    "x must be float32, float16 or bfloat16, got float64": {"x": X.double()},
+    "x must be float32, float16 or bfloat16, got int64": {"x": X.long()},
+    "format must be one of fp32, fp16, bf16, int8, int4, int2, mx9, mx6, mx4, mxfp8_e4m3, mxfp8_e5m2, mxfp6_e3m2, "
+    'mxfp6_e2m3, mxfp4_e2m1, mxint8; got "mx5"': {"format": "mx5"},
+    'rounding must be "nearest" or "stochastic", got "up"': {"rounding": "up"},
+    'scale_rule must be "floor", "rceil" or None, got "ceil"': {"scale_rule": "ceil"},
+    "table = 65536 must be in [0, 65536)": {"table": 2**16},
+    "table = -1 must be in [0, 65536)": {"table": -1},
+    "first_row = -1 must be in [0, 2^44 - 2]": {"first_row": -1},
+    f"first_row = {2**44} must be in [0, 2^44 - 2]": {"first_row": 2**44},
+    "seed must have 0 dimension(s), got shape [1]": {"seed": torch.zeros(1, dtype=torch.int64)},
+    "step must be int64, got int32": {"step": torch.tensor(1, dtype=torch.int32)},
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_arguments(message: str) -> None:
+    """The CPU's op and the check of the other ways say the same."""
+    names = ("x", "format", "rounding", "seed", "step", "table", "first_row", "scale_rule")
+    good = dict(zip(names, (X, "mx6", "stochastic", torch.tensor(1), torch.tensor(2), 0, 0, None), strict=True))
+    for call in (op, check_arguments):
+        call(*good.values())
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            call(*(good | BAD[message]).values())
+
+
+def test_bad_numbers_for_seed_and_step() -> None:
+    """What is neither an int nor a tensor is named."""
+    with pytest.raises(ValueError, match=r"step must be an int or an int64 tensor with 0 dimensions, got 1.5"):
+        rk.fake_quantize(X, "mx6", step=1.5)
+    with pytest.raises(ValueError, match="same device"):
+        rk.fake_quantize(X.to("meta"), "mx6", rounding="stochastic", seed=torch.tensor(1))
