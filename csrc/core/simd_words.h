@@ -93,13 +93,27 @@ RK_HOST_DEVICE WordLanes unpack(uint64_t packed) {
   return (WordLanes)((two & kMask) | (((two >> kBits) & kMask) << 32));
 }
 
+#if defined(__AVX512F__)
+RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
+  return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm512_cvtepi64_epi8((__m512i)v)));
+}
+#else
+RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
+  const auto bytes = __builtin_convertvector(v, HalfByteLanes);
+  uint64_t packed = 0;
+  memcpy(&packed, &bytes, sizeof bytes);
+  return packed;
+}
+#endif
+
 // The reverse: every lane below 2^kBits.
 template <int kBits>
 RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
+#if defined(__AVX512F__)
+  if constexpr (kBits == 1) return _mm512_test_epi32_mask((__m512i)codes, (__m512i)codes);
+#endif
   const DoubleWords pairs = (DoubleWords)codes;
-  const auto bytes = __builtin_convertvector(pairs | (pairs >> (32 - kBits)), HalfByteLanes);
-  uint64_t packed = 0;
-  memcpy(&packed, &bytes, sizeof bytes);
+  uint64_t packed = low_bytes(pairs | (pairs >> (32 - kBits)));
   if constexpr (kBits < 4) {  // bytes hold two codes each: bring neighbours together, then pairs of them, ...
     constexpr uint64_t kShort = (uint64_t{1} << 4 * kBits) - 1, kWord = (uint64_t{1} << 8 * kBits) - 1;
     packed = (packed | packed >> (8 - 2 * kBits)) & (0x0001000100010001u * kShort);
@@ -117,13 +131,24 @@ RK_HOST_DEVICE WordLanes swap_pairs(WordLanes x) {
 
 RK_HOST_DEVICE WordLanes larger(WordLanes a, WordLanes b) { return a > b ? a : b; }
 
-// The largest of all lanes; below 2^31.
+// Each lane's partner at a distance of kWidth lanes, a power of two.
+template <int kWidth, class V>
+RK_HOST_DEVICE V swap_lanes(V x) {
+  WordLanes from;
+  for (int i = 0; i < kLanes; ++i) from[i] = static_cast<uint32_t>(i ^ kWidth);
+  return __builtin_shuffle(x, from);
+}
+
+// choose(a, b), which does not depend on their order, over all lanes: in every lane of the result.
+template <int kWidth = kLanes / 2, class V, class Choose>
+RK_HOST_DEVICE V reduce_lanes(V x, const Choose& choose) {
+  x = choose(x, swap_lanes<kWidth>(x));
+  if constexpr (kWidth > 1) return reduce_lanes<kWidth / 2>(x, choose);
+  else return x;
+}
+
 RK_HOST_DEVICE uint32_t largest_lane(WordLanes x) {
-  uint32_t lanes[kLanes];
-  memcpy(lanes, &x, sizeof lanes);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-  return lanes[0];
+  return reduce_lanes(x, [](WordLanes a, WordLanes b) { return larger(a, b); })[0];
 }
 
 // The products of the low halves of 64-bit lanes.

@@ -101,30 +101,34 @@ inline float first_zero(const float* x) {
   return *x;
 }
 
+// Columns seen so far, lane by lane.
+struct LaneRange {
+  FloatLanes low, high;
+  WordLanes largest;  // magnitude
+
+  RK_HOST_DEVICE void add(FloatLanes x) {
+    low = x < low ? x : low;
+    high = x > high ? x : high;
+    largest = larger(largest, bits_of(x) & kMagnitudeBits);
+  }
+};
+
 RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
-  FloatLanes low = FloatLanes{} + x[0], high = low;
-  WordLanes largest = {};
-  for (int64_t c = 0; c < D; c += kLanes) {
-    const int64_t left = D - c;
-    FloatLanes here;
-    if (left >= kLanes) {
-      here = (FloatLanes)Vec::load(x + c).v;
-    } else {
-      const IntLanes present = (IntLanes)word_ramp() < static_cast<int32_t>(left);
-      here = present ? (FloatLanes)Vec::load_partial(x + c, static_cast<int>(left)).v : low;
-    }
-    low = here < low ? here : low;
-    high = here > high ? here : high;
-    largest = larger(largest, bits_of(here) & kMagnitudeBits);
+  const FloatLanes first = FloatLanes{} + x[0];
+  LaneRange r = {first, first, WordLanes{}};
+  int64_t c = 0;
+  for (; c + kLanes <= D; c += kLanes) r.add((FloatLanes)Vec::load(x + c).v);
+  if (c < D) {
+    const auto left = static_cast<int>(D - c);
+    const IntLanes present = (IntLanes)word_ramp() < left;
+    r.add(present ? (FloatLanes)Vec::load_partial(x + c, left).v : first);
   }
-  RowRange r = {low[0], high[0], largest_lane(largest) < kInfinityBits};
-  for (int i = 1; i < kLanes; ++i) {
-    r.low = low[i] < r.low ? low[i] : r.low;
-    r.high = high[i] > r.high ? high[i] : r.high;
-  }
-  if (r.low == 0.0f && r.finite) r.low = first_zero(x);
-  if (r.high == 0.0f && r.finite) r.high = first_zero(x);
-  return r;
+  RowRange row = {reduce_lanes(r.low, [](FloatLanes a, FloatLanes b) { return a < b ? a : b; })[0],
+                  reduce_lanes(r.high, [](FloatLanes a, FloatLanes b) { return a > b ? a : b; })[0],
+                  largest_lane(r.largest) < kInfinityBits};
+  if (row.low == 0.0f && row.finite) row.low = first_zero(x);
+  if (row.high == 0.0f && row.finite) row.high = first_zero(x);
+  return row;
 }
 
 template <int kBits, bool kStochastic>
