@@ -6,6 +6,14 @@
 
 #include "core/host_device.h"
 
+// Instructions that convert halves: their bits are those of formats/floats.h, but for the payloads of NaN.
+#if defined(__F16C__) && !defined(__CUDACC__)
+#define RK_CONVERTS_HALVES 1
+#include <immintrin.h>
+#else
+#define RK_CONVERTS_HALVES 0
+#endif
+
 namespace rec_kernels {
 inline namespace RK_ISA {
 
@@ -26,7 +34,13 @@ struct LanesOf<float> {
 #endif
   }
   RK_HOST_DEVICE static uint32_t to_word(float whole) { return static_cast<uint32_t>(static_cast<int32_t>(whole)); }
+  RK_HOST_DEVICE static uint32_t to_nearest_word(float x) { return bits(x + 12582912.0f) - 0x4B400000u; }
   RK_HOST_DEVICE static float fused(float a, float b, float c) { return fused_multiply_add(a, b, c); }
+#if RK_CONVERTS_HALVES
+  RK_HOST_DEVICE static uint32_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+#endif
+  RK_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
+  RK_HOST_DEVICE static float smaller(float a, float b) { return a < b ? a : b; }
 };
 
 template <>
@@ -42,6 +56,9 @@ struct LanesOf<uint32_t> {
 #endif
   }
   RK_HOST_DEVICE static float to_float(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word)); }
+#if RK_CONVERTS_HALVES
+  RK_HOST_DEVICE static float from_half(uint32_t bits) { return _cvtsh_ss(static_cast<uint16_t>(bits)); }
+#endif
 };
 
 template <class F>
@@ -66,6 +83,21 @@ RK_HOST_DEVICE FloatOf<U> to_float(U word) {
 template <class F>
 RK_HOST_DEVICE WordOf<F> to_word(F whole) {
   return LanesOf<F>::to_word(whole);
+}
+
+// The nearest whole number, ties to even, for 0 <= x <= 2^22: 12582912, whose bits are 0x4B400000, leaves no fraction.
+template <class F>
+RK_HOST_DEVICE WordOf<F> to_nearest_word(F x) {
+  return LanesOf<F>::to_nearest_word(x);
+}
+// The larger and the smaller of two numbers; b where one of them is NaN.
+template <class F>
+RK_HOST_DEVICE F larger(F a, F b) {
+  return LanesOf<F>::larger(a, b);
+}
+template <class F>
+RK_HOST_DEVICE F smaller(F a, F b) {
+  return LanesOf<F>::smaller(a, b);
 }
 
 constexpr uint32_t kSignBit = 0x80000000u, kMagnitudeBits = 0x7fffffffu, kInfinityBits = 0x7f800000u;

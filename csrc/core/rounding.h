@@ -27,5 +27,17 @@ RK_HOST_DEVICE F round_to_grid(F t, U word) {
   else return round_even(t);
 }
 
+// round_to_grid as a number of steps, for 0 <= t <= 2^22.
+template <bool kStochastic, class F, class U>
+RK_HOST_DEVICE U steps_on_grid(F t, U word) {
+  if constexpr (kStochastic) {
+    const U floor = to_word(t), one = U{} + 1u;
+    const F uniform = to_float(word >> 8) * 0x1p-24f;
+    return floor + (uniform < t - to_float(floor) ? one : U{});
+  } else {
+    return to_nearest_word(t);
+  }
+}
+
 }  // namespace RK_ISA
 }  // namespace rec_kernels

@@ -1,7 +1,7 @@
 // Vec: one register of float32 lanes of the instruction set this file is compiled for.
 // Elementwise operations round each lane exactly as the scalar operation does, so that results do not depend on
 // the width. `partial` forms touch the first n lanes only (0 < n < kWidth); absent lanes load as zero.
-// first(n) makes the lanes from n on zero.
+// first(n) makes the lanes from n on zero. larger and smaller give b where a lane of either is NaN.
 #pragma once
 
 #include "core/host_device.h"
@@ -47,6 +47,8 @@ RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
 
 #elif defined(__AVX2__) && defined(__FMA__)
 
@@ -74,6 +76,8 @@ RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 
 #else
 
@@ -108,6 +112,8 @@ RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) {
   return {r};
 #endif
 }
+RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {a.v > b.v ? a.v : b.v}; }
+RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {a.v < b.v ? a.v : b.v}; }
 
 #endif
 
@@ -119,8 +125,9 @@ RK_HOST_DEVICE void prefetch_line(const void* p) {
 
 // Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is.
 RK_HOST_DEVICE void prefetch_bytes(const void* p, int64_t bytes) {
-  const char* line = static_cast<const char*>(p);
-  for (int64_t i = 0; i < bytes; i += 64) prefetch_line(line + i);
+  const auto first = reinterpret_cast<uintptr_t>(p), end = first + static_cast<uintptr_t>(bytes);
+  for (uintptr_t line = first & ~uintptr_t{63}; line < end; line += 64)
+    prefetch_line(reinterpret_cast<const void*>(line));
 }
 
 }  // namespace RK_ISA

@@ -200,7 +200,7 @@ void sum_chunks(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t
 }
 
 // A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
-// put<NV, kTail>(...) takes its columns block by block.
+// put<NV, kTail>(...) takes its columns block by block, close(row) ends it.
 struct DenseTarget {
   static constexpr bool kNeedsMeanSquare = false;
   int64_t D;
@@ -212,6 +212,7 @@ struct DenseTarget {
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
   }
+  void close(int64_t) const {}
 };
 
 struct SparseTarget {
@@ -229,6 +230,7 @@ struct SparseTarget {
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
   }
+  void close(int64_t) const {}
 };
 
 template <class Optimizer>
@@ -258,24 +260,30 @@ struct UpdateTarget {
     for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
     store_columns<NV, kTail>(w, row.weights + column, tail);
   }
+  void close(int64_t) const {}
 };
 
-// Rows of a format: decoded beside the gradient, updated there, and encoded.
+// Rows of a format: decoded into scratch memory, updated there, and encoded.
 template <class Optimizer>
 struct EncodedTarget {
+  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
   int64_t D;
   Optimizer optimizer;
   uint8_t* rows;  // of the table
   int64_t row_bytes;
+  const float* sum;  // of the table
+  float* scratch;
   RowFormatKernels::Decode decode;
   RowFormatKernels::Encode encode;
   RowRounding rounding;
 
-  EncodedTarget(const Feature& f, const RowTarget& t, const Optimizer& optimizer)
+  EncodedTarget(const Feature& f, const RowTarget& t, const Optimizer& optimizer, const float* sum, float* scratch)
       : D(f.embedding_dim),
         optimizer(optimizer),
         rows(t.weights + f.weight_offset),
         row_bytes(f.row_bytes),
+        sum(sum),
+        scratch(scratch),
         rounding(t.rounding) {
     const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
     const auto format = static_cast<int>(f.format);
@@ -283,20 +291,21 @@ struct EncodedTarget {
     encode = t.stochastic ? k.stochastic[format] : k.nearest[format];
     rounding.noise.table = static_cast<uint32_t>(f.table_id);
   }
-  void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
 
-  void finish(const Terms& terms, int64_t row, float inverse_scale, float* g) const {
-    sum_scaled(terms, D, inverse_scale, g);
-    const float mean_square = Optimizer::kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
-    float* w = g + scratch_row(D);
-    decode(rows + row * row_bytes, D, w);
-    const float prepared = optimizer.prepare(row, mean_square);
-    const Vec factor = Vec::broadcast(prepared);
-    int64_t c = 0;
-    for (; c + W <= D; c += W) Optimizer::update(Vec::load(w + c), Vec::load(g + c), factor).store(w + c);
-    for (; c < D; ++c) w[c] = Optimizer::update(w[c], g[c], prepared);
-    encode(w, D, rounding, row, rows + row * row_bytes);
+  using Row = typename UpdateTarget<Optimizer>::Row;
+  void prefetch(int64_t row) const {
+    prefetch_bytes(rows + row * row_bytes, row_bytes);
+    if (kNeedsMeanSquare) prefetch_line(sum + row);
   }
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+    decode(rows + row * row_bytes, D, scratch);
+    return {scratch, optimizer.prepare(row, mean_square)};
+  }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
+    UpdateTarget<Optimizer>::template put<NV, kTail>(row, column, g, tail);
+  }
+  void close(int64_t row) const { encode(scratch, D, rounding, row, rows + row * row_bytes); }
 };
 
 // for_blocks of a row that fits in the registers: sum, statistic and target without touching memory between.
@@ -318,6 +327,7 @@ struct FinishNarrow {
     const float mean_square =
         Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
     Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
+    target.close(row);
   }
 };
 
@@ -335,12 +345,6 @@ struct PutFrom {
   }
 };
 
-template <class Optimizer>
-void finish_row(const EncodedTarget<Optimizer>& target, const Terms& terms, int64_t row, int64_t, float inverse_scale,
-                float* scratch) {
-  target.finish(terms, row, inverse_scale, scratch);
-}
-
 template <class Target>
 void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
                  float* scratch) {
@@ -349,6 +353,7 @@ void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t 
   const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
   const auto opened = target.open(row, run, mean_square);
   for_blocks(D, PutFrom<Target, decltype(opened)>{scratch, opened});
+  target.close(row);
 }
 
 template <class Target>
@@ -417,7 +422,9 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
             int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
   if (f.format != RowFormat::kFp32)
-    return finish_runs(a, EncodedTarget<Optimizer>(f, t, optimizer), table, scratch, begin, end);
+    return finish_runs(
+        a, EncodedTarget<Optimizer>(f, t, optimizer, state_of(t, table), scratch + scratch_row(f.embedding_dim)), table,
+        scratch, begin, end);
   auto* weights = reinterpret_cast<float*>(t.weights + f.weight_offset);
   finish_runs(a, UpdateTarget<Optimizer>{f.embedding_dim, optimizer, weights, state_of(t, table)}, table, scratch,
               begin, end);

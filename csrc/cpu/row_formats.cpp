@@ -13,6 +13,9 @@ namespace {
 // Columns of a piece of work: about 64 KiB of floats, beside which fetching the next piece costs nothing.
 int64_t rows_per_piece(int64_t D) { return 1 + 16384 / D; }
 
+// Rows that are widened or encoded into scratch memory at once, which stays in the cache.
+int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
+
 // The row format that a 2-byte dtype is.
 int narrow_format(ScalarType dtype) {
   return static_cast<int>(dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16);
@@ -25,10 +28,12 @@ class FloatRows {
       : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(x.dim() - 1)), bytes_(x.element_size()) {
     if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[narrow_format(x.scalar_type())];
   }
-  const float* row(int64_t n, float* scratch) const {
+  const float* row(int64_t n, float* scratch) const { return rows(n, 1, scratch); }
+  // Rows n .. n + count - 1, one after the other.
+  const float* rows(int64_t n, int64_t count, float* scratch) const {
     const uint8_t* at = data_ + n * D_ * bytes_;
     if (!decode_) return reinterpret_cast<const float*>(at);
-    decode_(at, D_, scratch);
+    for (int64_t i = 0; i < count; ++i) decode_(at + i * D_ * bytes_, D_, scratch + i * D_);
     return scratch;
   }
   // Of row n: the first element that is not finite.
@@ -76,12 +81,14 @@ RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& s
   return {make_noise(value_or_zero(seed), value_or_zero(step), options.table), options.round_up};
 }
 
-RowFormatKernels::Encode encoder(const QuantizeOptions& options) {
+RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
   const auto& k = kernels<RowFormatKernels>();
-  return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
+  return (options.stochastic ? k.rows_stochastic : k.rows_nearest)[static_cast<int>(options.format)];
 }
 
-std::unique_ptr<float[]> new_scratch(int64_t D) { return std::unique_ptr<float[]>(new float[static_cast<size_t>(D)]); }
+std::unique_ptr<float[]> new_scratch(int64_t size) {
+  return std::unique_ptr<float[]>(new float[static_cast<size_t>(size)]);
+}
 
 std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
                                              const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
@@ -90,17 +97,21 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   const Tensor x = as_contiguous(x_in);
   const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_per_piece(D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
-  const RowFormatKernels::Encode encode = encoder(options);
+  const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);
   auto* to = rows.mutable_data_ptr<uint8_t>();
   std::atomic<int64_t> first_bad{N};
+  const int64_t at_once = x.element_size() == 4 ? piece : rows_in_scratch(D);
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(D);
-    for (int64_t n = begin; n < end; ++n) {
-      if (encode(from.row(n, scratch.get()), D, how, options.first_row + n, to + n * bytes)) continue;
+    const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
+    for (int64_t n = begin; n < end; n += at_once) {
+      const int64_t count = end - n < at_once ? end - n : at_once;
+      const int64_t bad =
+          encode(from.rows(n, count, scratch.get()), count, D, how, options.first_row + n, to + n * bytes);
+      if (bad == count) continue;
       int64_t first = first_bad.load();
-      while (n < first && !first_bad.compare_exchange_weak(first, n)) {
+      while (n + bad < first && !first_bad.compare_exchange_weak(first, n + bad)) {
       }
     }
   });
@@ -136,18 +147,19 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
   const Tensor x = as_contiguous(x_in);
   const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_per_piece(D);
   Tensor out = torch::stable::empty_like(x);
-  const RowFormatKernels::Encode encode = encoder(options);
+  const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);
   const RowDecoder decoder(options.format, D, out);
-  const auto bytes = static_cast<size_t>(row_bytes(options.format, D));
+  const int64_t bytes = row_bytes(options.format, D), at_once = rows_in_scratch(D);
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(D);
-    const std::unique_ptr<uint8_t[]> row(new uint8_t[bytes]);
-    for (int64_t n = begin; n < end; ++n) {
+    const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
+    const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(at_once * bytes)]);
+    for (int64_t n = begin; n < end; n += at_once) {
+      const int64_t count = end - n < at_once ? end - n : at_once;
       // A row that the format cannot hold reads as NaN.
-      encode(from.row(n, scratch.get()), D, how, options.first_row + n, row.get());
-      decoder.decode(row.get(), n, scratch.get());
+      encode(from.rows(n, count, scratch.get()), count, D, how, options.first_row + n, rows.get());
+      for (int64_t i = 0; i < count; ++i) decoder.decode(rows.get() + i * bytes, n + i, scratch.get());
     }
   });
   return out;

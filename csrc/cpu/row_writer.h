@@ -22,18 +22,30 @@ RK_HOST_DEVICE Columns load_columns(const float* x, int64_t c, int64_t D) {
 template <bool kStochastic>
 class RowNoise {
  public:
-  RowNoise(const Noise& noise, int64_t row) : noise_(noise), row_(row) {}
-  // The words of register v of columns c .. c + 15.
-  RK_HOST_DEVICE WordLanes at(int64_t c, int v) {
-    for (; drawn_ < c + kStep; drawn_ += 4 * kLanes)
-      draw_words(noise_, row_, static_cast<uint32_t>(drawn_ / 4), words_ + drawn_ % kWords);
-    return load_as<WordLanes>(words_ + c % kWords + v * kLanes);
+  RowNoise(const Noise& noise, int64_t row, int64_t D) : noise_(noise), row_(row), D_(D) {}
+  // To be called before the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15 are asked for.
+  RK_HOST_DEVICE void draw(int64_t c) {
+    if (c >= drawn_) draw_more(c);
   }
+  // The words of register v of columns c and after.
+  RK_HOST_DEVICE WordLanes at(int64_t c, int v) const { return load_as<WordLanes>(words_ + c % kWords + v * kLanes); }
 
  private:
-  static constexpr int kWords = 64;
-  Noise noise_;
-  int64_t row_, drawn_ = 0;
+  static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
+  static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
+
+  // Not inlined: in place it would keep the registers of who asks from being used.
+  __attribute__((noinline)) void draw_more(int64_t c) {
+    const auto block = static_cast<uint32_t>(c / 4);
+    const int64_t left = D_ - c;
+    if (left <= kDrawn && kStep <= kDrawn) draw_words<1>(noise_, row_, block, words_);
+    else if (left <= 2 * kDrawn || kStreams == 2) draw_words<2>(noise_, row_, block, words_);
+    else draw_words<kStreams>(noise_, row_, block, words_);
+    drawn_ = c + kWords;
+  }
+
+  const Noise& noise_;
+  int64_t row_, D_, drawn_ = 0;
   alignas(64) uint32_t words_[kWords];
 };
 
@@ -41,8 +53,9 @@ class RowNoise {
 template <>
 class RowNoise<false> {
  public:
-  RowNoise(const Noise&, int64_t) {}
-  RK_HOST_DEVICE WordLanes at(int64_t, int) { return WordLanes{}; }
+  RowNoise(const Noise&, int64_t, int64_t) {}
+  RK_HOST_DEVICE void draw(int64_t) {}
+  RK_HOST_DEVICE WordLanes at(int64_t, int) const { return WordLanes{}; }
 };
 
 // bits of all registers of 16 columns, low bits first.
@@ -68,24 +81,26 @@ RK_HOST_DEVICE void store_codes(uint8_t* p, const WordLanes* codes) {
 // The larger of the magnitudes' bits in 16 columns.
 RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
   WordLanes largest = {};
-  for (int v = 0; v < kStepVecs; ++v) largest = larger(largest, bits_of(x.v[v]) & kMagnitudeBits);
+  for (int v = 0; v < kStepVecs; ++v) largest = larger_word(largest, bits_of(x.v[v]) & kMagnitudeBits);
   return largest_lane(largest);
 }
 
 template <class Format, bool kStochastic>
 struct RowWriter {  // floats
   static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number);
+    RowNoise<kStochastic> noise(how.noise, number, D);
     for (int64_t c = 0; c < D; c += kStep) {
+      alignas(64) uint8_t last[kStep * Format::kBytes];
+      const bool whole = c + kStep <= D;
+      uint8_t *at = row + c * Format::kBytes, *to = whole ? at : last;
+      noise.draw(c);
       const Columns in = load_columns(x, c, D);
-      alignas(64) uint8_t out[kStep * Format::kBytes];
       for (int v = 0; v < kStepVecs; ++v) {
         const WordLanes code = Format::template encode<kStochastic>(in.v[v], noise.at(c, v));
-        if constexpr (Format::kBytes == 4) store_as(out + v * 4 * kLanes, code);
-        else store_shorts(out + v * 2 * kLanes, code);
+        if constexpr (Format::kBytes == 4) store_as(to + v * 4 * kLanes, code);
+        else store_shorts(to + v * 2 * kLanes, code);
       }
-      const int64_t here = D - c < kStep ? D - c : kStep;
-      memcpy(row + c * Format::kBytes, out, static_cast<size_t>(here * Format::kBytes));
+      if (!whole) memcpy(at, last, static_cast<size_t>((D - c) * Format::kBytes));
     }
     return true;
   }
@@ -104,28 +119,30 @@ inline float first_zero(const float* x) {
 // Columns seen so far, lane by lane.
 struct LaneRange {
   FloatLanes low, high;
-  WordLanes largest;  // magnitude
+  FloatLanes finite;  // 0, or NaN after a number that is not
 
   RK_HOST_DEVICE void add(FloatLanes x) {
-    low = x < low ? x : low;
-    high = x > high ? x : high;
-    largest = larger(largest, bits_of(x) & kMagnitudeBits);
+    low = smaller(x, low);
+    high = larger(x, high);
+    finite = LanesOf<FloatLanes>::fused(x, FloatLanes{}, finite);
   }
 };
 
 RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
   const FloatLanes first = FloatLanes{} + x[0];
-  LaneRange r = {first, first, WordLanes{}};
+  LaneRange r = {first, first, FloatLanes{}};
   int64_t c = 0;
+  for (; c + 4 * kLanes <= D; c += 4 * kLanes)
+    for (int v = 0; v < 4; ++v) r.add((FloatLanes)Vec::load(x + c + v * kLanes).v);
   for (; c + kLanes <= D; c += kLanes) r.add((FloatLanes)Vec::load(x + c).v);
   if (c < D) {
     const auto left = static_cast<int>(D - c);
     const IntLanes present = (IntLanes)word_ramp() < left;
     r.add(present ? (FloatLanes)Vec::load_partial(x + c, left).v : first);
   }
-  RowRange row = {reduce_lanes(r.low, [](FloatLanes a, FloatLanes b) { return a < b ? a : b; })[0],
-                  reduce_lanes(r.high, [](FloatLanes a, FloatLanes b) { return a > b ? a : b; })[0],
-                  largest_lane(r.largest) < kInfinityBits};
+  RowRange row = {reduce_lanes(r.low, [](FloatLanes a, FloatLanes b) { return smaller(a, b); })[0],
+                  reduce_lanes(r.high, [](FloatLanes a, FloatLanes b) { return larger(a, b); })[0],
+                  !any_lane(r.finite != 0.0f)};
   if (row.low == 0.0f && row.finite) row.low = first_zero(x);
   if (row.high == 0.0f && row.finite) row.high = first_zero(x);
   return row;
@@ -135,30 +152,63 @@ template <int kBits, bool kStochastic>
 struct RowWriter<Affine<kBits>, kStochastic> {
   using Format = Affine<kBits>;
 
+  struct Grid {
+    AffineGrid g;
+    bool finite;
+  };
+
   static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number);
+    return write(x, D, how, number, row, grid_of(x, D));
+  }
+  RK_HOST_DEVICE static Grid grid_of(const float* x, int64_t D) {
     const RowRange range = range_of(x, D);
-    const AffineGrid g =
-        Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits));
-    for (int64_t c = 0; c < D; c += kStep) {
+    return {Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits)),
+            range.finite};
+  }
+  RK_HOST_DEVICE static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row,
+                                   const Grid& grid) {
+    const AffineGrid& g = grid.g;
+    store_grid(g, row + Format::code_bytes(D));
+    if (__builtin_expect(g.scale != g.scale, 0)) {
+      memset(row, 0, static_cast<size_t>(Format::code_bytes(D)));
+      return grid.finite;
+    }
+    RowNoise<kStochastic> noise(how.noise, number, D);
+    int64_t c = 0;
+    if constexpr (kBits != 2) {
+      for (; c + 4 * kLanes <= D; c += 4 * kLanes) {
+        noise.draw(c);
+        WordLanes codes[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+          const auto in = (FloatLanes)Vec::load(x + c + v * kLanes).v;
+          codes[v] = Format::template encode_held<kStochastic>(in, g, noise.at(c, v));
+        }
+        store_four<kBits>(row + c * kBits / 8, codes);
+      }
+    }
+    for (; c < D; c += kStep) {
+      noise.draw(c);
       const Columns in = load_columns(x, c, D);
       WordLanes codes[kStepVecs];
-      for (int v = 0; v < kStepVecs; ++v) codes[v] = Format::template encode<kStochastic>(in.v[v], g, noise.at(c, v));
+      for (int v = 0; v < kStepVecs; ++v)
+        codes[v] = Format::template encode_held<kStochastic>(in.v[v], g, noise.at(c, v));
       if (D - c >= kStep) store_codes<kBits>(row + c * kBits / 8, codes);
       else store_last(codes, static_cast<int>(D - c), row + c * kBits / 8);
     }
-    uint8_t* grid = row + Format::code_bytes(D);
-    if constexpr (kBits == 8) {
-      store_as(grid, g.scale);
-      store_as(grid + 4, g.bias);
-    } else {
-      store_as(grid, static_cast<uint16_t>(Fp16::encode<false>(g.scale, 0u)));
-      store_as(grid + 2, static_cast<uint16_t>(Fp16::encode<false>(g.bias, 0u)));
-    }
-    return range.finite;
+    return true;
   }
 
  private:
+  RK_HOST_DEVICE static void store_grid(const AffineGrid& g, uint8_t* p) {
+    if constexpr (kBits == 8) {
+      store_as(p, g.scale);
+      store_as(p + 4, g.bias);
+    } else {
+      store_as(p, static_cast<uint16_t>(Fp16::encode<false>(g.scale, 0u)));
+      store_as(p + 2, static_cast<uint16_t>(Fp16::encode<false>(g.bias, 0u)));
+    }
+  }
   static void store_last(WordLanes* codes, int count, uint8_t* p) {
     for (int v = 0; v < kStepVecs; ++v) codes[v] = (IntLanes)word_ramp() + kLanes * v < count ? codes[v] : WordLanes{};
     uint8_t out[kStep];
@@ -172,10 +222,11 @@ struct RowWriter<SharedMicroexponents<m>, kStochastic> {
   using Format = SharedMicroexponents<m>;
 
   static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number);
+    RowNoise<kStochastic> noise(how.noise, number, D);
     uint8_t *signs = row + Format::signs(D), *exponents = row + Format::exponents(D), *pairs = row + Format::pairs(D);
     for (int64_t c = 0; c < D; c += kStep) {
       const int64_t block = c / kStep;
+      noise.draw(c);
       const Columns in = load_columns(x, c, D);
       WordLanes needed[kStepVecs], codes[kStepVecs], sign[kStepVecs], bits[kStepVecs];
       const uint32_t exponent = exponents_of(in, how.round_up, needed);
@@ -201,8 +252,8 @@ struct RowWriter<SharedMicroexponents<m>, kStochastic> {
     WordLanes largest = {};
     for (int v = 0; v < kStepVecs; ++v) {
       const WordLanes magnitude = bits_of(x.v[v]) & kMagnitudeBits;
-      needed[v] = Format::pair_exponent(larger(magnitude, swap_pairs(magnitude)), round_up);
-      largest = larger(largest, needed[v]);
+      needed[v] = Format::pair_exponent(larger_word(magnitude, swap_pairs(magnitude)), round_up);
+      largest = larger_word(largest, needed[v]);
     }
     return largest_lane(largest);
   }
@@ -220,7 +271,7 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
   using Format = Microscaling<Element>;
 
   static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number);
+    RowNoise<kStochastic> noise(how.noise, number, D);
     for (int64_t block = 0; block < Format::blocks(D); ++block) {
       const int64_t c = block * Format::kBlock;
       const Columns in[2] = {load_columns(x, c, D), load_columns(x, c + kStep, D)};
@@ -228,6 +279,7 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
       const uint32_t scale = Format::scale(first > second ? first : second, how.round_up);
       row[Format::scales(D) + block] = static_cast<uint8_t>(scale);
       for (int half = 0; half < 2; ++half) {
+        noise.draw(c + half * kStep);
         WordLanes codes[kStepVecs];
         for (int v = 0; v < kStepVecs; ++v) {
           const FloatLanes scaled = in[half].v[v] * Format::inverse(scale);
@@ -250,6 +302,36 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
     }
     store_codes<4>(row + c / 2, low);
     if constexpr (Element::kBits == 6) store_codes<2>(row + Format::high_bits(D) + c / 4, high);
+  }
+};
+
+// Rows of x [N, D], of which the first is number `first`, one after the other. Returns the first row that the format
+// cannot hold, or N.
+template <class Format, bool kStochastic>
+struct RowsWriter {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, int64_t first, uint8_t* rows) {
+    const int64_t bytes = Format::row_bytes(D);
+    int64_t bad = N;
+    for (int64_t n = N - 1; n >= 0; --n)
+      if (!RowWriter<Format, kStochastic>::write(x + n * D, D, how, first + n, rows + n * bytes)) bad = n;
+    return bad;
+  }
+};
+
+// A row's codes wait for its range: they are written while the next row's is found.
+template <int kBits, bool kStochastic>
+struct RowsWriter<Affine<kBits>, kStochastic> {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, int64_t first, uint8_t* rows) {
+    using Writer = RowWriter<Affine<kBits>, kStochastic>;
+    const int64_t bytes = Affine<kBits>::row_bytes(D);
+    int64_t bad = N;
+    auto grid = Writer::grid_of(x, D);
+    for (int64_t n = 0; n < N; ++n) {
+      const auto next = n + 1 < N ? Writer::grid_of(x + (n + 1) * D, D) : grid;
+      if (!Writer::write(x + n * D, D, how, first + n, rows + n * bytes, grid) && bad == N) bad = n;
+      grid = next;
+    }
+    return bad;
   }
 };
 

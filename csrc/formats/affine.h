@@ -13,7 +13,11 @@ struct AffineGrid {
   float scale, bias, inverse;
 };
 
-// The half at or below x.
+// The half at or below x, and the one at or above it.
+#if RK_CONVERTS_HALVES
+RK_HOST_DEVICE uint32_t half_below(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEG_INF); }
+RK_HOST_DEVICE uint32_t half_above(float x) { return _cvtss_sh(x, _MM_FROUND_TO_POS_INF); }
+#else
 RK_HOST_DEVICE uint32_t half_below(float x) {
   const uint32_t h = Fp16::encode<false>(x, 0u);
   if (!(Fp16::decode(h) > x)) return h;
@@ -24,6 +28,7 @@ RK_HOST_DEVICE uint32_t half_above(float x) {
   if (!(Fp16::decode(h) < x)) return h;
   return h & 0x8000u ? h - 1 : h + 1;
 }
+#endif
 
 template <int kCodeBits>
 struct Affine {
@@ -57,12 +62,18 @@ struct Affine {
     return g;
   }
 
+  // The code of x; 0 of a NaN, as in rows that cannot be held.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, const AffineGrid& g, U word) {
-    const F steps = (x - g.bias) * g.inverse;
-    const F code = round_to_grid<kStochastic>(steps, word), zero = F{}, most = F{} + static_cast<float>(kMaxCode);
-    const F above = code > zero ? code : zero;  // 0 for a NaN
-    return to_word(above < most ? above : most);
+    const F steps = larger((x - g.bias) * g.inverse, F{});
+    return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxCode)), word);
+  }
+  // The same for rows that can be held. To the nearest, int8's grid has the row's smallest number as its bias, and its
+  // largest at most 2^-14 of a step above the last code: nothing is to be clamped.
+  template <bool kStochastic, class F, class U>
+  RK_HOST_DEVICE static U encode_held(F x, const AffineGrid& g, U word) {
+    if constexpr (kBits == 8 && !kStochastic) return to_nearest_word((x - g.bias) * g.inverse);
+    else return encode<kStochastic>(x, g, word);
   }
 
   template <class F>

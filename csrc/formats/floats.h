@@ -57,16 +57,24 @@ struct Fp16 {
     const U bits = bits_of(x), magnitude = bits & kMagnitudeBits, sign = (bits >> 16) & 0x8000u;
     const U nan = U{} + 0x7E00u;
     if constexpr (kStochastic) return magnitude > kInfinityBits ? nan : sign | stochastic(magnitude, word);
+#if RK_CONVERTS_HALVES
+    return magnitude > kInfinityBits ? nan : LanesOf<F>::to_half(x);
+#else
     return magnitude > kInfinityBits ? nan : sign | nearest<F>(magnitude);
+#endif
   }
 
   template <class U>
   RK_HOST_DEVICE static auto decode(U code) {
+#if RK_CONVERTS_HALVES
+    return LanesOf<U>::from_half(code);
+#else
     const U magnitude = code & 0x7FFFu, sign = (code & 0x8000u) << 16;
     const U normal = (magnitude << 13) + kRebias, special = normal + kRebias;
     const U denormal = bits_of(to_float(magnitude) * 0x1p-24f);
     const U finite = magnitude < 0x0400u ? denormal : normal;
     return float_of(sign | (magnitude >= kInfinity ? special : finite));
+#endif
   }
 
  private:

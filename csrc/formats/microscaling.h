@@ -30,7 +30,7 @@ struct FloatElement {
     const U step = (own > kLowestField ? own : lowest) - static_cast<uint32_t>(kMantissaBits);
     const F steps = round_to_grid<kStochastic>(magnitude * power_of_two<F>(254u - step), word);
     const F rounded = steps * power_of_two<F>(step);
-    const U bits = bits_of(rounded < most ? rounded : most);
+    const U bits = bits_of(smaller(rounded, most));
     const U normal = (bits >> (23 - kMantissaBits)) - (static_cast<uint32_t>(127 - kBias) << kMantissaBits);
     const U denormal = to_word(steps);
     return (bits < (kLowestField << 23) ? denormal : normal) | ((bits_of(x) >> (32 - kBits)) & kSign);
@@ -68,8 +68,7 @@ struct Int8Element {
 
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, U word) {
-    const F steps = round_to_grid<kStochastic>(magnitude_of(x) * 64.0f, word), most = F{} + 127.0f;
-    const U magnitude = to_word(steps < most ? steps : most);
+    const U magnitude = steps_on_grid<kStochastic>(smaller(magnitude_of(x) * 64.0f, F{} + 127.0f), word);
     return ((bits_of(x) & kSignBit) != 0u ? U{} - magnitude : magnitude) & 255u;
   }
 

@@ -56,8 +56,7 @@ struct SharedMicroexponents {
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, U step, U word) {
     const F steps = magnitude_of(x) * power_of_two<F>(254u - step);
-    const F rounded = round_to_grid<kStochastic>(steps, word), most = F{} + static_cast<float>(kMaxMagnitude);
-    return to_word(rounded < most ? rounded : most);
+    return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxMagnitude)), word);
   }
 
   // `sign`: the column's, in bit 31.
