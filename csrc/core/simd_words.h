@@ -135,8 +135,14 @@ RK_HOST_DEVICE WordLanes word_ramp() {
 template <int kBits>
 RK_HOST_DEVICE WordLanes unpack(uint64_t packed) {
   constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+  if constexpr (kBits * kLanes <= 32)
+    return ((WordLanes{} + static_cast<uint32_t>(packed)) >> (word_ramp() * uint32_t{kBits})) & uint32_t{kMask};
+#if defined(__AVX512F__)
+  const auto two = (DoubleWords)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(static_cast<int64_t>(packed)));
+#else
   const DoubleWords two = (DoubleWords{} + packed) >> double_word_ramp(2 * kBits);
-  return (WordLanes)((two & kMask) | (((two >> kBits) & kMask) << 32));
+#endif
+  return (WordLanes)((two | two << (32 - kBits)) & (DoubleWords{} + (kMask << 32 | kMask)));
 }
 
 #if defined(__AVX512F__)
@@ -178,6 +184,20 @@ RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
     packed = (packed | packed >> (32 - 8 * kBits)) & ((uint64_t{1} << 16 * kBits) - 1);
   }
   return packed;
+}
+
+// For each pair of lanes one of two words, by the pair's bit, low bits first.
+RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_t if_set) {
+  const WordLanes own = (WordLanes{} + bits) >> (word_ramp() >> 1);
+#if defined(__AVX512F__)
+  const __m512i table = _mm512_set1_epi64(static_cast<int64_t>(uint64_t{if_set} << 32 | if_clear));
+  return (WordLanes)_mm512_permutexvar_epi32((__m512i)own, table);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_set1_epi64x(static_cast<int64_t>(uint64_t{if_set} << 32 | if_clear));
+  return (WordLanes)_mm256_permutevar8x32_epi32(table, (__m256i)own);
+#else
+  return (own & 1u) != 0u ? WordLanes{} + if_set : WordLanes{} + if_clear;
+#endif
 }
 
 // Four registers of codes of 8 or 4 bits at p.

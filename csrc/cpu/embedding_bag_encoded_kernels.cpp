@@ -34,20 +34,22 @@ struct Block {
   Bounds* bounds;
 };
 
-void note_bad(const Block& k, int64_t position) {
+void note_bad(Bounds* bounds, int64_t column, int64_t position) {
   // Columns come in blocks: count an id once.
-  if (k.column != 0) return;
-  if (position < k.bounds->position) k.bounds->position = position;
-  ++k.bounds->skipped;
+  if (column != 0) return;
+  if (position < bounds->position) bounds->position = position;
+  ++bounds->skipped;
 }
 
-// Adds a row's columns to the sums of a block, of which `columns` exist: fewer than kSteps * 16 when kPartial.
+// Adds a row's columns from `column` on to the sums of a block, of which `columns` exist: fewer than kSteps * 16 when
+// kPartial.
 template <class Format, int kSteps, bool kPartial, bool kWeighted>
-RK_HOST_DEVICE void add_row(const Block& k, int64_t id, float weight, int64_t columns, Columns* sum) {
-  const RowReader<Format> reader(k.rows + id * k.feature->row_bytes, k.feature->embedding_dim);
+RK_HOST_DEVICE void add_row(const RowReader<Format>& reader, int64_t column, int64_t columns, float weight,
+                            Columns* sum) {
   const FloatLanes w = FloatLanes{} + weight;
+#pragma GCC unroll 8
   for (int s = 0; s < kSteps; ++s) {
-    const int64_t c = k.column + s * kStep, left = columns - s * kStep;
+    const int64_t c = column + s * kStep, left = columns - s * kStep;
     if (kPartial && left <= 0) continue;
     const Columns x =
         kPartial && left < kStep ? reader.template read<true>(c, left) : reader.template read<false>(c, kStep);
@@ -58,38 +60,49 @@ RK_HOST_DEVICE void add_row(const Block& k, int64_t id, float weight, int64_t co
 
 template <int kSteps, bool kPartial>
 RK_HOST_DEVICE void store_sums(const Columns* sum, int64_t columns, float* out) {
-  const int64_t count = kPartial ? columns : kSteps * kStep;
-  memcpy(out, sum, static_cast<size_t>(count) * sizeof(float));
+#pragma GCC unroll 8
+  for (int s = 0; s < kSteps; ++s) {
+    const int64_t left = columns - s * kStep;
+    if (!kPartial || left >= kStep) store_as(out + s * kStep, sum[s]);
+    else if (left > 0) memcpy(out + s * kStep, &sum[s], static_cast<size_t>(left) * sizeof(float));
+  }
 }
 
+// What it is told about is copied: a store through a pointer could change the originals as far as a compiler knows.
 template <class Format, int kSteps, bool kPartial, bool kWeighted>
-void pool_block(const Block& k) {
-  const Bags& bags = *k.bags;
-  const Feature& f = *k.feature;
-  const int64_t columns = f.embedding_dim - k.column;
-  const int64_t last_id = bags.offset(k.end), ahead = prefetch_distance(f.row_bytes);
+void pool_block(const Block k) {
+  const Bags bags = *k.bags;
+  const Feature f = *k.feature;
+  const int64_t columns = f.embedding_dim - k.column, row_bytes = f.row_bytes;
+  const int64_t last_id = bags.offset(k.end), ahead = prefetch_distance(row_bytes);
+  const auto rows = reinterpret_cast<uintptr_t>(k.rows);
   float* out = k.output + k.first_sample * k.output_dim + k.column;
   int64_t start = bags.offset(k.begin);
   for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.output_dim) {
     const int64_t stop = bags.offset(bag + 1);
-    Columns sum[kSteps] = {};
+    Columns sum[kSteps];
+#pragma GCC unroll 8
+    for (int s = 0; s < kSteps; ++s) sum[s] = Columns{};
     int64_t counted = stop - start;
     for (int64_t i = start; i < stop; ++i) {
       if (i + ahead < last_id) {
-        const auto next = static_cast<uint64_t>(bags.id(i + ahead)) * static_cast<uint64_t>(f.row_bytes);
-        prefetch_bytes(reinterpret_cast<const void*>(reinterpret_cast<uintptr_t>(k.rows) + next), f.row_bytes);
+        const uintptr_t next = rows + static_cast<uintptr_t>(bags.id(i + ahead)) * static_cast<uintptr_t>(row_bytes);
+        prefetch_bytes(reinterpret_cast<const void*>(next), row_bytes);
       }
       const int64_t id = bags.id(i);
       const bool in_range = bags.in_range(id, f);
       if (__builtin_expect(!in_range || id == bags.padding_idx, 0)) {
-        if (!in_range) note_bad(k, i);
+        if (!in_range) note_bad(k.bounds, k.column, i);
         --counted;
         continue;
       }
-      add_row<Format, kSteps, kPartial, kWeighted>(k, id, kWeighted ? bags.per_sample_weights[i] : 1.0f, columns, sum);
+      const RowReader<Format> reader(k.rows + id * row_bytes, f.embedding_dim);
+      const float weight = kWeighted ? bags.per_sample_weights[i] : 1.0f;
+      add_row<Format, kSteps, kPartial, kWeighted>(reader, k.column, columns, weight, sum);
     }
     if (f.mean && counted > 1) {
       const FloatLanes n = FloatLanes{} + static_cast<float>(counted);
+#pragma GCC unroll 8
       for (int s = 0; s < kSteps; ++s)
         for (int v = 0; v < kStepVecs; ++v) sum[s].v[v] = sum[s].v[v] / n;
     }

@@ -68,7 +68,7 @@ struct RowReader<Affine<kBits>> {
   }
   template <bool kPartial>
   RK_HOST_DEVICE Columns read(int64_t c, int64_t count) const {
-    const uint8_t* p = row + c * kBits / 8;
+    const uint8_t* p = row + (c * kBits >> 3);
     if constexpr (kPartial) return decode(PartialBytes(p, (count * kBits + 7) / 8).bytes);
     return decode(p);
   }
@@ -100,16 +100,20 @@ struct RowReader<SharedMicroexponents<m>> {
   template <bool>
   RK_HOST_DEVICE Columns read(int64_t c, int64_t) const {
     const int64_t block = c / kStep;
-    const WordLanes exponent = WordLanes{} + uint32_t{exponents[block]};
+    const uint32_t exponent = exponents[block], bits = pairs[block];
+    const uint32_t long_step = Format::step_field(exponent, 0u), short_step = Format::step_field(exponent, 1u);
     Columns out;
     for (int v = 0; v < kStepVecs; ++v) {
       const WordLanes magnitude = magnitude_of_register(block, v);
       WordLanes sign;
-      if constexpr (m == 7) sign = magnitude << 24 & kSignBit;
-      else sign = unpack_register<1>(load_as<uint16_t>(signs + 2 * block), v) << 31;
-      const WordLanes bit = (WordLanes{} + uint32_t{pairs[block]}) >> ((word_ramp() + kLanes * v) >> 1) & 1u;
-      out.v[v] = Format::decode(magnitude & Format::kMaxMagnitude, sign, exponent, bit);
+      if constexpr (m == 7) sign = magnitude << 24;
+      else sign = (WordLanes{} + uint32_t{load_as<uint16_t>(signs + 2 * block)}) << (31u - kLanes * v - word_ramp());
+      const WordLanes step = choose_by_bit(bits >> (kLanes / 2 * v), long_step << 23, short_step << 23);
+      const FloatLanes value = to_float(magnitude & Format::kMaxMagnitude) * float_of(step);
+      out.v[v] = float_of(bits_of(value) | (sign & kSignBit));
     }
+    if (__builtin_expect(exponent == 255u, 0))
+      for (int v = 0; v < kStepVecs; ++v) out.v[v] = float_of(WordLanes{} + 0x7FC00000u);
     return out;
   }
 
