@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,10 +12,9 @@ import rec_kernels as rk
 from bench import peers
 from bench.limits import Limits
 from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.timing import time_calls, turned
 
 IMPLEMENTATIONS = [*peers.available(), "limit"]
-# The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
-WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3
 
 
 class Subject:
@@ -27,13 +24,9 @@ class Subject:
         self.workload, self.limits = workload, limits
         self.batches = [workload.ids(seed) for seed in range(BATCHES)]
         self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
-        self.linear = [self._linear(ids) for ids in self.batches]
+        self.linear = [workload.linear(ids) for ids in self.batches]
         self.unique = [rows.unique() for rows in self.linear]
         self._built: dict[str, object] = {}
-
-    def _linear(self, ids: torch.Tensor) -> torch.Tensor:
-        w = self.workload
-        return (ids.view(w.tables, -1) + torch.arange(w.tables)[:, None] * w.rows).view(-1)
 
     def unique_rows(self) -> float:
         """Distinct rows of a batch, on average."""
@@ -69,10 +62,9 @@ class Subject:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Whoever goes first meets a machine that is not awake yet: the passes of bench.run take turns at it."""
+    """The implementations take turns at who goes first."""
     if "subject" in metafunc.fixturenames:
-        turn = metafunc.config.getoption("--turn") % len(IMPLEMENTATIONS)
-        metafunc.parametrize("name", IMPLEMENTATIONS[turn:] + IMPLEMENTATIONS[:turn])
+        metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
 
 
 @pytest.fixture(scope="session")
@@ -90,35 +82,19 @@ def subject(request: pytest.FixtureRequest, limits: Limits) -> Iterator[Subject]
     gc.collect()
 
 
-def _time(benchmark, function: Callable[[int], object], rounds: int, num_bytes: float) -> None:
-    turn = itertools.cycle(range(BATCHES))
-
-    def drop_result(i: int) -> None:
-        # pytest-benchmark would keep it during the next call, and glibc then finds no freed memory that fits: every
-        # page of the next result costs a page fault, which is no matter of the kernels (0.3 ms for 2 MB).
-        function(i)
-
-    end = time.perf_counter() + WARMUP_SECONDS
-    for call in itertools.count():
-        if call >= WARMUP_CALLS and time.perf_counter() >= end:
-            break
-        drop_result(next(turn))
-    benchmark.extra_info["bytes"] = num_bytes
-    benchmark.pedantic(drop_result, setup=lambda: ((next(turn),), {}), rounds=rounds)
-
-
 def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:
     """Pooled lookup under no_grad."""
     benchmark.group = f"forward {subject.workload.name}"
     with torch.no_grad():
-        _time(benchmark, subject.forward(name), rounds, subject.workload.forward_bytes())
+        time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.workload.forward_bytes())
 
 
 def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
     """Forward, backward and update. torch: sparse gradients and element-wise Adagrad (it has no row-wise one)."""
     benchmark.group = f"train {subject.workload.name}"
     moved = subject.workload.forward_bytes() + subject.workload.backward_bytes(subject.unique_rows())
-    _time(benchmark, subject.train(name), rounds if name != "torch" else max(rounds // 3, 3), moved)
+    rounds = rounds if name != "torch" else max(rounds // 3, 3)
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, moved)
 
 
 @pytest.mark.parametrize("name", ["ours", "torch"])

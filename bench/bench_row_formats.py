@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 from collections.abc import Callable
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
+from bench.timing import time_calls, turned
 
 SIZES = [(32_768, 128), (131_072, 16)]
 # Inputs that the calls take in turn: together more than a cache holds.
@@ -77,32 +77,21 @@ QUANTIZE = [(f, r) for f in ("int8", "int4", "mx6", "bf16") for r in ("nearest",
 DEQUANTIZE = ["int8", "int4", "mx6", "bf16"]
 
 
-def _turned(members: dict[str, Function], config: pytest.Config) -> list[str]:
-    turn = config.getoption("--turn") % len(members)
-    return [*members][turn:] + [*members][:turn]
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Whoever goes first meets a machine that is not awake yet: the passes of bench.run take turns at it."""
+    """The implementations take turns at who goes first."""
     if metafunc.function is test_quantize:
-        cases = [(*way, name) for way in QUANTIZE for name in _turned(quantizers(*way), metafunc.config)]
+        cases = [(*way, name) for way in QUANTIZE for name in turned(quantizers(*way), metafunc.config)]
         metafunc.parametrize(("format", "rounding", "name"), cases)
     elif metafunc.function is test_dequantize:
-        cases = [(f, name) for f in DEQUANTIZE for name in _turned(dequantizers(f, 1), metafunc.config)]
+        cases = [(f, name) for f in DEQUANTIZE for name in turned(dequantizers(f, 1), metafunc.config)]
         metafunc.parametrize(("format", "name"), cases)
 
 
-def _time(benchmark, functions: dict[str, Function], name: str, inputs: list[Tensor], rounds: int) -> None:
+def _time(benchmark, functions: dict[str, Function], name: str, inputs: list[Tensor], rounds: int, numel: int) -> None:
     function, first = functions[name], inputs[0]
     wanted = functions["ours"](first)
     assert torch.equal(function(first).view(wanted.dtype), wanted), f"{name} has other bytes: no figure"
-    turn = itertools.cycle(inputs)
-
-    def drop_result(x: Tensor) -> None:
-        # Kept, it would cost the next call a page fault for every page of its own result.
-        function(x)
-
-    benchmark.pedantic(drop_result, setup=lambda: ((next(turn),), {}), rounds=rounds, warmup_rounds=3)
+    time_calls(benchmark, lambda i: function(inputs[i]), len(inputs), rounds, 4 * numel)
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -110,8 +99,7 @@ def test_quantize(benchmark, size: tuple[int, int], format: str, rounding: str, 
     """Bytes: the float32 input, read once."""
     inputs = list(torch.randn(INPUTS, *size).unbind())
     benchmark.group = f"quantize {format} {rounding} {size[0]}x{size[1]}"
-    benchmark.extra_info["bytes"] = 4 * inputs[0].numel()
-    _time(benchmark, quantizers(format, rounding), name, inputs, rounds)
+    _time(benchmark, quantizers(format, rounding), name, inputs, rounds, size[0] * size[1])
 
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda s: f"{s[0]}x{s[1]}")
@@ -119,5 +107,4 @@ def test_dequantize(benchmark, size: tuple[int, int], format: str, name: str, ro
     """Bytes: the float32 output, written once, so that the rates compare with those of quantize."""
     inputs = [rk.quantize_rows(x, format) for x in torch.randn(INPUTS, *size).unbind()]
     benchmark.group = f"dequantize {format} {size[0]}x{size[1]}"
-    benchmark.extra_info["bytes"] = 4 * size[0] * size[1]
-    _time(benchmark, dequantizers(format, size[1]), name, inputs, rounds)
+    _time(benchmark, dequantizers(format, size[1]), name, inputs, rounds, size[0] * size[1])

@@ -5,7 +5,7 @@
 namespace {
 
 typedef float Line __attribute__((vector_size(64), aligned(4)));
-constexpr int64_t kAhead = 16;
+constexpr int64_t kAhead = 16, kLinesAhead = 128;
 
 template <int N>
 void gather_lines(const float* weights, const int64_t* rows, int64_t bags, int64_t bag, float* out) {
@@ -23,7 +23,52 @@ void gather_lines(const float* weights, const int64_t* rows, int64_t bags, int64
   }
 }
 
+// The cache lines that hold `bytes` bytes at p.
+struct Lines {
+  const char *begin, *end;
+};
+
+Lines lines_of(const char* p, int64_t bytes) {
+  return {reinterpret_cast<const char*>(reinterpret_cast<uintptr_t>(p) & ~uintptr_t{63}), p + bytes};
+}
+
 }  // namespace
+
+// A word of every cache line of the rows, and `dim` floats written for each bag: what rows of any format must fetch.
+extern "C" void touch_rows(const char* weights, const int64_t* rows, int64_t bags, int64_t bag, int64_t row_bytes,
+                           int64_t dim, float* out) {
+  const int64_t last = bags * bag, ahead = kLinesAhead / ((row_bytes + 63) / 64);
+#pragma omp parallel for schedule(static)
+  for (int64_t b = 0; b < bags; ++b) {
+    int64_t sum = 0;
+    for (int64_t i = b * bag; i < (b + 1) * bag; ++i) {
+      if (i + ahead < last) {
+        const Lines next = lines_of(weights + rows[i + ahead] * row_bytes, row_bytes);
+        for (const char* p = next.begin; p < next.end; p += 64) __builtin_prefetch(p);
+      }
+      const Lines own = lines_of(weights + rows[i] * row_bytes, row_bytes);
+      for (const char* p = own.begin; p < own.end; p += 64) sum += *reinterpret_cast<const int64_t*>(p);
+    }
+    for (int64_t c = 0; c < dim; ++c) out[b * dim + c] = static_cast<float>(sum);
+  }
+}
+
+// A word of every cache line of the rows read and written back as it was.
+extern "C" void rewrite_rows(char* weights, const int64_t* rows, int64_t n, int64_t row_bytes) {
+  const int64_t ahead = kLinesAhead / 2 / ((row_bytes + 63) / 64);
+#pragma omp parallel for schedule(static)
+  for (int64_t i = 0; i < n; ++i) {
+    if (i + ahead < n) {
+      const Lines next = lines_of(weights + rows[i + ahead] * row_bytes, row_bytes);
+      for (const char* p = next.begin; p < next.end; p += 64) __builtin_prefetch(p);
+    }
+    const char* own = weights + rows[i] * row_bytes;
+    for (int64_t c = 0; c < row_bytes; c += 64) {
+      auto* word = reinterpret_cast<volatile int16_t*>(const_cast<char*>(own + c));
+      *word = *word;
+    }
+  }
+}
 
 // Rows of 16, 64 or 128 floats; returns 0 for another width.
 extern "C" int gather_sum(const float* weights, const int64_t* rows, int64_t bags, int64_t bag, int64_t dim,

@@ -37,3 +37,14 @@ class Limits:
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         sizes = (ctypes.c_int64(rows.numel()), ctypes.c_int64(dim))
         self._library.update_rows(*pointers, *sizes, ctypes.c_float(1e-6))
+
+    def touch(self, weights: Tensor, rows: Tensor, bag: int, dim: int, out: Tensor) -> None:
+        """Reads a word of every cache line of the rows; weights uint8 [N, row bytes], out [n / bag, dim] float32."""
+        pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
+        sizes = (rows.numel() // bag, bag, weights.shape[1], dim)
+        self._library.touch_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_void_p(out.data_ptr()))
+
+    def rewrite(self, weights: Tensor, rows: Tensor) -> None:
+        """Reads and writes a word of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
+        pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
+        self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))

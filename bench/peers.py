@@ -66,10 +66,14 @@ class Fbgemm:
 
 
 class Ours:
-    """rec_kernels.EmbeddingBagCollection with fused row-wise Adagrad."""
+    """rec_kernels.EmbeddingBagCollection with fused row-wise Adagrad; rows of a format other than fp32 are rounded
+    stochastically."""
 
-    def __init__(self, w: Workload) -> None:
-        tables = [rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"]) for t in range(w.tables)]
+    def __init__(self, w: Workload, format: str = "fp32") -> None:
+        tables = [
+            rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], format=format)
+            for t in range(w.tables)
+        ]
         self.module = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=LR, eps=EPS))
         self.keys, self.offsets = self.module.feature_names, w.offsets()
 
@@ -80,6 +84,31 @@ class Ours:
     def train(self, ids: Tensor, grad: Tensor) -> None:
         """Forward, backward with the update fused in."""
         self.forward(ids).backward(grad)
+
+
+class FbgemmInference:
+    """FBGEMM's table-batched lookup of low-precision rows, which cannot be trained; float32 outputs, as ours."""
+
+    FORMATS = ("fp16", "int8", "int4")
+
+    def __init__(self, w: Workload, format: str, ours: Ours) -> None:
+        with contextlib.redirect_stdout(io.StringIO()):
+            from fbgemm_gpu.split_embedding_configs import SparseType
+            from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+            from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
+        spec = ("", w.rows, w.dim, SparseType(format), EmbeddingLocation.HOST)
+        self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
+            [spec] * w.tables, device="cpu", output_dtype=SparseType.FP32
+        )
+        self.module.initialize_weights()
+        for t, (rows, _) in enumerate(self.module.split_embedding_weights(split_scale_shifts=False)):
+            own = ours.module.embedding_bags[f"t{t}"].weight.detach()
+            rows.copy_(own.view(torch.uint8) if format == "fp16" else rk.rows_to_fbgemm(own, format, w.dim))
+        self.offsets = w.offsets()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[B, T * D]."""
+        return self.module(ids, self.offsets)
 
 
 def available() -> dict[str, type]:

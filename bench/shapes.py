@@ -41,15 +41,19 @@ class Workload:
         """[T * B + 1] int64."""
         return torch.arange(0, self.tables * self.batch * self.bag + 1, self.bag)
 
-    def forward_bytes(self) -> int:
-        """Rows read (every occurrence) + ids + pooled output written."""
-        n = self.tables * self.batch * self.bag
-        return n * self.dim * 4 + n * 8 + self.tables * self.batch * self.dim * 4
+    def linear(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` in tables that lie one after the other."""
+        return (ids.view(self.tables, -1) + torch.arange(self.tables)[:, None] * self.rows).view(-1)
 
-    def backward_bytes(self, unique_rows: int) -> int:
+    def forward_bytes(self, row_bytes: int | None = None) -> int:
+        """Rows read (every occurrence; of ``row_bytes``, by default float32) + ids + pooled output written."""
+        n = self.tables * self.batch * self.bag
+        return n * (row_bytes or 4 * self.dim) + n * 8 + self.tables * self.batch * self.dim * 4
+
+    def backward_bytes(self, unique_rows: float, row_bytes: int | None = None) -> float:
         """Gradient rows read (every occurrence) + touched rows and their state read and written + ids."""
         n = self.tables * self.batch * self.bag
-        return n * self.dim * 4 + unique_rows * (self.dim + 1) * 8 + n * 8
+        return n * self.dim * 4 + 2 * unique_rows * ((row_bytes or 4 * self.dim) + 4) + n * 8
 
 
 WORKLOADS = [

@@ -327,15 +327,9 @@ struct WidePhilox {
 // Columns that a WidePhilox has the words of.
 constexpr int kDrawn = 2 * kLanes;
 
-// The words of kStreams * kDrawn columns of a row, from column 4 * first_block on. A round waits for the one before it:
-// several streams fill the time.
+// The words of all streams' counters. A round waits for the one before it: several streams fill the time.
 template <int kStreams>
-RK_HOST_DEVICE void draw_words(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
-  const DoubleWords zero = {}, low = zero + static_cast<uint32_t>(row), at = zero + uint64_t{noise_place(n, row)},
-                    step = zero + uint64_t{n.step};
-  WidePhilox streams[kStreams];
-  for (int i = 0; i < kStreams; ++i)
-    streams[i] = {{double_word_ramp(1) + uint64_t{first_block + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
+RK_HOST_DEVICE void draw_streams(const Noise& n, WidePhilox* streams, uint32_t* out) {
   uint32_t key0 = n.seed_low, key1 = n.seed_high;
   for (int round = 0; round < kPhiloxRounds; ++round) {
     for (int i = 0; i < kStreams; ++i) streams[i].round(key0, key1);
@@ -343,6 +337,37 @@ RK_HOST_DEVICE void draw_words(const Noise& n, int64_t row, uint32_t first_block
     key1 += kPhiloxW1;
   }
   for (int i = 0; i < kStreams; ++i) streams[i].store(out + i * kDrawn);
+}
+
+// The words of kStreams * kDrawn columns of a row, from column 4 * first_block on.
+template <int kStreams>
+RK_HOST_DEVICE void draw_columns(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
+  const DoubleWords zero = {}, low = zero + static_cast<uint32_t>(row), at = zero + uint64_t{noise_place(n, row)},
+                    step = zero + uint64_t{n.step};
+  WidePhilox streams[kStreams];
+  for (int i = 0; i < kStreams; ++i)
+    streams[i] = {{double_word_ramp(1) + uint64_t{first_block + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
+  draw_streams<kStreams>(n, streams, out);
+}
+
+// The words of the first `columns` columns of kStreams * kDrawn / columns rows, one row after the other.
+template <int kStreams>
+RK_HOST_DEVICE void draw_rows(const Noise& n, const int64_t* rows, int columns, uint32_t* out) {
+  constexpr int kCounters = kStreams * kDrawn / 4;
+  uint64_t block[kCounters], low[kCounters], at[kCounters];
+  for (int i = 0, row = 0; i < kCounters; ++row)
+    for (int b = 0; b < columns / 4; ++b, ++i) {
+      block[i] = static_cast<uint64_t>(b);
+      low[i] = static_cast<uint32_t>(rows[row]);
+      at[i] = noise_place(n, rows[row]);
+    }
+  WidePhilox streams[kStreams];
+  for (int i = 0; i < kStreams; ++i) {
+    const int first = i * kDrawn / 4;
+    streams[i] = {{load_as<DoubleWords>(block + first), load_as<DoubleWords>(low + first),
+                   load_as<DoubleWords>(at + first), DoubleWords{} + uint64_t{n.step}}};
+  }
+  draw_streams<kStreams>(n, streams, out);
 }
 
 }  // namespace RK_ISA

@@ -114,11 +114,11 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
   int64_t workers = 1;
   const std::vector<Piece> pieces = cut(o.tables, &workers);
-  const int64_t row = kScratchRows * scratch_row(in.max_dim);
-  std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(workers * row)]);
+  const int64_t floats = scratch_floats(in.max_dim);
+  std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(workers * floats)]);
   parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
     const Piece& p = pieces[static_cast<size_t>(i)];
-    finish(args, target, *p.table, scratch.get() + worker * row, p.begin, p.end);
+    finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);
   });
 }
 

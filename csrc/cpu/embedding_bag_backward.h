@@ -62,9 +62,15 @@ struct RowTarget {
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
 };
 
-// Floats of scratch that finishing runs takes: a gradient, and a decoded row.
-constexpr int64_t kScratchRows = 2;
-inline int64_t scratch_row(int64_t D) { return (D + 63) / 64 * 64; }
+// Updated rows that wait for each other, so that they are encoded together: the work of one fills the pauses of
+// another.
+constexpr int64_t kRowsHeld = 8, kFloatsHeld = 2048;
+inline int64_t rows_held(int64_t D) {
+  const int64_t rows = kFloatsHeld / D;
+  return rows < 1 ? 1 : (rows < kRowsHeld ? rows : kRowsHeld);
+}
+// Floats of scratch that finishing runs of up to D columns takes: a gradient, and the rows that wait.
+inline int64_t scratch_floats(int64_t D) { return D + (D < kFloatsHeld ? kFloatsHeld : D); }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);
@@ -72,7 +78,7 @@ using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, 
 struct EmbeddingBagBackwardKernels {
   // Sums chunks [begin, end) of long runs into their `out`.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, int64_t begin, int64_t end);
-  // Sum and finish runs [begin, end) of a table; `scratch` is kScratchRows * scratch_row(D) floats.
+  // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
   FinishRuns dense, sparse, sgd, rowwise_adagrad;
 
   template <CpuIsa>

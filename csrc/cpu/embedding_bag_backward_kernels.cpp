@@ -4,7 +4,7 @@
 // row that stays in the first-level cache; then the target (gradient or optimizer) reads it once. Rows to come are
 // announced a few runs ahead so that their memory is on its way.
 #include "core/row_statistics.h"
-#include "cpu/embedding_bag_backward.h"
+#include "cpu/row_targets.h"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
 
@@ -12,9 +12,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-constexpr int W = Vec::kWidth;
-constexpr int kBlockVecs = 8;
-constexpr int kBlock = kBlockVecs * W;
 // Runs between a row's prefetch and its update.
 constexpr int64_t kAhead = 8;
 
@@ -25,11 +22,6 @@ struct Terms {
   int64_t count;
   bool weighted;
 };
-
-template <bool kPartial>
-Vec load_columns(const float* p, int tail) {
-  return kPartial ? Vec::load_partial(p, tail) : Vec::load(p);
-}
 
 // sum[] = the terms' columns [column, column + NV * W), added up in ascending order from the first term.
 template <int NV, bool kTail, bool kWeighted>
@@ -57,78 +49,6 @@ template <int NV, bool kTail>
 RK_HOST_DEVICE void sum_columns(const Terms& t, int64_t column, int tail, Vec* sum) {
   if (t.weighted) sum_block<NV, kTail, true>(t, column, tail, sum);
   else sum_block<NV, kTail, false>(t, column, tail, sum);
-}
-
-// each.block<NV, kTail>(column, tail) for the column blocks of a row.
-template <class Each>
-RK_HOST_DEVICE void for_blocks(int64_t D, const Each& each) {
-  for (int64_t column = 0; column < D; column += kBlock) {
-    const int64_t here = D - column < kBlock ? D - column : kBlock;
-    const int tail = static_cast<int>(here % W);
-    switch (2 * ((here + W - 1) / W) + (tail != 0)) {
-      case 2:
-        each.template block<1, false>(column, tail);
-        break;
-      case 3:
-        each.template block<1, true>(column, tail);
-        break;
-      case 4:
-        each.template block<2, false>(column, tail);
-        break;
-      case 5:
-        each.template block<2, true>(column, tail);
-        break;
-      case 6:
-        each.template block<3, false>(column, tail);
-        break;
-      case 7:
-        each.template block<3, true>(column, tail);
-        break;
-      case 8:
-        each.template block<4, false>(column, tail);
-        break;
-      case 9:
-        each.template block<4, true>(column, tail);
-        break;
-      case 10:
-        each.template block<5, false>(column, tail);
-        break;
-      case 11:
-        each.template block<5, true>(column, tail);
-        break;
-      case 12:
-        each.template block<6, false>(column, tail);
-        break;
-      case 13:
-        each.template block<6, true>(column, tail);
-        break;
-      case 14:
-        each.template block<7, false>(column, tail);
-        break;
-      case 15:
-        each.template block<7, true>(column, tail);
-        break;
-      case 16:
-        each.template block<8, false>(column, tail);
-        break;
-      default:
-        each.template block<8, true>(column, tail);
-        break;
-    }
-  }
-}
-
-template <int NV, bool kTail>
-RK_HOST_DEVICE void store_columns(const Vec* v, float* out, int tail) {
-  for (int i = 0; i < NV - 1; ++i) v[i].store(out + i * W);
-  if (kTail) v[NV - 1].store_partial(out + (NV - 1) * W, tail);
-  else v[NV - 1].store(out + (NV - 1) * W);
-}
-
-template <int NV, bool kTail>
-RK_HOST_DEVICE void load_row(const float* from, int tail, Vec* v) {
-  for (int i = 0; i < NV - 1; ++i) v[i] = Vec::load(from + i * W);
-  v[NV - 1] = load_columns<kTail>(from + (NV - 1) * W, tail);
 }
 
 int64_t payload_of(const RunArgs& a, int64_t entry) {
@@ -199,119 +119,10 @@ void sum_chunks(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t
   }
 }
 
-// A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
-// put<NV, kTail>(...) takes its columns block by block, close(row) ends it.
-struct DenseTarget {
-  static constexpr bool kNeedsMeanSquare = false;
-  int64_t D;
-  float* gradient;  // of the table
-
-  void prefetch(int64_t) const {}
-  float* open(int64_t row, int64_t, float) const { return gradient + row * D; }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
-    store_columns<NV, kTail>(g, row + column, tail);
-  }
-  void close(int64_t) const {}
-};
-
-struct SparseTarget {
-  static constexpr bool kNeedsMeanSquare = false;
-  int64_t D;
-  int64_t* rows;  // of the table's runs
-  float* gradients;
-
-  void prefetch(int64_t) const {}
-  float* open(int64_t row, int64_t run, float) const {
-    rows[run] = row;
-    return gradients + run * D;
-  }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
-    store_columns<NV, kTail>(g, row + column, tail);
-  }
-  void close(int64_t) const {}
-};
-
-template <class Optimizer>
-struct UpdateTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
-  int64_t D;
-  Optimizer optimizer;
-  float* weights;    // of the table
-  const float* sum;  // of the table
-
-  struct Row {
-    float* weights;
-    float factor;
-  };
-  void prefetch(int64_t row) const {
-    prefetch_bytes(weights + row * D, D * 4);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
-  }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
-    return {weights + row * D, optimizer.prepare(row, mean_square)};
-  }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
-    Vec w[NV];
-    load_row<NV, kTail>(row.weights + column, tail, w);
-    const Vec factor = Vec::broadcast(row.factor);
-    for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
-    store_columns<NV, kTail>(w, row.weights + column, tail);
-  }
-  void close(int64_t) const {}
-};
-
-// Rows of a format: decoded into scratch memory, updated there, and encoded.
-template <class Optimizer>
-struct EncodedTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
-  int64_t D;
-  Optimizer optimizer;
-  uint8_t* rows;  // of the table
-  int64_t row_bytes;
-  const float* sum;  // of the table
-  float* scratch;
-  RowFormatKernels::Decode decode;
-  RowFormatKernels::Encode encode;
-  RowRounding rounding;
-
-  EncodedTarget(const Feature& f, const RowTarget& t, const Optimizer& optimizer, const float* sum, float* scratch)
-      : D(f.embedding_dim),
-        optimizer(optimizer),
-        rows(t.weights + f.weight_offset),
-        row_bytes(f.row_bytes),
-        sum(sum),
-        scratch(scratch),
-        rounding(t.rounding) {
-    const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
-    const auto format = static_cast<int>(f.format);
-    decode = k.decode[format];
-    encode = t.stochastic ? k.stochastic[format] : k.nearest[format];
-    rounding.noise.table = static_cast<uint32_t>(f.table_id);
-  }
-
-  using Row = typename UpdateTarget<Optimizer>::Row;
-  void prefetch(int64_t row) const {
-    prefetch_bytes(rows + row * row_bytes, row_bytes);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
-  }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
-    decode(rows + row * row_bytes, D, scratch);
-    return {scratch, optimizer.prepare(row, mean_square)};
-  }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
-    UpdateTarget<Optimizer>::template put<NV, kTail>(row, column, g, tail);
-  }
-  void close(int64_t row) const { encode(scratch, D, rounding, row, rows + row * row_bytes); }
-};
-
 // for_blocks of a row that fits in the registers: sum, statistic and target without touching memory between.
 template <class Target>
 struct FinishNarrow {
-  const Target& target;
+  Target& target;
   const Terms& terms;
   int64_t row, run;
   float inverse_scale;
@@ -346,8 +157,7 @@ struct PutFrom {
 };
 
 template <class Target>
-void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
-                 float* scratch) {
+void finish_wide(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
   const int64_t D = target.D;
   sum_scaled(terms, D, inverse_scale, scratch);
   const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
@@ -357,8 +167,7 @@ void finish_wide(const Target& target, const Terms& terms, int64_t row, int64_t 
 }
 
 template <class Target>
-void finish_row(const Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale,
-                float* scratch) {
+void finish_row(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
   if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
   else finish_wide(target, terms, row, run, inverse_scale, scratch);
 }
@@ -376,8 +185,7 @@ const LongRun* first_long_run(const RunArgs& a, int64_t run) {
 
 // Runs [begin, end) of a table in order. The memory of rows to come is fetched kAhead runs before their turn.
 template <class Target>
-void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table, float* scratch, int64_t begin,
-                 int64_t end) {
+void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const int64_t D = target.D;
   const auto announce = [&](int64_t r) {
     const int64_t start = table.starts[r];
@@ -398,6 +206,7 @@ void finish_runs(const RunArgs& a, const Target& target, const TableRuns& table,
     }
     finish_row(target, terms, row, r, a.inverse_scale, scratch);
   }
+  target.flush();
 }
 
 void dense(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
@@ -422,9 +231,8 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
             int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
   if (f.format != RowFormat::kFp32)
-    return finish_runs(
-        a, EncodedTarget<Optimizer>(f, t, optimizer, state_of(t, table), scratch + scratch_row(f.embedding_dim)), table,
-        scratch, begin, end);
+    return finish_runs(a, EncodedTarget<Optimizer>(f, t, optimizer, state_of(t, table), scratch + f.embedding_dim),
+                       table, scratch, begin, end);
   auto* weights = reinterpret_cast<float*>(t.weights + f.weight_offset);
   finish_runs(a, UpdateTarget<Optimizer>{f.embedding_dim, optimizer, weights, state_of(t, table)}, table, scratch,
               begin, end);

@@ -4,6 +4,7 @@
 // As for floats (embedding_bag_kernels.cpp), a bag's columns are pooled in blocks whose sums stay in registers, and
 // rows are prefetched a fixed number of ids ahead.
 #include "core/row_statistics.h"
+#include "cpu/bag_blocks.h"
 #include "cpu/embedding_bag_encoded.h"
 #include "cpu/row_reader.h"
 
@@ -13,13 +14,6 @@ namespace {
 
 // Steps of 16 columns of a block: its sums take half of the registers, decoding needs the others.
 constexpr int kBlockSteps = kLanes == 16 ? 8 : (kLanes == 8 ? 4 : 2);
-// Bytes of rows on their way: what hides the latency of memory, as for floats.
-constexpr int64_t kPrefetchBytes = 8192;
-
-int64_t prefetch_distance(int64_t row_bytes) {
-  const int64_t rows = kPrefetchBytes / row_bytes;
-  return rows < 8 ? 8 : (rows > 64 ? 64 : rows);
-}
 
 // Bags [begin, end) of one feature, columns [column, column + kSteps * 16) of it.
 struct Block {
@@ -33,13 +27,6 @@ struct Block {
   int64_t output_dim;
   Bounds* bounds;
 };
-
-void note_bad(Bounds* bounds, int64_t column, int64_t position) {
-  // Columns come in blocks: count an id once.
-  if (column != 0) return;
-  if (position < bounds->position) bounds->position = position;
-  ++bounds->skipped;
-}
 
 // Adds a row's columns from `column` on to the sums of a block, of which `columns` exist: fewer than kSteps * 16 when
 // kPartial.

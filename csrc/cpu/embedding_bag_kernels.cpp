@@ -3,6 +3,7 @@
 // A bag's columns are pooled in blocks of up to eight registers: accumulators stay in registers over the whole bag,
 // rows are prefetched a fixed number of ids ahead (also across bags), and a row is read exactly once.
 #include "core/row_statistics.h"
+#include "cpu/bag_blocks.h"
 #include "cpu/embedding_bag_encoded.h"
 
 namespace rec_kernels {
@@ -12,14 +13,6 @@ namespace {
 constexpr int W = Vec::kWidth;
 constexpr int kBlockVecs = 8;
 constexpr int kBlock = kBlockVecs * W;
-// Ids between a row's prefetch and its use: about 8 KiB of rows in flight covers DRAM latency at D = 128; more evicts
-// them again from the first-level cache before they are used.
-constexpr int64_t kPrefetchBytes = 8192;
-
-int64_t prefetch_distance(int64_t row_bytes) {
-  const int64_t rows = kPrefetchBytes / row_bytes;
-  return rows < 8 ? 8 : (rows > 64 ? 64 : rows);
-}
 
 // Bags [begin, end) of one feature, columns [column, column + NV * W) of it.
 struct Block {
@@ -34,13 +27,6 @@ struct Block {
   int64_t output_dim;
   Bounds* bounds;
 };
-
-void note_bad(const Block& k, int64_t position) {
-  // Columns come in blocks: count an id once.
-  if (k.column != 0) return;
-  if (position < k.bounds->position) k.bounds->position = position;
-  ++k.bounds->skipped;
-}
 
 template <bool kTail>
 Vec load_last(const float* p, int tail) {
@@ -72,7 +58,7 @@ void pool_block(const Block& k) {
       const int64_t id = static_cast<int64_t>(ids[i]);
       // Compared unsigned, so that a negative id is out of range too.
       if (__builtin_expect(static_cast<uint64_t>(id) >= limit || id == padding, 0)) {
-        if (static_cast<uint64_t>(id) >= limit) note_bad(k, i);
+        if (static_cast<uint64_t>(id) >= limit) note_bad(k.bounds, k.column, i);
         --counted;
         continue;
       }

@@ -64,7 +64,7 @@ class RowDecoder {
   void decode(const uint8_t* row, int64_t n, float* scratch) const {
     uint8_t* to = out_ + n * D_ * bytes_;
     decode_(row, D_, narrow_ ? scratch : reinterpret_cast<float*>(to));
-    if (narrow_) narrow_(scratch, D_, RowRounding{}, 0, to);
+    if (narrow_) narrow_(scratch, 1, D_, RowRounding{}, {to, 0, nullptr});
   }
 
  private:
@@ -72,7 +72,7 @@ class RowDecoder {
   uint8_t* out_;
   int64_t D_;
   int64_t bytes_;
-  RowFormatKernels::Encode narrow_ = nullptr;
+  RowFormatKernels::EncodeRows narrow_ = nullptr;
 };
 
 int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
@@ -83,7 +83,7 @@ RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& s
 
 RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
   const auto& k = kernels<RowFormatKernels>();
-  return (options.stochastic ? k.rows_stochastic : k.rows_nearest)[static_cast<int>(options.format)];
+  return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
 }
 
 std::unique_ptr<float[]> new_scratch(int64_t size) {
@@ -107,8 +107,8 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
     const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
-      const int64_t bad =
-          encode(from.rows(n, count, scratch.get()), count, D, how, options.first_row + n, to + n * bytes);
+      const RowPlaces places{to + n * bytes, options.first_row + n, nullptr};
+      const int64_t bad = encode(from.rows(n, count, scratch.get()), count, D, how, places);
       if (bad == count) continue;
       int64_t first = first_bad.load();
       while (n + bad < first && !first_bad.compare_exchange_weak(first, n + bad)) {
@@ -158,7 +158,7 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
       // A row that the format cannot hold reads as NaN.
-      encode(from.rows(n, count, scratch.get()), count, D, how, options.first_row + n, rows.get());
+      encode(from.rows(n, count, scratch.get()), count, D, how, {rows.get(), options.first_row + n, nullptr});
       for (int64_t i = 0; i < count; ++i) decoder.decode(rows.get() + i * bytes, n + i, scratch.get());
     }
   });

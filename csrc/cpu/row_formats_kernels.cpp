@@ -21,11 +21,8 @@ void decode_row(const uint8_t* row, int64_t D, float* out) {
 // Constant, so that nothing of this instruction set runs when the library loads.
 template <class... Formats>
 struct Table {
-  static constexpr RowFormatKernels kernels = {{RowWriter<Formats, false>::write...},
-                                               {RowWriter<Formats, true>::write...},
-                                               {RowsWriter<Formats, false>::write...},
-                                               {RowsWriter<Formats, true>::write...},
-                                               {decode_row<Formats>...}};
+  static constexpr RowFormatKernels kernels = {
+      {RowsWriter<Formats, false>::write...}, {RowsWriter<Formats, true>::write...}, {decode_row<Formats>...}};
 };
 
 }  // namespace

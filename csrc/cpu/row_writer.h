@@ -1,4 +1,4 @@
-// Writing rows: write_row<Format, kStochastic> encodes a row of floats.
+// Writing rows: RowsWriter<Format, kStochastic> encodes rows of floats.
 #pragma once
 
 #include "cpu/row_formats.h"
@@ -18,17 +18,26 @@ RK_HOST_DEVICE Columns load_columns(const float* x, int64_t c, int64_t D) {
   return out;
 }
 
-// A row's noise, for columns in ascending order.
+// The noise of rows in ascending order, and of their columns in ascending order.
 template <bool kStochastic>
 class RowNoise {
  public:
-  RowNoise(const Noise& noise, int64_t row, int64_t D) : noise_(noise), row_(row), D_(D) {}
+  RowNoise(const Noise& noise, const RowPlaces& places, int64_t N, int64_t D)
+      : noise_(noise), places_(places), N_(N), D_(D) {
+    while (columns_ < D && columns_ < kWords) columns_ *= 2;
+  }
+  RK_HOST_DEVICE void start(int64_t n) {
+    row_ = n;
+    const int64_t within = n % (kWords / columns_);
+    first_ = words_ + within * columns_;
+    drawn_ = n - within == shared_ ? columns_ : 0;
+  }
   // To be called before the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15 are asked for.
   RK_HOST_DEVICE void draw(int64_t c) {
     if (c >= drawn_) draw_more(c);
   }
   // The words of register v of columns c and after.
-  RK_HOST_DEVICE WordLanes at(int64_t c, int v) const { return load_as<WordLanes>(words_ + c % kWords + v * kLanes); }
+  RK_HOST_DEVICE WordLanes at(int64_t c, int v) const { return load_as<WordLanes>(first_ + c % kWords + v * kLanes); }
 
  private:
   static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
@@ -37,15 +46,30 @@ class RowNoise {
   // Not inlined: in place it would keep the registers of who asks from being used.
   __attribute__((noinline)) void draw_more(int64_t c) {
     const auto block = static_cast<uint32_t>(c / 4);
-    const int64_t left = D_ - c;
-    if (left <= kDrawn && kStep <= kDrawn) draw_words<1>(noise_, row_, block, words_);
-    else if (left <= 2 * kDrawn || kStreams == 2) draw_words<2>(noise_, row_, block, words_);
-    else draw_words<kStreams>(noise_, row_, block, words_);
+    if (columns_ < kWords) return draw_narrow();
+    const int64_t left = D_ - c, row = places_.number(row_);
+    if (left <= 2 * kDrawn || kStreams == 2) draw_columns<2>(noise_, row, block, words_);
+    else draw_columns<kStreams>(noise_, row, block, words_);
     drawn_ = c + kWords;
+  }
+  // Rows of at most half as many columns as are drawn at once share a draw.
+  void draw_narrow() {
+    const int64_t most = kWords / columns_;
+    shared_ = row_ - row_ % most;
+    const int64_t rows = N_ - shared_ < most ? N_ - shared_ : most;
+    int64_t numbers[kWords / kStep] = {};
+    for (int64_t i = 0; i < rows; ++i) numbers[i] = places_.number(shared_ + i);
+    if (rows * columns_ <= kWords / 2 && kStreams > 2) draw_rows<2>(noise_, numbers, columns_, words_);
+    else draw_rows<kStreams>(noise_, numbers, columns_, words_);
+    drawn_ = columns_;
   }
 
   const Noise& noise_;
-  int64_t row_, D_, drawn_ = 0;
+  const RowPlaces& places_;
+  int64_t N_, D_, row_ = 0, drawn_ = 0;
+  int64_t shared_ = -1;  // the first row of the draw that several rows share
+  int columns_ = kStep;  // of a row's words in a draw
+  const uint32_t* first_ = words_;
   alignas(64) uint32_t words_[kWords];
 };
 
@@ -53,7 +77,8 @@ class RowNoise {
 template <>
 class RowNoise<false> {
  public:
-  RowNoise(const Noise&, int64_t, int64_t) {}
+  RowNoise(const Noise&, const RowPlaces&, int64_t, int64_t) {}
+  RK_HOST_DEVICE void start(int64_t) {}
   RK_HOST_DEVICE void draw(int64_t) {}
   RK_HOST_DEVICE WordLanes at(int64_t, int) const { return WordLanes{}; }
 };
@@ -86,9 +111,11 @@ RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
 }
 
 template <class Format, bool kStochastic>
-struct RowWriter {  // floats
-  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number, D);
+struct RowWriter {                        // floats
+  static constexpr int kColumns = kStep;  // written at once
+
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
     for (int64_t c = 0; c < D; c += kStep) {
       alignas(64) uint8_t last[kStep * Format::kBytes];
       const bool whole = c + kStep <= D;
@@ -157,23 +184,19 @@ struct RowWriter<Affine<kBits>, kStochastic> {
     bool finite;
   };
 
-  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    return write(x, D, how, number, row, grid_of(x, D));
-  }
   RK_HOST_DEVICE static Grid grid_of(const float* x, int64_t D) {
     const RowRange range = range_of(x, D);
     return {Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits)),
             range.finite};
   }
-  RK_HOST_DEVICE static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row,
-                                   const Grid& grid) {
+  RK_HOST_DEVICE static bool write(const float* x, int64_t D, RowNoise<kStochastic>& noise, const Grid& grid,
+                                   uint8_t* row) {
     const AffineGrid& g = grid.g;
     store_grid(g, row + Format::code_bytes(D));
     if (__builtin_expect(g.scale != g.scale, 0)) {
       memset(row, 0, static_cast<size_t>(Format::code_bytes(D)));
       return grid.finite;
     }
-    RowNoise<kStochastic> noise(how.noise, number, D);
     int64_t c = 0;
     if constexpr (kBits != 2) {
       for (; c + 4 * kLanes <= D; c += 4 * kLanes) {
@@ -220,25 +243,34 @@ struct RowWriter<Affine<kBits>, kStochastic> {
 template <int m, bool kStochastic>
 struct RowWriter<SharedMicroexponents<m>, kStochastic> {
   using Format = SharedMicroexponents<m>;
+  static constexpr int kColumns = kStep;
 
-  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number, D);
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
     uint8_t *signs = row + Format::signs(D), *exponents = row + Format::exponents(D), *pairs = row + Format::pairs(D);
     for (int64_t c = 0; c < D; c += kStep) {
       const int64_t block = c / kStep;
       noise.draw(c);
       const Columns in = load_columns(x, c, D);
-      WordLanes needed[kStepVecs], codes[kStepVecs], sign[kStepVecs], bits[kStepVecs];
-      const uint32_t exponent = exponents_of(in, how.round_up, needed);
-      const WordLanes shared = WordLanes{} + exponent;
+      WordLanes pair[kStepVecs], largest = {}, codes[kStepVecs], sign[kStepVecs], bits[kStepVecs];
       for (int v = 0; v < kStepVecs; ++v) {
-        bits[v] = Format::pair_bit(shared, needed[v]);
-        const WordLanes step = Format::step_field(shared, bits[v]);
-        const WordLanes number_of_steps = Format::template encode<kStochastic>(in.v[v], step, noise.at(c, v));
-        codes[v] = exponent == 255 ? WordLanes{} : number_of_steps;
-        sign[v] = exponent == 255 ? WordLanes{} : bits_of(in.v[v]) >> 31;
+        const WordLanes magnitude = bits_of(in.v[v]) & kMagnitudeBits;
+        pair[v] = larger_word(magnitude, swap_pairs(magnitude));
+        largest = larger_word(largest, pair[v]);
+      }
+      const uint32_t exponent = Format::pair_exponent(largest_lane(largest), round_up);
+      const WordLanes edge = WordLanes{} + Format::lower_pairs(exponent, round_up);
+      const FloatLanes long_steps = FloatLanes{} + inverse_step(exponent, 0u),
+                       short_steps = FloatLanes{} + inverse_step(exponent, 1u);
+      for (int v = 0; v < kStepVecs; ++v) {
+        bits[v] = pair[v] < edge ? WordLanes{} + 1u : WordLanes{};
+        const FloatLanes steps = magnitude_of(in.v[v]) * (pair[v] < edge ? short_steps : long_steps);
+        codes[v] = Format::template encode_scaled<kStochastic>(steps, noise.at(c, v));
+        sign[v] = bits_of(in.v[v]) >> 31;
         if constexpr (m == 7) codes[v] |= sign[v] << 7;
       }
+      if (__builtin_expect(exponent == 255u, 0))
+        for (int v = 0; v < kStepVecs; ++v) codes[v] = sign[v] = WordLanes{};
       store_codes<Format::kMagnitudeWidth>(row + block * 2 * Format::kMagnitudeWidth, codes);
       if constexpr (m != 7) store_as(signs + 2 * block, static_cast<uint16_t>(pack_registers<1>(sign)));
       exponents[block] = static_cast<uint8_t>(exponent);
@@ -248,35 +280,34 @@ struct RowWriter<SharedMicroexponents<m>, kStochastic> {
   }
 
  private:
-  RK_HOST_DEVICE static uint32_t exponents_of(const Columns& x, bool round_up, WordLanes* needed) {
-    WordLanes largest = {};
-    for (int v = 0; v < kStepVecs; ++v) {
-      const WordLanes magnitude = bits_of(x.v[v]) & kMagnitudeBits;
-      needed[v] = Format::pair_exponent(larger_word(magnitude, swap_pairs(magnitude)), round_up);
-      largest = larger_word(largest, needed[v]);
-    }
-    return largest_lane(largest);
+  RK_HOST_DEVICE static float inverse_step(uint32_t exponent, uint32_t bit) {
+    return power_of_two<float>(254u - Format::step_field(exponent, bit));
   }
 
   RK_HOST_DEVICE static uint8_t every_second_bit(uint32_t x) {
+#if defined(__BMI2__)
+    return static_cast<uint8_t>(_pext_u32(x, 0x5555u));
+#else
     x &= 0x5555u;
     x = (x | x >> 1) & 0x3333u;
     x = (x | x >> 2) & 0x0F0Fu;
     return static_cast<uint8_t>(x | x >> 4);
+#endif
   }
 };
 
 template <class Element, bool kStochastic>
 struct RowWriter<Microscaling<Element>, kStochastic> {
   using Format = Microscaling<Element>;
+  static constexpr int kColumns = Format::kBlock;
 
-  static bool write(const float* x, int64_t D, const RowRounding& how, int64_t number, uint8_t* row) {
-    RowNoise<kStochastic> noise(how.noise, number, D);
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
     for (int64_t block = 0; block < Format::blocks(D); ++block) {
       const int64_t c = block * Format::kBlock;
       const Columns in[2] = {load_columns(x, c, D), load_columns(x, c + kStep, D)};
       const uint32_t first = largest_magnitude(in[0]), second = largest_magnitude(in[1]);
-      const uint32_t scale = Format::scale(first > second ? first : second, how.round_up);
+      const uint32_t scale = Format::scale(first > second ? first : second, round_up);
       row[Format::scales(D) + block] = static_cast<uint8_t>(scale);
       for (int half = 0; half < 2; ++half) {
         noise.draw(c + half * kStep);
@@ -305,15 +336,19 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
   }
 };
 
-// Rows of x [N, D], of which the first is number `first`, one after the other. Returns the first row that the format
-// cannot hold, or N.
+// Rows of x [N, D] to their places. Returns the first row that the format cannot hold, or N.
 template <class Format, bool kStochastic>
 struct RowsWriter {
-  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, int64_t first, uint8_t* rows) {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
     const int64_t bytes = Format::row_bytes(D);
+    using Writer = RowWriter<Format, kStochastic>;
+    RowNoise<kStochastic> noise(how.noise, to, N, ceil_div(D, Writer::kColumns) * Writer::kColumns);
     int64_t bad = N;
-    for (int64_t n = N - 1; n >= 0; --n)
-      if (!RowWriter<Format, kStochastic>::write(x + n * D, D, how, first + n, rows + n * bytes)) bad = n;
+    for (int64_t n = 0; n < N; ++n) {
+      noise.start(n);
+      const bool held = Writer::write(x + n * D, D, how.round_up, noise, to.row(n, bytes));
+      if (!held && bad == N) bad = n;
+    }
     return bad;
   }
 };
@@ -321,14 +356,16 @@ struct RowsWriter {
 // A row's codes wait for its range: they are written while the next row's is found.
 template <int kBits, bool kStochastic>
 struct RowsWriter<Affine<kBits>, kStochastic> {
-  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, int64_t first, uint8_t* rows) {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
     using Writer = RowWriter<Affine<kBits>, kStochastic>;
     const int64_t bytes = Affine<kBits>::row_bytes(D);
+    RowNoise<kStochastic> noise(how.noise, to, N, D);
     int64_t bad = N;
     auto grid = Writer::grid_of(x, D);
     for (int64_t n = 0; n < N; ++n) {
       const auto next = n + 1 < N ? Writer::grid_of(x + (n + 1) * D, D) : grid;
-      if (!Writer::write(x + n * D, D, how, first + n, rows + n * bytes, grid) && bad == N) bad = n;
+      noise.start(n);
+      if (!Writer::write(x + n * D, D, noise, grid, to.row(n, bytes)) && bad == N) bad = n;
       grid = next;
     }
     return bad;

@@ -53,9 +53,21 @@ struct SharedMicroexponents {
     return block > static_cast<uint32_t>(m - 1) + bit ? block - static_cast<uint32_t>(m - 1) - bit : one;
   }
 
+  // Of pairs whose larger magnitude is below this, as bits, D is 1: pair_bit(block, pair_exponent(largest)), in one
+  // comparison. Adding to the bits carries into the exponent where pair_exponent rounds up; what it makes of denormals
+  // and of the largest numbers differs, but not in D.
+  RK_HOST_DEVICE static uint32_t lower_pairs(uint32_t block, bool round_up) {
+    if (block < static_cast<uint32_t>(m + 1) || block == 255u) return 0;
+    return (block << 23) - (round_up ? (1u << (24 - m)) - 1 : 0);
+  }
+
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode(F x, U step, U word) {
-    const F steps = magnitude_of(x) * power_of_two<F>(254u - step);
+    return encode_scaled<kStochastic>(magnitude_of(x) * power_of_two<F>(254u - step), word);
+  }
+  // A magnitude in steps.
+  template <bool kStochastic, class F, class U>
+  RK_HOST_DEVICE static U encode_scaled(F steps, U word) {
     return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxMagnitude)), word);
   }
 

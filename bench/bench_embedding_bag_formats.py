@@ -1,0 +1,123 @@
+"""embedding_bag over every bag format, forward and a training step with stochastic rounding.
+
+Beside it in the same turn: our own float32, FBGEMM's lookup of the same rows (forward of fp16, int8, int4; it trains
+none of these formats, so a step is set beside its float32), and the limit: a bare loop that touches every cache line of
+the same rows and writes the outputs (a step: and rewrites the touched rows), without looking at what is in them.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from bench import peers
+from bench.limits import Limits
+from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.timing import time_calls, turned
+
+FORMATS = ("bf16", "fp16", "int8", "int4", "mx9", "mx6", "mx4")
+HAS_FBGEMM = "fbgemm" in peers.available()
+
+
+def implementations(direction: str, format: str) -> list[str]:
+    """Who takes part."""
+    fbgemm = HAS_FBGEMM and (direction == "train" or format in peers.FbgemmInference.FORMATS)
+    return ["ours", "ours fp32", *["fbgemm"] * fbgemm, "limit"]
+
+
+class Subject:
+    """One workload; tables of one format at a time beside those in float32."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload, self.limits = workload, Limits()
+        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
+        self.linear = [workload.linear(ids) for ids in self.batches]
+        self.unique = [rows.unique() for rows in self.linear]
+        self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
+        self.out = torch.empty(workload.tables * workload.batch, workload.dim)
+        self._built: dict[tuple[str, str], object] = {}
+
+    def _tables(self, kind: str, format: str) -> object:
+        if (kind, format) not in self._built:
+            for key in [key for key in self._built if key[1] not in (format, "fp32")]:
+                del self._built[key]
+            gc.collect()
+            self._built[kind, format] = self._build(kind, format)
+        return self._built[kind, format]
+
+    def _build(self, kind: str, format: str) -> object:
+        if kind == "fbgemm" and format == "fp32":
+            return peers.Fbgemm(self.workload)
+        if kind == "ours":
+            return peers.Ours(self.workload, format)
+        ours = self._tables("ours", format)
+        theirs = peers.FbgemmInference(self.workload, format, ours)
+        with torch.no_grad():
+            # FBGEMM rounds the scale and bias of int8 rows to float16.
+            torch.testing.assert_close(
+                theirs.forward(self.batches[0]), ours.forward(self.batches[0]), rtol=1e-3, atol=1e-3
+            )
+        return theirs
+
+    def _rows(self, format: str) -> Tensor:
+        weights = self._tables("ours", format).module._weights.detach()
+        return weights.view(torch.uint8).view(-1, rk.row_bytes(format, self.workload.dim))
+
+    def call(self, direction: str, format: str, name: str) -> Callable[[int], object]:
+        """A function of a batch number."""
+        if name == "limit":
+            return self._limit(direction, self._rows(format))
+        plain = name == "ours fp32" or (name == "fbgemm" and direction == "train")
+        tables = self._tables(name.split()[0], "fp32" if plain else format)
+        if direction == "forward":
+            return lambda i: tables.forward(self.batches[i])
+        return lambda i: tables.train(self.batches[i], self.grad)
+
+    def _limit(self, direction: str, rows: Tensor) -> Callable[[int], object]:
+        w = self.workload
+
+        def least(i: int) -> None:
+            self.limits.touch(rows, self.linear[i], w.bag, w.dim, self.out)
+            if direction == "train":
+                self.limits.rewrite(rows, self.unique[i])
+
+        return least
+
+    def bytes_moved(self, direction: str, format: str) -> float:
+        """What a call of ours moves."""
+        width, w = rk.row_bytes(format, self.workload.dim), self.workload
+        unique = sum(len(u) for u in self.unique) / len(self.unique)
+        return w.forward_bytes(width) + (w.backward_bytes(unique, width) if direction == "train" else 0)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The implementations take turns at who goes first."""
+    cases = [
+        (format, direction, name)
+        for format in FORMATS
+        for direction in ("forward", "train")
+        for name in turned(implementations(direction, format), metafunc.config)
+    ]
+    metafunc.parametrize(("format", "direction", "name"), cases)
+
+
+@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
+def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
+    """The workload under test."""
+    subject = Subject(request.param)
+    yield subject
+    subject._built.clear()
+    gc.collect()
+
+
+def test_formats(benchmark, subject: Subject, format: str, direction: str, name: str, rounds: int) -> None:
+    """Bytes: of a call of ours (``bench/shapes.py``)."""
+    benchmark.group = f"{direction} {format} {subject.workload.name}"
+    function = subject.call(direction, format, name)
+    with torch.set_grad_enabled(direction == "train"):
+        time_calls(benchmark, function, BATCHES, rounds, subject.bytes_moved(direction, format))
