@@ -123,11 +123,13 @@ RK_HOST_DEVICE void prefetch_line(const void* p) {
   asm volatile("");
 }
 
-// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is.
+// Asks for the cache lines of `bytes` bytes at p. Never faults, whatever p is. Where p lies in its line decides nothing
+// here: rows that begin anywhere would make the processor guess wrong.
 RK_HOST_DEVICE void prefetch_bytes(const void* p, int64_t bytes) {
-  const auto first = reinterpret_cast<uintptr_t>(p), end = first + static_cast<uintptr_t>(bytes);
-  for (uintptr_t line = first & ~uintptr_t{63}; line < end; line += 64)
-    prefetch_line(reinterpret_cast<const void*>(line));
+  const auto first = reinterpret_cast<uintptr_t>(p);
+  for (int64_t i = 0; i < bytes; i += 64)
+    prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(i)));
+  if (bytes % 64 != 0) prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(bytes - 1)));
 }
 
 }  // namespace RK_ISA

@@ -11,7 +11,7 @@ namespace rec_kernels {
 namespace {
 
 // Columns of a piece of work: about 64 KiB of floats, beside which fetching the next piece costs nothing.
-int64_t rows_per_piece(int64_t D) { return 1 + 16384 / D; }
+int64_t rows_per_piece(int64_t D) { return 1 + 65536 / D; }
 
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }

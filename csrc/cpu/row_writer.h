@@ -336,6 +336,12 @@ struct RowWriter<Microscaling<Element>, kStochastic> {
   }
 };
 
+// Asks for the row that will be read some 8 KiB after row n: a new page, where the hardware does not look ahead.
+RK_HOST_DEVICE void fetch_ahead(const float* x, int64_t n, int64_t N, int64_t D) {
+  const int64_t row = n + 1 + 2048 / D;
+  if (row < N) prefetch_bytes(x + row * D, D * 4);
+}
+
 // Rows of x [N, D] to their places. Returns the first row that the format cannot hold, or N.
 template <class Format, bool kStochastic>
 struct RowsWriter {
@@ -345,6 +351,7 @@ struct RowsWriter {
     RowNoise<kStochastic> noise(how.noise, to, N, ceil_div(D, Writer::kColumns) * Writer::kColumns);
     int64_t bad = N;
     for (int64_t n = 0; n < N; ++n) {
+      fetch_ahead(x, n, N, D);
       noise.start(n);
       const bool held = Writer::write(x + n * D, D, how.round_up, noise, to.row(n, bytes));
       if (!held && bad == N) bad = n;
@@ -364,6 +371,7 @@ struct RowsWriter<Affine<kBits>, kStochastic> {
     auto grid = Writer::grid_of(x, D);
     for (int64_t n = 0; n < N; ++n) {
       const auto next = n + 1 < N ? Writer::grid_of(x + (n + 1) * D, D) : grid;
+      fetch_ahead(x, n, N, D);
       noise.start(n);
       if (!Writer::write(x + n * D, D, noise, grid, to.row(n, bytes)) && bad == N) bad = n;
       grid = next;
