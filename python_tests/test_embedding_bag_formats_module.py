@@ -9,9 +9,10 @@ import torch
 from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, batch, is_tied, make, numbers, train
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS, initialize
+from rec_kernels.nn.tables import initialize
 from rec_kernels.testing import same_bits
 
 
@@ -19,7 +20,7 @@ def test_rows_are_what_the_format_says() -> None:
     """Dtypes and shapes of the parameters, names in the state, bytes in the report, the format when printed."""
     collection, state = make(rk.RowwiseAdagrad()), make(rk.RowwiseAdagrad()).state_dict()
     report = collection.memory_report()
-    for i, format in enumerate(BAG_FORMATS):
+    for i, format in enumerate(rk.BAG_FORMATS):
         weight, dim = collection.embedding_bags[f"t{i}"].weight, DIMS[format]
         rows, size = ROWS + i, rk.row_bytes(format, dim)
         assert weight.dtype == DTYPES.get(format, torch.uint8)
@@ -35,7 +36,7 @@ def test_rows_are_what_the_format_says() -> None:
     assert is_tied(collection)
 
 
-@pytest.mark.parametrize("format", BAG_FORMATS)
+@pytest.mark.parametrize("format", rk.BAG_FORMATS)
 def test_initial_rows(format: str) -> None:
     """``init`` fills floats, which are rounded to the nearest; without it they are uniform in +-1/sqrt(E)."""
     floats = torch.randn(300, 20)
@@ -60,6 +61,15 @@ def test_initial_rows_of_a_long_table() -> None:
     found = numbers(rk.EmbeddingBagCollection([table]), "t")
     assert (found != 0).any(1).float().mean() > 0.99
     assert (found[-5:] != 0).any()
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_made_of_fake_tensors(format: str) -> None:
+    """A table large enough for huge pages, which fake tensors cannot ask for."""
+    with FakeTensorMode():
+        table = rk.EmbeddingBagConfig(1_000_000, 16, name="t", feature_names=["f"], format=format)
+        collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD())
+    assert collection.embedding_bags["t"].weight.shape == (1_000_000, 16 if format == "fp32" else 24)
 
 
 @pytest.mark.parametrize("optimizer", [rk.SGD(lr=1.0), rk.RowwiseAdagrad(lr=0.05)], ids=str)
@@ -112,7 +122,7 @@ def test_rounding_and_seed() -> None:
     assert_same(default, found["stochastic", 0])
     assert_same(found["nearest", 0], found["nearest", 1])
     for other in (found["stochastic", 1], found["nearest", 0]):
-        for i, format in enumerate(BAG_FORMATS):
+        for i, format in enumerate(rk.BAG_FORMATS):
             rows = [c.embedding_bags[f"t{i}"].weight for c in (default, other)]
             assert torch.equal(*rows) == (format == "fp32"), format
     with pytest.raises(ValueError, match="rounding must be 'stochastic' or 'nearest', got 'up'"):
@@ -125,7 +135,7 @@ def test_rounding_and_seed() -> None:
 @pytest.mark.parametrize("format", ["int2", "mxfp8_e4m3", "mxint8", "fp8"])
 def test_formats_that_tables_cannot_have(format: str) -> None:
     """The message names those that they can."""
-    expected = f"table 't0': format must be one of {', '.join(BAG_FORMATS)}, got '{format}'"
+    expected = f"table 't0': format must be one of {', '.join(rk.BAG_FORMATS)}, got '{format}'"
     with pytest.raises(ValueError, match=expected):
         make(formats=[format], dims={format: 4})
 
@@ -148,7 +158,7 @@ def test_accumulate(optimizer, rounding: str) -> None:
     assert_same(parts, whole)
 
 
-@pytest.mark.parametrize("formats", [BAG_FORMATS, ["int8"], ["bf16", "mx6"]])
+@pytest.mark.parametrize("formats", [rk.BAG_FORMATS, ["int8"], ["bf16", "mx6"]])
 def test_lookups_without_optimizer(formats: list[str]) -> None:
     """Nothing of such a collection has a gradient but weights in the batch; it holds no state of an optimizer."""
     collection, trained = make(formats=formats), make(rk.SGD(), formats)

@@ -82,6 +82,7 @@ def test_not_finite(format: str, rounding: str, dtype: torch.dtype) -> None:
     """The first place in order of rows, whoever finds it. A GPU has it in `status`: raised in the same words."""
     for value, columns, places in (
         (torch.nan, 70, [(4, 33), (4, 69), (5, 0)]),
+        (-torch.nan, 3, [(2, 1)]),
         (torch.inf, 5, [(0, 4)]),
         (-torch.inf, 33, [(4999, 32)]),
         (torch.nan, 33, [(4998, 7), (1234, 32), (1235, 0), (3000, 1)]),

@@ -6,6 +6,7 @@ from rec_kernels._version import __version__
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagConfig
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
+from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.fake_quantize import fake_quantize
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
@@ -15,6 +16,7 @@ from rec_kernels.ops.scale_rows import scale_rows
 use_triton()
 
 __all__ = [
+    "BAG_FORMATS",
     "ROW_FORMATS",
     "SGD",
     "EmbeddingBagCollection",

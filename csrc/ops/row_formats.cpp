@@ -69,7 +69,9 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
 }
 
 void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value) {
-  throw std::invalid_argument(join("x[", position / D, ", ", position % D, "] = ", value, ": format \"",
+  // Without the sign that a NaN may have.
+  const std::string shown = value == value ? join(value) : "nan";
+  throw std::invalid_argument(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"",
                                    row_format_name(format), "\" holds finite numbers only"));
 }
 

@@ -40,6 +40,7 @@ class EmbeddingBagCollection(nn.Module):
         rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
             a format's step are not lost) or "nearest".
         seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
+            Collections of one model should differ in it: both count their tables from 0.
 
     All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
     bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
@@ -397,6 +398,11 @@ def _refuse_data_parallel() -> None:
             "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
             "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
         )
+
+
+@torch.library.register_fake("rec_kernels::_advise_huge_pages")
+def _(flat: Tensor) -> bool:
+    return False  # a fake tensor has no memory
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
