@@ -53,7 +53,7 @@ extern "C" void touch_rows(const char* weights, const int64_t* rows, int64_t bag
   }
 }
 
-// A word of every cache line of the rows read and written back as it was.
+// A byte of every cache line of the rows read and written back as it was.
 extern "C" void rewrite_rows(char* weights, const int64_t* rows, int64_t n, int64_t row_bytes) {
   const int64_t ahead = kLinesAhead / 2 / ((row_bytes + 63) / 64);
 #pragma omp parallel for schedule(static)
@@ -62,10 +62,11 @@ extern "C" void rewrite_rows(char* weights, const int64_t* rows, int64_t n, int6
       const Lines next = lines_of(weights + rows[i + ahead] * row_bytes, row_bytes);
       for (const char* p = next.begin; p < next.end; p += 64) __builtin_prefetch(p);
     }
-    const char* own = weights + rows[i] * row_bytes;
-    for (int64_t c = 0; c < row_bytes; c += 64) {
-      auto* word = reinterpret_cast<volatile int16_t*>(const_cast<char*>(own + c));
-      *word = *word;
+    const char* row = weights + rows[i] * row_bytes;
+    const Lines own = lines_of(row, row_bytes);
+    for (const char* p = own.begin; p < own.end; p += 64) {
+      auto* byte = const_cast<volatile char*>(p < row ? row : p);
+      *byte = *byte;
     }
   }
 }

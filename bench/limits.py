@@ -45,6 +45,6 @@ class Limits:
         self._library.touch_rows(*pointers, *map(ctypes.c_int64, sizes), ctypes.c_void_p(out.data_ptr()))
 
     def rewrite(self, weights: Tensor, rows: Tensor) -> None:
-        """Reads and writes a word of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
+        """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))

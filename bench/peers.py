@@ -14,13 +14,24 @@ from bench.shapes import Workload
 LR, EPS = 0.01, 1e-8
 
 
-class TorchTables:
-    """One torch.nn.functional.embedding_bag per table; sparse gradients and torch.optim.Adagrad for training."""
+# By name, as rec_kernels has them: what torch has for sparse gradients.
+TORCH_OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
+OPTIMIZERS = {
+    "rowwise_adagrad": rk.RowwiseAdagrad,
+    "adagrad": rk.Adagrad,
+    "adam": rk.Adam,
+    "rowwise_adam": rk.RowwiseAdam,
+    "lamb": rk.LAMB,
+}
 
-    def __init__(self, w: Workload) -> None:
+
+class TorchTables:
+    """One torch.nn.functional.embedding_bag per table; sparse gradients and a torch.optim optimizer for training."""
+
+    def __init__(self, w: Workload, optimizer: str = "adagrad") -> None:
         self.w = w
         self.weights = [torch.nn.Parameter(torch.randn(w.rows, w.dim) * 0.01) for _ in range(w.tables)]
-        self.optimizer = torch.optim.Adagrad(self.weights, lr=LR, eps=EPS)
+        self.optimizer = TORCH_OPTIMIZERS[optimizer](self.weights, lr=LR, eps=EPS)
         self.starts = torch.arange(0, w.batch * w.bag, w.bag)
 
     def forward(self, ids: Tensor) -> list[Tensor]:
@@ -66,15 +77,15 @@ class Fbgemm:
 
 
 class Ours:
-    """rec_kernels.EmbeddingBagCollection with fused row-wise Adagrad; rows of a format other than fp32 are rounded
+    """rec_kernels.EmbeddingBagCollection with a fused optimizer; rows of a format other than fp32 are rounded
     stochastically."""
 
-    def __init__(self, w: Workload, format: str = "fp32") -> None:
+    def __init__(self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad") -> None:
         tables = [
             rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], format=format)
             for t in range(w.tables)
         ]
-        self.module = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=LR, eps=EPS))
+        self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, eps=EPS))
         self.keys, self.offsets = self.module.feature_names, w.offsets()
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -50,10 +50,10 @@ class Workload:
         n = self.tables * self.batch * self.bag
         return n * (row_bytes or 4 * self.dim) + n * 8 + self.tables * self.batch * self.dim * 4
 
-    def backward_bytes(self, unique_rows: float, row_bytes: int | None = None) -> float:
-        """Gradient rows read (every occurrence) + touched rows and their state read and written + ids."""
+    def backward_bytes(self, unique_rows: float, row_bytes: int | None = None, state_bytes: int = 4) -> float:
+        """Gradient rows read (every occurrence) + touched rows and ``state_bytes`` each read and written + ids."""
         n = self.tables * self.batch * self.bag
-        return n * self.dim * 4 + 2 * unique_rows * ((row_bytes or 4 * self.dim) + 4) + n * 8
+        return n * self.dim * 4 + 2 * unique_rows * ((row_bytes or 4 * self.dim) + state_bytes) + n * 8
 
 
 WORKLOADS = [

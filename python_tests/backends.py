@@ -122,7 +122,8 @@ class _OnCuda:
             there = [a.cuda() if isinstance(a, Tensor) else a for a in args]
             options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
             result = op(*there, **options)
-            for mine, other in zip(args, there, strict=True):
+            pairs = [*zip(args, there, strict=True), *((kwargs[key], options[key]) for key in kwargs)]
+            for mine, other in pairs:
                 if name.endswith("_") and isinstance(mine, Tensor):
                     mine.copy_(other)
             if isinstance(result, tuple):

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import torch
 from embedding_bag_cases import EPS, LR, Case, make_case
+from embedding_bag_format_cases import every_format_once
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -37,7 +39,8 @@ class OnDevice:
         def call(*args, **options):
             there, there_options = tree_map_only(Tensor, Tensor.cuda, (args, options))
             result = op(*there, **there_options)
-            for mine, other in zip(args, there, strict=True):
+            pairs = [*zip(args, there, strict=True), *((options[key], there_options[key]) for key in options)]
+            for mine, other in pairs:
                 if name.endswith("_") and isinstance(mine, Tensor):
                     mine.copy_(other)
             return tree_map_only(Tensor, Tensor.cpu, result)
@@ -115,6 +118,7 @@ def _everything(case: Case, ops) -> list[object]:
         ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **layout),
         case.update("sgd", ops),
         case.update("rowwise_adagrad", ops, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
+        *(MomentCase(every_format_once(case), name).update("stochastic", ops) for name in ELEMENTWISE),
     ]
 
 

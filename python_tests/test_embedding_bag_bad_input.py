@@ -24,6 +24,9 @@ INT64_MAX = torch.iinfo(torch.int64).max
 LAYOUT = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets"]
 
 
+WRITTEN = ("weights", "sum", "step", "exp_avg", "exp_avg_sq", "beta_powers")
+
+
 def arguments() -> dict[str, object]:
     """A good call of any op of the family, by argument name: features of 5, 3 and 5 rows, two bags each, 7 ids."""
     case = make_case([(5, 16), (3, 32)], [0, 1, 0], [1, 2, 0, 1, 2, 1], weighted=True, seed=1)
@@ -62,7 +65,7 @@ def takers(name: str) -> list[str]:
 def check_refused(op: str, changes: dict[str, object], error: type[Exception], message: str) -> None:
     """The call raises, the message is the whole one, and nothing that an op could write has changed."""
     given = arguments() | changes
-    written = {name: given[name] for name in ("weights", "sum", "step") if given.get(name) is not None}
+    written = {name: given[name] for name in WRITTEN if given.get(name) is not None}
     before = {name: t.clone() for name, t in written.items() if not t.is_meta}
     with pytest.raises(error, match=re.escape(message)):
         call(op, given)
@@ -266,9 +269,18 @@ BAD_ARGUMENTS = [
     ("grad", lambda t: t[:, 1:], "grad must have shape [2, 64], got [2, 63]"),
     ("grad", lambda t: t[:1], "grad must have shape [2, 64], got [1, 64]"),
     ("grad", lambda t: t.bfloat16(), "grad must be float32, got bfloat16"),
-    ("optimizer", lambda _: "adam", 'optimizer must be "sgd" or "rowwise_adagrad", got "adam"'),
-    ("optimizer", lambda _: "sgd", 'sum must be given for optimizer "rowwise_adagrad" and for no other'),
-    ("sum", lambda _: None, 'sum must be given for optimizer "rowwise_adagrad" and for no other'),
+    (
+        "optimizer",
+        lambda _: "adamw",
+        'optimizer must be one of sgd, rowwise_adagrad, adagrad, adam, rowwise_adam, lamb, got "adamw"',
+    ),
+    ("optimizer", lambda _: "sgd", 'sum must not be given for optimizer "sgd"'),
+    ("optimizer", lambda _: "adam", 'sum must not be given for optimizer "adam"'),
+    ("sum", lambda _: None, 'sum must be given for optimizer "rowwise_adagrad"'),
+    ("exp_avg", lambda _: torch.ones(176), 'exp_avg must not be given for optimizer "rowwise_adagrad"'),
+    ("beta1", lambda _: 1.0, "beta1 and beta2 must be in [0, 1) as float32, got 1 and 0.999"),
+    ("beta2", lambda _: -0.5, "beta1 and beta2 must be in [0, 1) as float32, got 0.9 and -0.5"),
+    ("moment_offsets", lambda _: torch.zeros(3, dtype=torch.int64), "moment_offsets must not be given"),
     ("sum", lambda t: t[None], "sum must have 1 dimension(s), got shape [1, 8]"),
     ("sum", lambda t: t.double(), "sum must be float32, got float64"),
     ("sum", lambda t: torch.ones(8, 2)[:, 0], "sum must be contiguous"),
@@ -305,6 +317,52 @@ def test_bad_layout_tensor(name: str) -> None:
     ):
         for op in FAMILY:
             check_refused(op, {name: bad}, ValueError, message)
+
+
+def adam(**changes: object) -> dict[str, object]:
+    """The arguments of a good update with Adam, as changes of ``arguments()``, and further changes."""
+    state = {"exp_avg": torch.ones(176), "exp_avg_sq": torch.ones(176), "beta_powers": torch.ones(2)}
+    places = {"moment_offsets": torch.tensor([0, 80, 0])}
+    return {"optimizer": "adam", "sum": None} | state | places | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"exp_avg": None}, 'exp_avg must be given for optimizer "adam"'),
+        ({"exp_avg_sq": None}, 'exp_avg_sq must be given for optimizer "adam"'),
+        ({"beta_powers": None}, 'beta_powers must be given for optimizer "adam"'),
+        ({"beta_powers": torch.ones(3)}, "beta_powers must have 2 elements, got 3"),
+        ({"exp_avg": torch.ones(176).double()}, "exp_avg must be float32, got float64"),
+        ({"exp_avg_sq": torch.ones(11, 16)}, "exp_avg_sq must have 1 dimension(s), got shape [11, 16]"),
+        ({"exp_avg_sq": torch.ones(177)}, "exp_avg_sq must have as many elements as exp_avg"),
+        ({"moment_offsets": None}, "moment_offsets must be given"),
+        ({"moment_offsets": torch.tensor([0, 80])}, "moment_offsets must have shape [3], got [2]"),
+        (
+            {"optimizer": "rowwise_adam", "exp_avg_sq": torch.ones(7)},
+            "exp_avg_sq must have one element per row (8), got 7",
+        ),
+        ({"optimizer": "adagrad", "sum": torch.ones(176)}, 'exp_avg must not be given for optimizer "adagrad"'),
+        (
+            {"moment_offsets": torch.tensor([0, 81, 0])},
+            "moment_offsets[1] = 81: the state of feature 1's table",
+        ),
+        (
+            {"moment_offsets": torch.tensor([-1, 80, -1])},
+            "moment_offsets[0] = -1: the state of feature 0's table",
+        ),
+        ({"moment_offsets": torch.tensor([0, 79, 0])}, "moment_offsets[1] = 79 lies in the table of feature"),
+        (
+            {name: torch.ones(256) for name in ("exp_avg", "exp_avg_sq")}
+            | {"moment_offsets": torch.tensor([0, 80, 176])},
+            "moment_offsets[2] = 176 must be 0, that of feature 0, which reads the same table",
+        ),
+    ],
+)
+def test_bad_state_of_elements(changes: dict[str, object], message: str) -> None:
+    """State of another shape than the optimizer's, or at places where it does not fit."""
+    call("embedding_bag_backward_fused_", arguments() | adam())
+    check_refused("embedding_bag_backward_fused_", adam(**changes), ValueError, message)
 
 
 def test_short_state() -> None:

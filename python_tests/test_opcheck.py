@@ -57,6 +57,14 @@ def _fused(values, offsets, factors) -> tuple[tuple, dict]:
     return (*state, token, values, offsets, factors.requires_grad_()), layout()
 
 
+def _moments(optimizer: str) -> dict:
+    """The arguments of an optimizer with state for every element; its places are those of the weights."""
+    arguments = {"optimizer": optimizer, "moment_offsets": layout()["weight_offsets"]}
+    if optimizer == "adagrad":
+        return arguments
+    return arguments | {"exp_avg": torch.zeros(96), "exp_avg_sq": torch.zeros(96), "beta_powers": torch.ones(2)}
+
+
 def samples(op: str) -> list[tuple[tuple, dict]]:
     """Arguments to check an op with. A new op without an entry here fails its test."""
     values, offsets, factors = jagged()
@@ -93,6 +101,8 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
         "embedding_bag_backward_fused_": [
             ((*state, grad, values, offsets, factors), layout()),
             ((state[0], None, *state[2:], grad, values, offsets), layout() | {"optimizer": "sgd"}),
+            ((state[0], torch.zeros(96), *state[2:], grad, values, offsets), layout() | _moments("adagrad")),
+            ((state[0], None, *state[2:], grad, values, offsets), layout() | _moments("adam")),
         ],
         "embedding_bag_backward_dense": [((grad, shape, values, offsets, factors), layout())],
         "embedding_bag_backward_sparse": [((grad, shape, values, offsets, factors), layout())],
@@ -142,7 +152,7 @@ def _loss(collection, values, offsets, factors) -> torch.Tensor:
     return collection(batch).values().square().sum()
 
 
-@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1)], ids=str)
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1), rk.Adam(lr=0.1)], ids=str)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_training(optimizer, backend: str) -> None:
     """Compiled equals eager, bit for bit, over steps with new ids and a schedule; compiled once."""

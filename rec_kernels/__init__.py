@@ -5,7 +5,7 @@ from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagConfig
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
+from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.fake_quantize import fake_quantize
@@ -17,8 +17,11 @@ use_triton()
 
 __all__ = [
     "BAG_FORMATS",
+    "LAMB",
     "ROW_FORMATS",
     "SGD",
+    "Adagrad",
+    "Adam",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "FusedOptimizer",
@@ -26,6 +29,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "RowwiseAdagrad",
+    "RowwiseAdam",
     "__version__",
     "build_info",
     "dequantize_rows",

@@ -46,6 +46,7 @@ struct Vec {
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm512_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm512_mul_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm512_div_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec square_root(Vec a) { return {_mm512_sqrt_ps(a.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm512_max_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm512_min_ps(a.v, b.v)}; }
@@ -75,6 +76,7 @@ struct Vec {
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {_mm256_add_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {_mm256_mul_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {_mm256_div_ps(a.v, b.v)}; }
+RK_HOST_DEVICE Vec square_root(Vec a) { return {_mm256_sqrt_ps(a.v)}; }
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 RK_HOST_DEVICE Vec larger(Vec a, Vec b) { return {_mm256_max_ps(a.v, b.v)}; }
 RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
@@ -103,6 +105,10 @@ struct Vec {
 RK_HOST_DEVICE Vec operator+(Vec a, Vec b) { return {a.v + b.v}; }
 RK_HOST_DEVICE Vec operator*(Vec a, Vec b) { return {a.v * b.v}; }
 RK_HOST_DEVICE Vec operator/(Vec a, Vec b) { return {a.v / b.v}; }
+RK_HOST_DEVICE Vec square_root(Vec a) {
+  for (int i = 0; i < Vec::kWidth; ++i) a.v[i] = __builtin_sqrtf(a.v[i]);
+  return a;
+}
 RK_HOST_DEVICE Vec fused_multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__ARM_NEON)
   return {vfmaq_f32(c.v, a.v, b.v)};
@@ -129,7 +135,7 @@ RK_HOST_DEVICE void prefetch_bytes(const void* p, int64_t bytes) {
   const auto first = reinterpret_cast<uintptr_t>(p);
   for (int64_t i = 0; i < bytes; i += 64)
     prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(i)));
-  if (bytes % 64 != 0) prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(bytes - 1)));
+  prefetch_line(reinterpret_cast<const void*>(first + static_cast<uintptr_t>(bytes - 1)));
 }
 
 }  // namespace RK_ISA

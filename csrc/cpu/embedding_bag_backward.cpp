@@ -188,6 +188,36 @@ void set_table_ids(const int64_t* table_ids, const BagInput& in) {
   }
 }
 
+void set_moment_offsets(const UpdateState& state, BagInput* in) {
+  const int64_t elements = state.moments().numel();
+  for (int64_t i = 0; i < in->num_features; ++i) {
+    const Feature& f = in->features[i];
+    const int64_t offset = state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>()[i] : 0;
+    check_value(offset >= 0 && offset <= elements && f.num_embeddings <= (elements - offset) / f.embedding_dim,
+                "moment_offsets[", i, "] = ", offset, ": the state of feature ", i, "'s table (", f.num_embeddings,
+                " x ", f.embedding_dim, ") does not fit in ", elements, " elements");
+    in->moment_offsets.push_back(offset);
+  }
+}
+
+void set_elementwise(const UpdateState& state, const BagInput& in, Optimizer optimizer, double beta1, double beta2,
+                     RowTarget* target) {
+  target->kind = elementwise_kind(optimizer);
+  target->moment_offsets = in.moment_offsets.data();
+  target->beta1 = static_cast<float>(beta1);
+  target->beta2 = static_cast<float>(beta2);
+  if (!state.beta_powers) return;
+  const float* powers = state.beta_powers->const_data_ptr<float>();
+  target->beta1_power = powers[0] * target->beta1;
+  target->beta2_power = powers[1] * target->beta2;
+}
+
+FinishRuns kernel_of(Optimizer optimizer) {
+  const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
+  if (is_elementwise(optimizer)) return k.elementwise;
+  return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
+}
+
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                     const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
@@ -196,7 +226,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                     int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+                    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets,
                     const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
   const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
@@ -204,13 +236,14 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                            max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
-  check_update(weights, sum, step, lr, optimizer);
+  const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
+  check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
-  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
+  BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   set_table_ids(how.table_ids, in);
+  if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  check_value(!sum || sum->numel() >= in.num_rows, "sum must have one element per row (", in.num_rows, "), got ",
-              sum ? sum->numel() : 0);
+  check_row_state(state, optimizer, in.num_rows);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
   const int64_t* found = options.raise ? optional_status(status, weights) : nullptr;
@@ -221,15 +254,17 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Occurrences o = sort_occurrences(in);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
-  target.sum = sum ? sum->mutable_data_ptr<float>() : nullptr;
+  target.state = state.pointers();
   target.lr = *lr.const_data_ptr<float>();
   target.eps = static_cast<float>(eps);
+  if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, beta1, beta2, &target);
   target.stochastic = how.stochastic;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
-  const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
-  finish_all(in, o, grad, scale ? 1.0f / *scale : 1.0f, target,
-             optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad);
+  finish_all(in, o, grad, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
   ++*step.mutable_data_ptr<int64_t>();
+  if (!beta_powers) return;
+  beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;
+  beta_powers->mutable_data_ptr<float>()[1] = target.beta2_power;
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "cpu/embedding_bag.h"
 #include "cpu/row_formats.h"
+#include "optimizers/elementwise.h"
 
 namespace rec_kernels {
 
@@ -54,9 +55,12 @@ struct RunArgs {
 // Where finished row gradients go. The fields of the one that runs are set.
 struct RowTarget {
   uint8_t* weights;  // updated in place, or receives the gradient
-  float* sum;        // row-wise Adagrad state
+  OptimizerState state;
   float lr;
   float eps;
+  ElementwiseKind kind;           // of an optimizer with state for every element, and what it needs beyond lr and eps
+  const int64_t* moment_offsets;  // of the features
+  float beta1, beta2, beta1_power, beta2_power;
   int64_t* rows;  // sparse: row of each run
   bool stochastic;
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
@@ -79,7 +83,7 @@ struct EmbeddingBagBackwardKernels {
   // Sums chunks [begin, end) of long runs into their `out`.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, int64_t begin, int64_t end);
   // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
-  FinishRuns dense, sparse, sgd, rowwise_adagrad;
+  FinishRuns dense, sparse, sgd, rowwise_adagrad, elementwise;
 
   template <CpuIsa>
   static const EmbeddingBagBackwardKernels table;

@@ -166,6 +166,13 @@ void finish_wide(Target& target, const Terms& terms, int64_t row, int64_t run, f
   target.close(row);
 }
 
+template <class Rows>
+void finish_row(ElementwiseTarget<Rows>& target, const Terms& terms, int64_t row, int64_t, float inverse_scale,
+                float* scratch) {
+  sum_scaled(terms, target.D, inverse_scale, scratch);
+  target.update(row, scratch);
+}
+
 template <class Target>
 void finish_row(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
   if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
@@ -223,19 +230,28 @@ void sparse(const RunArgs& a, const RowTarget& t, const TableRuns& table, float*
 
 // Of the table's first row; null stays null.
 float* state_of(const RowTarget& t, const TableRuns& table) {
-  return t.sum ? t.sum + table.feature->row_offset : nullptr;
+  return t.state.sum ? t.state.sum + table.feature->row_offset : nullptr;
+}
+
+// The table's rows, behind whose memory for encoded ones the row's gradient has its own.
+FloatRows float_rows(const RowTarget& t, const Feature& f) {
+  return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
+}
+EncodedRows encoded_rows(const RowTarget& t, const Feature& f, float* scratch) {
+  return {f, t, scratch + f.embedding_dim};
 }
 
 template <class Optimizer>
 void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
             int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
-  if (f.format != RowFormat::kFp32)
-    return finish_runs(a, EncodedTarget<Optimizer>(f, t, optimizer, state_of(t, table), scratch + f.embedding_dim),
-                       table, scratch, begin, end);
-  auto* weights = reinterpret_cast<float*>(t.weights + f.weight_offset);
-  finish_runs(a, UpdateTarget<Optimizer>{f.embedding_dim, optimizer, weights, state_of(t, table)}, table, scratch,
-              begin, end);
+  const int64_t D = f.embedding_dim;
+  const float* sum = state_of(t, table);
+  if (f.format == RowFormat::kFp32)
+    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, sum, float_rows(t, f)}, table, scratch, begin, end);
+  else
+    finish_runs(a, UpdateTarget<Optimizer, EncodedRows>{D, optimizer, sum, encoded_rows(t, f, scratch)}, table, scratch,
+                begin, end);
 }
 
 void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
@@ -247,11 +263,27 @@ void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& tabl
   update(a, t, RowwiseAdagrad{t.lr, t.eps, state_of(t, table)}, table, scratch, begin, end);
 }
 
+void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
+                 int64_t end) {
+  const Feature& f = *table.feature;
+  const int64_t D = f.embedding_dim, first = t.moment_offsets[table.feature - a.features];
+  const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
+  OptimizerState state = t.state;
+  if (state.sum) state.sum += first;
+  if (state.exp_avg) state.exp_avg += first;
+  if (state.exp_avg_sq) state.exp_avg_sq += o.needs_mean_square() ? f.row_offset : first;
+  if (f.format == RowFormat::kFp32)
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, state, float_rows(t, f)}, table, scratch, begin, end);
+  else
+    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, state, encoded_rows(t, f, scratch)}, table, scratch, begin,
+                end);
+}
+
 }  // namespace
 }  // namespace RK_ISA
 
 template <>
 const EmbeddingBagBackwardKernels EmbeddingBagBackwardKernels::table<CpuIsa::RK_ISA> = {
-    RK_ISA::sum_chunks, RK_ISA::dense, RK_ISA::sparse, RK_ISA::sgd, RK_ISA::rowwise_adagrad};
+    RK_ISA::sum_chunks, RK_ISA::dense, RK_ISA::sparse, RK_ISA::sgd, RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
 
 }  // namespace rec_kernels

@@ -102,7 +102,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               0,
               element_bytes(layout),
               Bags{},
-              options};
+              options,
+              {}};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(features)]);
   if (layout.embedding_dims) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "cpu/embedding_bag.h"
 #include "ops/embedding_bag.h"
@@ -21,6 +22,7 @@ struct BagInput {
   int64_t element_bytes;  // of `weights`
   Bags bags;
   BagOptions options;
+  std::vector<int64_t> moment_offsets;  // of the features' tables in state for every element; empty: there is none
 
   // Throws for a bad position when the caller asked for it.
   void raise(const Bounds& bounds) const;

@@ -58,6 +58,28 @@ std::vector<int64_t> features_by(const BagInput& in, int64_t Feature::* place) {
   return sorted;
 }
 
+// The same of state for every element. `by_row`: features by the table they read.
+void check_moments(const BagInput& in, const std::vector<int64_t>& by_row) {
+  std::vector<int64_t> tables;  // the first feature of each
+  const auto offset = [&](int64_t f) { return in.moment_offsets[static_cast<size_t>(f)]; };
+  for (const int64_t f : by_row) {
+    if (in.features[f].num_embeddings == 0) continue;
+    if (tables.empty() || !same_table(in.features[tables.back()], in.features[f])) {
+      tables.push_back(f);
+      continue;
+    }
+    check_value(offset(f) == offset(tables.back()), "moment_offsets[", f, "] = ", offset(f), " must be ",
+                offset(tables.back()), ", that of feature ", tables.back(), ", which reads the same table");
+  }
+  std::sort(tables.begin(), tables.end(), [&](int64_t a, int64_t b) { return offset(a) < offset(b); });
+  for (size_t i = 1; i < tables.size(); ++i) {
+    const Feature& before = in.features[tables[i - 1]];
+    check_value(offset(tables[i - 1]) + before.num_embeddings * before.embedding_dim <= offset(tables[i]),
+                "moment_offsets[", tables[i], "] = ", offset(tables[i]), " lies in the table of feature ",
+                tables[i - 1], ": features share a whole table or nothing");
+  }
+}
+
 Plan plan_tables(const BagInput& in) {
   Plan plan{features_by(in, &Feature::row_offset), {}};
   check_apart(in, plan.features, "row_offsets",
@@ -65,6 +87,7 @@ Plan plan_tables(const BagInput& in) {
   check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets", [&](const Feature& f) {
     return std::make_pair(f.weight_offset / in.element_bytes, f.num_embeddings * f.row_bytes / in.element_bytes);
   });
+  if (!in.moment_offsets.empty()) check_moments(in, plan.features);
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_features; ++i) {
     const int64_t f = plan.features[static_cast<size_t>(i)];

@@ -10,7 +10,7 @@
 namespace rec_kernels {
 namespace {
 
-// Columns of a piece of work: about 64 KiB of floats, beside which fetching the next piece costs nothing.
+// Rows of a piece of work: about 256 KiB of floats, beside which fetching the next piece costs nothing.
 int64_t rows_per_piece(int64_t D) { return 1 + 65536 / D; }
 
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
@@ -104,7 +104,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
   std::atomic<int64_t> first_bad{N};
   const int64_t at_once = x.element_size() == 4 ? piece : rows_in_scratch(D);
   parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
-    const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
+    const std::unique_ptr<float[]> scratch = new_scratch(x.element_size() == 4 ? 0 : at_once * D);
     for (int64_t n = begin; n < end; n += at_once) {
       const int64_t count = end - n < at_once ? end - n : at_once;
       const RowPlaces places{to + n * bytes, options.first_row + n, nullptr};

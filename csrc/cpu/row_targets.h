@@ -1,6 +1,7 @@
 // What becomes of the rows' gradients: stored, or an update of the rows.
 #pragma once
 
+#include "core/row_statistics.h"
 #include "cpu/embedding_bag_backward.h"
 #include "cpu/row_blocks.h"
 #include "cpu/row_formats.h"
@@ -45,44 +46,20 @@ struct SparseTarget {
   void flush() {}
 };
 
-template <class Optimizer>
-struct UpdateTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+// Rows to be updated. open(row) gives the row as floats, which close(row) takes back; flush() when all are done.
+struct FloatRows {
   int64_t D;
-  Optimizer optimizer;
-  float* weights;    // of the table
-  const float* sum;  // of the table
+  float* weights;  // of the table
 
-  struct Row {
-    float* weights;
-    float factor;
-  };
-  void prefetch(int64_t row) const {
-    prefetch_bytes(weights + row * D, D * 4);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
-  }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
-    return {weights + row * D, optimizer.prepare(row, mean_square)};
-  }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
-    Vec w[NV];
-    load_row<NV, kTail>(row.weights + column, tail, w);
-    const Vec factor = Vec::broadcast(row.factor);
-    for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
-    store_columns<NV, kTail>(w, row.weights + column, tail);
-  }
+  void prefetch(int64_t row) const { prefetch_bytes(weights + row * D, D * 4); }
+  RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
   void close(int64_t) {}
   void flush() {}
 };
 
-// Rows of a format: decoded into scratch memory, updated there, and encoded, several at a time.
-template <class Optimizer>
-struct EncodedTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+// Rows of a format: decoded into scratch memory and encoded from there, several at a time.
+struct EncodedRows {
   int64_t D;
-  Optimizer optimizer;
-  const float* sum;  // of the table
   int64_t row_bytes;
   RowFormatKernels::Decode decode;
   RowFormatKernels::EncodeRows encode;
@@ -92,10 +69,8 @@ struct EncodedTarget {
   int64_t numbers[kRowsHeld];
   int64_t count = 0;
 
-  EncodedTarget(const Feature& f, const RowTarget& t, const Optimizer& optimizer, const float* sum, float* held)
+  EncodedRows(const Feature& f, const RowTarget& t, float* held)
       : D(f.embedding_dim),
-        optimizer(optimizer),
-        sum(sum),
         row_bytes(f.row_bytes),
         rounding(t.rounding),
         rows(t.weights + f.weight_offset),
@@ -106,20 +81,11 @@ struct EncodedTarget {
     encode = (t.stochastic ? k.stochastic : k.nearest)[format];
     rounding.noise.table = static_cast<uint32_t>(f.table_id);
   }
-
-  using Row = typename UpdateTarget<Optimizer>::Row;
-  void prefetch(int64_t row) const {
-    prefetch_bytes(rows + row * row_bytes, row_bytes);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
-  }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+  void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
+  RK_HOST_DEVICE float* open(int64_t row) const {
     float* own = held + count * D;
     decode(rows + row * row_bytes, D, own);
-    return {own, optimizer.prepare(row, mean_square)};
-  }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
-    UpdateTarget<Optimizer>::template put<NV, kTail>(row, column, g, tail);
+    return own;
   }
   void close(int64_t row) {
     numbers[count++] = row;
@@ -129,6 +95,99 @@ struct EncodedTarget {
     if (count == 0) return;
     encode(held, count, D, rounding, {rows, 0, numbers});
     count = 0;
+  }
+};
+
+// An optimizer that only scales the gradient, by one factor for the row.
+template <class Optimizer, class Rows>
+struct UpdateTarget {
+  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+  int64_t D;
+  Optimizer optimizer;
+  const float* sum;  // of the table
+  Rows rows;
+
+  struct Row {
+    float* weights;
+    float factor;
+  };
+  void prefetch(int64_t row) const {
+    rows.prefetch(row);
+    if (kNeedsMeanSquare) prefetch_line(sum + row);
+  }
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+    return {rows.open(row), optimizer.prepare(row, mean_square)};
+  }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
+    Vec w[NV];
+    load_row<NV, kTail>(row.weights + column, tail, w);
+    const Vec factor = Vec::broadcast(row.factor);
+    for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
+    store_columns<NV, kTail>(w, row.weights + column, tail);
+  }
+  void close(int64_t row) { rows.close(row); }
+  void flush() { rows.flush(); }
+};
+
+// An optimizer with state for every element: from the row's gradient in memory.
+template <class Rows>
+struct ElementwiseTarget {
+  int64_t D;
+  Elementwise optimizer;
+  OptimizerState state;  // of the table
+  Rows rows;
+
+  void prefetch(int64_t row) const {
+    rows.prefetch(row);
+    if (state.sum) prefetch_bytes(state.sum + row * D, D * 4);
+    if (state.exp_avg) prefetch_bytes(state.exp_avg + row * D, D * 4);
+    if (!state.exp_avg_sq) return;
+    if (optimizer.needs_mean_square()) prefetch_line(state.exp_avg_sq + row);
+    else prefetch_bytes(state.exp_avg_sq + row * D, D * 4);
+  }
+
+  // g [D] is overwritten.
+  void update(int64_t row, float* g) {
+    float* w = rows.open(row);
+    const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),
+                                                 [](float x) { return Vec::broadcast(x); });
+    float* first = optimizer.has_first() ? state.exp_avg + row * D : nullptr;
+    float* second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) + row * D : nullptr;
+    const bool at_once = !optimizer.needs_norms();
+    const Vec factor = Vec::broadcast(-optimizer.lr);
+    for (int64_t c = 0; c < D; c += W) {
+      const int n = static_cast<int>(D - c < W ? D - c : W);
+      Vec m = first ? load(first + c, n) : Vec{}, v = second ? load(second + c, n) : Vec{};
+      const Vec r = in_registers.direction(optimizer.kind, load(g + c, n), &m, &v);
+      if (first) store(m, first + c, n);
+      if (second) store(v, second + c, n);
+      if (at_once) store(fused_multiply_add(factor, r, load(w + c, n)), w + c, n);
+      else store(r, g + c, n);
+    }
+    if (!at_once) apply(w, g, optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)));
+    rows.close(row);
+  }
+  void flush() { rows.flush(); }
+
+ private:
+  float row_divisor(int64_t row, const float* g) const {
+    if (!optimizer.needs_mean_square()) return 1.0f;
+    float* second = state.exp_avg_sq + row;
+    *second = optimizer.row_moment(*second, row_dot(g, g, D) / static_cast<float>(D));
+    return optimizer.row_divisor(*second);
+  }
+  void apply(float* w, const float* r, float row_factor) const {
+    const Vec factor = Vec::broadcast(row_factor);
+    for (int64_t c = 0; c < D; c += W) {
+      const int n = static_cast<int>(D - c < W ? D - c : W);
+      store(fused_multiply_add(factor, load(r + c, n), load(w + c, n)), w + c, n);
+    }
+  }
+  RK_HOST_DEVICE static Vec load(const float* p, int n) { return n == W ? Vec::load(p) : Vec::load_partial(p, n); }
+  RK_HOST_DEVICE static void store(Vec v, float* p, int n) {
+    if (n == W) v.store(p);
+    else v.store_partial(p, n);
   }
 };
 

@@ -125,11 +125,14 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer,
-    double, const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids) {
-  check_update(weights, sum, step, lr, parse_optimizer(optimizer));
+    double, double beta1, double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids) {
   const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
                            output_offsets,    mean,        output_dim,     num_rows,
                            max_embedding_dim, formats,     format_of,      embedding_dim};
+  check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
+               parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,

@@ -93,8 +93,17 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream);
 
+// Where the features' tables are in state for every element; apart from Features, because lookups do without.
+struct Moments {
+  const int64_t* offsets = nullptr;  // or null: 0
+  int64_t count = -1;                // elements; -1: there is no such state
+
+  __device__ __forceinline__ int64_t offset(int64_t feature) const { return offsets ? offsets[feature] : 0; }
+};
+
 // A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many elements they have.
-// `updates`: tables that overlap in part are bad, because two groups would write the same weights.
-Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream);
+// `updates`: tables that overlap in part are bad, because two groups would write the same weights or state.
+Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
+                  const Moments& moments = {});
 
 }  // namespace rec_kernels

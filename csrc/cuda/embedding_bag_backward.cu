@@ -1,7 +1,7 @@
 // Backward of embedding_bag: each row's gradient summed once, in the order of docs/numerics.md, then stored (dense,
 // sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
 #include "core/device_algorithms.h"
-#include "cuda/embedding_bag_finish.cuh"
+#include "cuda/elementwise_target.cuh"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
 
@@ -9,9 +9,10 @@ namespace rec_kernels {
 namespace {
 
 struct DenseTarget {
-  static constexpr bool kNeedsMeanSquare = false, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false;
   float* gradient;
 
+  __device__ static bool needs_mean_square() { return false; }
   __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float open(const Feature&, int64_t, int64_t, float) const { return 0.0f; }
   __device__ float* place(const Feature& f, int64_t row, int64_t) const {
@@ -21,7 +22,7 @@ struct DenseTarget {
 };
 
 struct SparseTarget {
-  static constexpr bool kNeedsMeanSquare = false, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false;
   int64_t* rows;               // of each run
   const int64_t* first_float;  // of each run
   float* gradients;
@@ -30,6 +31,7 @@ struct SparseTarget {
     rows[run] = row - f.row_offset;
     return 0.0f;
   }
+  __device__ static bool needs_mean_square() { return false; }
   __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float* place(const Feature&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
@@ -37,19 +39,24 @@ struct SparseTarget {
 
 template <class Optimizer>
 struct UpdateTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false;
   UpdateArgs u;
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
   __device__ void expect(const Feature& f, int64_t row, int lane) const {
     if (4 * lane < f.embedding_dim) prefetch(place(f, row, 0) + 4 * lane);
-    if (kNeedsMeanSquare && lane == 0) prefetch(u.sum + row);
+    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
   }
+  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(*u.lr, u.eps, u.sum).prepare(row, mean_square);
+    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
   __device__ float* place(const Feature& f, int64_t row, int64_t) const {
     return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;
+  }
+  __device__ Vec4 read(const Feature& f, int64_t row, int64_t c) const {
+    const float* w = place(f, row, 0);
+    return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
   }
   __device__ static Vec4 put(const float* row, int64_t c, int64_t D, bool aligned, const Vec4& g, float factor) {
     Vec4 w = load_columns(row, c, D, aligned);
@@ -58,8 +65,12 @@ struct UpdateTarget {
   }
 };
 
-__global__ void advance_step_kernel(Skip skip, int64_t* step) {
-  if (!skip.now()) ++*step;
+__global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers, float beta1, float beta2) {
+  if (skip.now()) return;
+  ++*step;
+  if (!beta_powers) return;
+  beta_powers[0] = beta_powers[0] * beta1;
+  beta_powers[1] = beta_powers[1] * beta2;
 }
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const float* grad_scale,
@@ -112,6 +123,7 @@ void update_all(const BagInput& in, SumArgs args, const UpdateArgs& update, Opti
   const ChunkSums sums = sum_chunks(in, &args, like, stream);
   for (args.format = 0; args.format < in.features.num_formats; ++args.format) {
     if (in.features.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
+    else if (is_elementwise(optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
     else if (optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
     else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
   }
@@ -222,6 +234,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   return {rows, row_grads, row_counts};
 }
 
+Moments read_moments(const UpdateState& state, const Features& f) {
+  const Moments moments{state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>() : nullptr,
+                        state.moments().numel()};
+  check_value(f.embedding_dims || f.one.num_embeddings <= moments.count / f.one.embedding_dim,
+              "state for every element must have one for each of weights' elements, got ", moments.count, " for ",
+              f.one.num_embeddings, " x ", f.one.embedding_dim);
+  return moments;
+}
+
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                     const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
@@ -230,7 +251,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                     int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+                    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets,
                     const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
   const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
@@ -238,7 +261,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                            max_embedding_dim, formats,     format_of,      embedding_dim};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
-  check_update(weights, sum, step, lr, optimizer);
+  const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
+  check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
   check_weights(weights, values, layout);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   const OnDeviceOf device(weights);
@@ -246,25 +270,31 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
                           layout.embedding_dims ? 1 : weights.size(1), true, stream);
   in.features.table_ids = how.table_ids;
+  const Moments moments = is_elementwise(optimizer) ? read_moments(state, in.features) : Moments{};
   check_gradient(grad_in, values, in.bags.batch, in.output_dim);
-  check_value(!sum || sum->numel() >= in.num_rows, "sum must have one element per row (", in.num_rows, "), got ",
-              sum ? sum->numel() : 0);
+  check_row_state(state, optimizer, in.num_rows);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
-  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream);
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, scale, skip);
   auto* counter = step.mutable_data_ptr<int64_t>();
   const UpdateArgs update{static_cast<uint8_t*>(weights.mutable_data_ptr()),
-                          sum ? sum->mutable_data_ptr<float>() : nullptr,
+                          state.pointers(),
                           lr.const_data_ptr<float>(),
                           static_cast<float>(eps),
                           how.stochastic,
                           how.seed,
-                          counter};
+                          counter,
+                          elementwise_kind(optimizer),
+                          moments,
+                          static_cast<float>(beta1),
+                          static_cast<float>(beta2),
+                          beta_powers ? beta_powers->const_data_ptr<float>() : nullptr};
   update_all(in, args, update, optimizer, grad, stream);
-  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, counter);
+  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, counter,
+         beta_powers ? beta_powers->mutable_data_ptr<float>() : nullptr, update.beta1, update.beta2);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Updates of encoded rows: a group of lanes decodes a row, updates it in FP32 and encodes it, without a pass through
 // memory between. int8 and int4 rows, whose grid depends on the whole row, are updated twice where a warp's registers
 // do not hold them: once for the grid, once for the codes.
-#include "cuda/embedding_bag_finish.cuh"
+#include "cuda/elementwise_target.cuh"
 #include "cuda/row_codec.cuh"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
@@ -11,23 +11,28 @@ namespace {
 
 template <class Format, class Optimizer>
 struct EncodedTarget {
-  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare, kEncodes = true;
+  static constexpr bool kElementwise = false, kEncodes = true;
   UpdateArgs u;
 
   __device__ void expect(const Feature& f, int64_t row, int lane) const {
     const int64_t bytes = Format::row_bytes(f.embedding_dim);
     for (int64_t i = 128 * lane; i < bytes; i += 128 * kWarpSize) prefetch(place(f, row) + i);
-    if (kNeedsMeanSquare && lane == 0) prefetch(u.sum + row);
+    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
+  }
+  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
+  __device__ Vec4 read(const Feature& f, int64_t row, int64_t c) const {
+    const uint8_t* w = place(f, row);
+    return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
   }
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
-    return Optimizer::make(*u.lr, u.eps, u.sum).prepare(row, mean_square);
+    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
-  // g: the gradient of all columns, or, of a row that is wider, what sum_scaled(column) has put there.
-  template <int G, int kBlocks, class Sum>
+  // g: the gradient of all columns, or, of a row that is wider, what gradient(column, last) puts there.
+  template <int G, int kBlocks, class Gradient>
   __device__ __forceinline__ void put_row(const Feature& f, int64_t row, float factor, const Group<G>& group,
-                                          Vec4 (&g)[kBlocks], const Sum& sum_scaled) const {
-    if (u.stochastic) encode<true>(f, row, factor, group, g, sum_scaled);
-    else encode<false>(f, row, factor, group, g, sum_scaled);
+                                          Vec4 (&g)[kBlocks], const Gradient& gradient) const {
+    if (u.stochastic) encode<true>(f, row, factor, group, g, gradient);
+    else encode<false>(f, row, factor, group, g, gradient);
   }
 
  private:
@@ -35,9 +40,9 @@ struct EncodedTarget {
     return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
   }
 
-  template <bool kStochastic, int G, int kBlocks, class Sum>
+  template <bool kStochastic, int G, int kBlocks, class Gradient>
   __device__ __forceinline__ void encode(const Feature& f, int64_t row, float factor, const Group<G>& group,
-                                         Vec4 (&x)[kBlocks], const Sum& sum_scaled) const {
+                                         Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     uint8_t* out = place(f, row);
@@ -46,25 +51,28 @@ struct EncodedTarget {
     const RowRounding how = {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), kStochastic};
     ColumnWriter<Format, kStochastic, G> writer{group, how, row - f.row_offset, D, out, aligned};
     // From gradients to updated weights, in place.
-    const auto update = [&](int64_t column) {
-      if (D > kWidth) sum_scaled(column);
+    const auto update = [&](int64_t column, bool last) {
+      if (D > kWidth) gradient(column, last);
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
         const Vec4 w = c < D ? reader.read(c) : Vec4{};
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };
-    if (D <= kWidth) update(0);
-    if constexpr (ColumnWriter<Format, kStochastic, G>::kScans) {
+    // A loop over both passes, so that what they have in common is compiled once.
+    constexpr int kFirst = ColumnWriter<Format, kStochastic, G>::kScans ? 0 : 1;
+#pragma unroll 1
+    for (int pass = kFirst; pass < 2; ++pass) {
       for (int64_t column = 0; column < D; column += kWidth) {
-        if (D > kWidth) update(column);
-        for (int k = 0; k < kBlocks; ++k) writer.scan(column + (k * G + group.lane) * 4, x[k]);
+        if (D > kWidth || pass == kFirst) update(column, D <= kWidth || pass == 1);
+        for (int k = 0; k < kBlocks; ++k) {
+          const int64_t c = column + (k * G + group.lane) * 4;
+          if (pass == 1) writer.write(c, x[k]);
+          else if constexpr (kFirst == 0) writer.scan(c, x[k]);
+        }
       }
-      writer.close_scan();
-    }
-    for (int64_t column = 0; column < D; column += kWidth) {
-      if (D > kWidth) update(column);
-      for (int k = 0; k < kBlocks; ++k) writer.write(column + (k * G + group.lane) * 4, x[k]);
+      if constexpr (kFirst == 0)
+        if (pass == 0) writer.close_scan();
     }
   }
 };
@@ -83,7 +91,9 @@ void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimi
   with_bag_format(a.features.formats[a.format], [&](auto format) {
     using Format = decltype(format);
     if constexpr (!std::is_same<Format, Fp32>::value) {
-      if (optimizer == Optimizer::kSgd) finish(a, EncodedTarget<Format, Sgd>{update}, stream);
+      using Plain = EncodedTarget<Format, Sgd>;
+      if (is_elementwise(optimizer)) finish(a, ElementwiseTarget<Plain>{{update}}, stream);
+      else if (optimizer == Optimizer::kSgd) finish(a, Plain{update}, stream);
       else finish(a, EncodedTarget<Format, RowwiseAdagrad>{update}, stream);
     }
   });

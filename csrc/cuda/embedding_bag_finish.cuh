@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/embedding_bag_backward.cuh"
+#include "optimizers/elementwise.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -13,16 +14,17 @@ inline namespace RK_ISA {
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 
-// The columns of a row of floats; g holds their gradient, block by block where a row is wider.
-template <int G, int kBlocks, class Target, class Sum>
+// The columns of a row of floats; g holds their gradient, which gradient(column, last) makes block by block where a row
+// is wider.
+template <int G, int kBlocks, class Target, class Gradient>
 __device__ __forceinline__ void put_row(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
-                                        const Group<G>& group, Vec4 (&g)[kBlocks], const Sum& sum_scaled) {
+                                        const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   float* out = target.place(f, row, run);
   const bool aligned = rows_aligned(out, D);
   for (int64_t column = 0; column < D; column += kWidth) {
-    if (D > kWidth) sum_scaled(column);
+    if (D > kWidth) gradient(column, true);
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
       store_columns(out, c, D, aligned, Target::put(out, c, D, aligned, g[k], factor));
@@ -30,14 +32,43 @@ __device__ __forceinline__ void put_row(const Target& target, const Feature& f, 
   }
 }
 
+template <int G, int kBlocks, class Target, class Gradient>
+__device__ __forceinline__ void put(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
+                                    const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
+  if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
+  else put_row(target, f, row, run, factor, group, g, gradient);
+}
+
+// The sum of a row's squares ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128.
+template <int G>
+struct SquareSum {
+  const Group<G>& group;
+  float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  template <int kBlocks>
+  __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j)
+        if (column + (k * G + group.lane) * 4 + j < D)
+          partial[j] = fused_multiply_add(x[k].v[j], x[k].v[j], partial[j]);
+  }
+  __device__ __forceinline__ float total() const {
+    float sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    for (int distance = G / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(group.mask, sum, distance, G);
+    return sum;
+  }
+};
+
 // Sums a row's gradient and gives it to the target.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group,
-                                           const Feature& f, int64_t row, int64_t run, const Sum& sum) {
+                                           int64_t feature, const Feature& f, int64_t row, int64_t run,
+                                           const Sum& sum) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
   target.expect(f, row, group.lane);
+  if constexpr (Target::kElementwise) target.expect_state(feature, f, row, group.lane);
   Vec4 g[kBlocks];
   const auto sum_scaled = [&](int64_t column) {
     sum(column, g);
@@ -45,22 +76,28 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     for (int k = 0; k < kBlocks; ++k)
       for (int j = 0; j < 4; ++j) g[k].v[j] = g[k].v[j] * inverse;
   };
-  // Row statistics: lane l owns partials 4l .. 4l+3 of 128; rows that a smaller group takes have no others.
-  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int64_t column = 0; column < D && (Target::kNeedsMeanSquare || column == 0); column += kWidth) {
+  // Rows that a smaller group takes have no more columns than it has lanes for.
+  SquareSum<G> squares{group};
+  for (int64_t column = 0; column < D && (target.needs_mean_square() || column == 0); column += kWidth) {
     sum_scaled(column);
-    for (int k = 0; k < kBlocks; ++k)
-      for (int j = 0; j < 4; ++j)
-        if (column + (k * G + group.lane) * 4 + j < D) s[j] = fused_multiply_add(g[k].v[j], g[k].v[j], s[j]);
+    squares.add(column, D, g);
   }
-  float square_sum = (s[0] + s[1]) + (s[2] + s[3]);
-  for (int distance = G / 2; distance > 0; distance /= 2)
-    square_sum += __shfl_xor_sync(group.mask, square_sum, distance, G);
-  float factor = 0.0f;
-  if (group.lane == 0) factor = target.open(f, row, run, square_sum / static_cast<float>(D));
-  factor = group.broadcast(factor, 0);
-  if constexpr (Target::kEncodes) return target.put_row(f, row, factor, group, g, sum_scaled);
-  else put_row(target, f, row, run, factor, group, g, sum_scaled);
+  float scalar = 0.0f;
+  const float square_sum = squares.total();
+  if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
+  scalar = group.broadcast(scalar, 0);
+  if constexpr (Target::kElementwise) {
+    const auto state = target.state_of(feature, f, row, scalar);
+    // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
+    const auto direction = [&](int64_t column, bool last) {
+      if (D > kWidth) sum_scaled(column);
+      state.direct(column, D, group, g, last);
+    };
+    if (D <= kWidth) direction(0, true);
+    put(target, f, row, run, target.factor(state.optimizer, f, row, group, g, direction), group, g, direction);
+  } else {
+    put(target, f, row, run, scalar, group, g, [&](int64_t column, bool) { sum_scaled(column); });
+  }
 }
 
 __device__ __forceinline__ int64_t feature_of_run(const SumArgs& a, int64_t run) {
@@ -69,11 +106,12 @@ __device__ __forceinline__ int64_t feature_of_run(const SumArgs& a, int64_t run)
 }
 
 // A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
-// once, then put() for its columns or, when it encodes, put_row() for all.
+// once, then put() for its columns or, when it encodes, put_row() for all. One with state for every element
+// (kElementwise) turns gradients into directions first.
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 template <int kBlocks, class Target>
-constexpr int kResident = kBlocks > 1 ? 1 : (Target::kEncodes ? 2 : 3);
+constexpr int kResident = kBlocks > 1 ? 1 : (Target::kEncodes || Target::kElementwise ? 2 : 3);
 
 // Runs of at most kChunk occurrences.
 template <int G, int kBlocks, class Target>
@@ -88,7 +126,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     if (!a.features.has_format(feature, a.format)) continue;
     const Feature f = a.features[feature];
     const OccurrenceSum<G, kBlocks> sum{a, group, start, count, f.embedding_dim};
-    finish_row<G, kBlocks>(a, target, group, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
+    finish_row<G, kBlocks>(a, target, group, feature, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
   }
 }
 
@@ -163,7 +201,8 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     }
     if (mine == 0) {
       const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
-      finish_row<G, kBlocks>(a, target, group, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run, sum);
+      finish_row<G, kBlocks>(a, target, group, feature, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run,
+                             sum);
     }
     __syncthreads();  // the next run of this block may use the same memory
   }
@@ -183,11 +222,15 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
 // How the rows of formats[a.format] are updated.
 struct UpdateArgs {
   uint8_t* weights;
-  float* sum;  // or null
+  OptimizerState state;
   const float* lr;
   float eps;
   bool stochastic;
   const int64_t *seed, *step;  // of the noise; seed may be null: 0
+  ElementwiseKind kind;        // of an optimizer with state for every element, and what it needs beyond lr and eps
+  Moments moments;
+  float beta1, beta2;
+  const float* beta_powers;  // or null
 };
 
 // Updates the rows of a.format, which is not fp32.

@@ -61,23 +61,33 @@ __device__ bool overlap(uint64_t a, uint64_t size_a, uint64_t b, uint64_t size_b
   return a < b + size_b && b < a + size_a;
 }
 
-// Two features' tables are one and the same, or apart in rows and in weights.
-__device__ bool share_all_or_nothing(const Feature& a, const Feature& b) {
+// Two features' tables are one and the same, or apart in rows, in weights and, with `moments`, in that state.
+__device__ bool share_all_or_nothing(const Feature& a, const Feature& b, bool moments, int64_t moment_a,
+                                     int64_t moment_b) {
   if (a.num_embeddings <= 0 || b.num_embeddings <= 0) return true;  // occupies nothing
   const uint64_t rows_a = a.num_embeddings, rows_b = b.num_embeddings;
   const bool sizes = rows_a == rows_b && a.embedding_dim == b.embedding_dim && a.format == b.format;
   const bool places = a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.table_id == b.table_id;
-  if (sizes && places) return true;
+  if (sizes && places) return moment_a == moment_b;
+  if (moments && overlap(moment_a, rows_a * static_cast<uint64_t>(a.embedding_dim), moment_b,
+                         rows_b * static_cast<uint64_t>(b.embedding_dim)))
+    return false;
   return !overlap(a.row_offset, rows_a, b.row_offset, rows_b) &&
          !overlap(a.weight_offset, rows_a * static_cast<uint64_t>(a.row_bytes), b.weight_offset,
                   rows_b * static_cast<uint64_t>(b.row_bytes));
+}
+
+// Whether the table of a feature of known size lies inside the state at `offset`.
+__device__ bool fits(const Moments& moments, const Feature& f, int64_t offset) {
+  return moments.count < 0 ||
+         (offset >= 0 && offset <= moments.count && f.num_embeddings <= (moments.count - offset) / f.embedding_dim);
 }
 
 // One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
 // kernels trust what passes here, and do nothing where something does not.
 __global__ void __launch_bounds__(kThreads)
     start_kernel(Features features, int64_t num_features, int64_t weights, int64_t output_dim, int64_t num_rows,
-                 int64_t max_dim, bool updates, int64_t* status) {
+                 int64_t max_dim, bool updates, Moments moments, int64_t* status) {
   if (threadIdx.x == 0) {
     status[0] = kNoBadPosition;
     status[1] = 0;
@@ -94,9 +104,11 @@ __global__ void __launch_bounds__(kThreads)
     const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
     bool apart = true;
     for (int64_t j = 0; updates && j < i; ++j)
-      apart = apart && share_all_or_nothing(f, read_feature(features, j, max_dim));
+      apart = apart && share_all_or_nothing(f, read_feature(features, j, max_dim), moments.count >= 0,
+                                            moments.offset(i), moments.offset(j));
     const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
-    if (!table || !place || !rows || !inside || f.output_offset != column || !last || !apart)
+    if (!table || !place || !rows || !inside || !fits(moments, f, moments.offset(i)) || f.output_offset != column ||
+        !last || !apart)
       note_bad(status, kBadLayout);
   }
 }
@@ -124,10 +136,11 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   return in;
 }
 
-Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream) {
+Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
+                  const Moments& moments) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, weights, in.output_dim,
-         in.num_rows, in.max_dim, updates, status.mutable_data_ptr<int64_t>());
+         in.num_rows, in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
   return status;
 }
 

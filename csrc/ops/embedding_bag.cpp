@@ -20,6 +20,18 @@ void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor
   check_same_device(*t, values, name, "values");
 }
 
+const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
+
+void check_state(const OptionalTensor& t, bool wanted, Optimizer optimizer, const Tensor& weights, const char* name) {
+  check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
+              kOptimizerNames[static_cast<int>(optimizer)], "\"");
+  if (!t) return;
+  check_rank(*t, 1, name);
+  check_dtype(*t, ScalarType::Float, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, weights, name, "weights");
+}
+
 }  // namespace
 
 BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
@@ -31,9 +43,13 @@ BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, co
 }
 
 Optimizer parse_optimizer(const std::string& name) {
-  if (name == "sgd") return Optimizer::kSgd;
-  check_value(name == "rowwise_adagrad", "optimizer must be \"sgd\" or \"rowwise_adagrad\", got \"", name, "\"");
-  return Optimizer::kRowwiseAdagrad;
+  int number = 0;
+  std::string known;
+  for (const char* each : kOptimizerNames) {
+    if (name == each) return static_cast<Optimizer>(number);
+    known += join(number++ ? ", " : "", each);
+  }
+  throw std::invalid_argument(join("optimizer must be one of ", known, ", got \"", name, "\""));
 }
 
 int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
@@ -139,21 +155,46 @@ void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int
   check_same_device(grad, values, "grad", "values");
 }
 
-void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                  Optimizer optimizer) {
+OptimizerState UpdateState::pointers() const {
+  const auto pointer = [](const OptionalTensor& t) { return t ? t->mutable_data_ptr<float>() : nullptr; };
+  return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq)};
+}
+
+void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state, const Tensor& step,
+                  const Tensor& lr, Optimizer optimizer, double beta1, double beta2) {
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
   check_same_device(step, weights, "step", "weights");
   check_rank(lr, 0, "lr");
   check_dtype(lr, ScalarType::Float, "lr");
   check_same_device(lr, weights, "lr", "weights");
-  check_value(sum.has_value() == (optimizer == Optimizer::kRowwiseAdagrad),
-              "sum must be given for optimizer \"rowwise_adagrad\" and for no other");
-  if (!sum) return;
-  check_rank(*sum, 1, "sum");
-  check_dtype(*sum, ScalarType::Float, "sum");
-  check_contiguous(*sum, "sum");
-  check_same_device(*sum, weights, "sum", "weights");
+  const bool elementwise = is_elementwise(optimizer), adagrad = optimizer == Optimizer::kAdagrad;
+  const bool moments = elementwise && !adagrad;
+  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, optimizer, weights, "sum");
+  check_state(state.exp_avg, moments, optimizer, weights, "exp_avg");
+  check_state(state.exp_avg_sq, moments, optimizer, weights, "exp_avg_sq");
+  check_state(state.beta_powers, moments, optimizer, weights, "beta_powers");
+  check_value(!moments || state.beta_powers->numel() == 2, "beta_powers must have 2 elements, got ",
+              moments ? state.beta_powers->numel() : 0);
+  check_value(!moments || optimizer == Optimizer::kRowwiseAdam || state.exp_avg_sq->numel() == state.exp_avg->numel(),
+              "exp_avg_sq must have as many elements as exp_avg");
+  for (const double beta : {beta1, beta2})  // as float32, which 0.99999999 is too close to 1 for
+    check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
+                beta1, " and ", beta2);
+  const bool offsets = elementwise && layout.embedding_dims;
+  check_value(state.moment_offsets.has_value() == offsets, "moment_offsets must ", offsets ? "" : "not ",
+              "be given: they are for a layout and an optimizer with state for every element");
+  if (offsets)
+    check_layout_tensor(state.moment_offsets, layout.embedding_dims->numel(), weights, "moment_offsets",
+                        ScalarType::Long);
+}
+
+void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows) {
+  const auto check = [&](const OptionalTensor& t, const char* name) {
+    check_value(t->numel() >= rows, name, " must have one element per row (", rows, "), got ", t->numel());
+  };
+  if (optimizer == Optimizer::kRowwiseAdagrad) check(state.sum, "sum");
+  if (optimizer == Optimizer::kRowwiseAdam) check(state.exp_avg_sq, "exp_avg_sq");
 }
 
 UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, const std::string& rounding,
@@ -215,9 +256,14 @@ void throw_bad_position(const BadPosition& bad) {
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
   const std::string shape = "SymInt[] weights_shape, Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
-  const std::string optimizer =
-      ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, str rounding=\"stochastic\", Tensor? seed=None, "
-      "Tensor? table_ids=None";
+  // Of the update, which changes the state; of the forward, which only hands it on.
+  const auto optimizer = [](const char* d, const char* e, const char* f) {
+    return join(
+        ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, Tensor", d,
+        "? exp_avg=None, Tensor", e, "? exp_avg_sq=None, Tensor", f,
+        "? beta_powers=None, Tensor? moment_offsets=None, str rounding=\"stochastic\", Tensor? seed=None, Tensor? "
+        "table_ids=None");
+  };
   m.def(("embedding_bag(Tensor weights, " + bags + kLayout +
          ", bool sparse=False, bool include_last_offset=True) -> (Tensor output, Tensor status)")
             .c_str());
@@ -225,11 +271,12 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
          ", bool sparse=False) -> (Tensor output, Tensor status)")
             .c_str());
   m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + kLayout +
-         optimizer + ") -> (Tensor output, Tensor status)")
+         optimizer("", "", "") + ") -> (Tensor output, Tensor status)")
             .c_str());
   m.def(
       ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
-       bags + kLayout + optimizer + ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()")
+       bags + kLayout + optimizer("(d!)", "(e!)", "(f!)") +
+       ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()")
           .c_str());
   m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + kLayout + ") -> Tensor").c_str());
   m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + kLayout +

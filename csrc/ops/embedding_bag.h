@@ -23,6 +23,7 @@
 #include "core/stable.h"
 #include "ops/bags.h"
 #include "ops/row_formats.h"
+#include "optimizers/elementwise.h"
 
 namespace rec_kernels {
 
@@ -57,7 +58,28 @@ struct BagOptions {
   bool raise;
 };
 
-enum class Optimizer { kSgd, kRowwiseAdagrad };
+enum class Optimizer { kSgd, kRowwiseAdagrad, kAdagrad, kAdam, kRowwiseAdam, kLamb };
+
+// Whether it keeps state for every element of a row, and then which of optimizers/elementwise.h it is.
+inline bool is_elementwise(Optimizer o) { return o != Optimizer::kSgd && o != Optimizer::kRowwiseAdagrad; }
+inline ElementwiseKind elementwise_kind(Optimizer o) {
+  static_assert(static_cast<int>(Optimizer::kLamb) - static_cast<int>(Optimizer::kAdagrad) ==
+                    static_cast<int>(ElementwiseKind::kLamb),
+                "both lists have the same order");
+  if (!is_elementwise(o)) return ElementwiseKind::kAdagrad;  // which nobody asks for
+  return static_cast<ElementwiseKind>(static_cast<int>(o) - static_cast<int>(Optimizer::kAdagrad));
+}
+
+// State of a fused optimizer, as it arrives. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per
+// element; exp_avg_sq per element, for row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates.
+// Element-wise state of feature f's table starts at moment_offsets[f]; without a layout, at 0.
+struct UpdateState {
+  const OptionalTensor &sum, &exp_avg, &exp_avg_sq, &beta_powers, &moment_offsets;
+
+  // Element-wise state, of which there is at least one for such an optimizer.
+  const Tensor& moments() const { return exp_avg ? *exp_avg : *sum; }
+  OptimizerState pointers() const;
+};
 
 RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,
                                        const std::string& bounds_check);
@@ -80,8 +102,10 @@ RK_EXPORT OneTable read_one_table(const TableLayout& layout, int64_t rows, int64
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
-RK_EXPORT void check_update(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                            Optimizer optimizer);
+RK_EXPORT void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state,
+                            const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);
+// That row-wise state has an element for each of `rows` rows.
+RK_EXPORT void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows);
 
 // How updated rows are encoded. The seed stays where it is; table_ids are [F], or null: 0.
 struct UpdateRounding {

@@ -15,11 +15,19 @@ import rec_kernels as rk
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
 DEVICES = ("cpu", "cuda")
 ROUNDINGS = ("stochastic", "nearest")
-OPTIMIZERS = {"rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8), "sgd": lambda lr: rk.SGD(lr=lr)}
+OPTIMIZERS = {
+    "rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8),
+    "sgd": lambda lr: rk.SGD(lr=lr),
+    "adagrad": lambda lr: rk.Adagrad(lr=lr, eps=1e-8),
+    "adam": lambda lr: rk.Adam(lr=lr),
+    "rowwise_adam": lambda lr: rk.RowwiseAdam(lr=lr),
+    "lamb": lambda lr: rk.LAMB(lr=lr),
+}
 
 
 def widths(text: str) -> tuple[int, ...]:
@@ -152,7 +160,7 @@ class TrainConfig:
         rows = "" if self.format == "fp32" else f"-{self.format}-{self.rounding}"
         return f"{data_name}-d{self.embedding_dim}{rows}-b{self.batch_size}-seed{self.seed}"
 
-    def table_optimizer(self) -> rk.SGD | rk.RowwiseAdagrad:
+    def table_optimizer(self) -> Optimizer:
         """The fused optimizer of the tables."""
         return OPTIMIZERS[self.optimizer](self.lr)
 

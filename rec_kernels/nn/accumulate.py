@@ -38,7 +38,7 @@ class Pending:
         self.lookups: list[Lookup] = []
         self._is_open = True
         # A token of its own: the collection's belongs to lookups that update at once.
-        self._token = torch.empty(0, device=token.device, requires_grad=True)
+        self._token = torch.empty_like(token, requires_grad=True)
         self._watch = token.register_hook(_refuse_earlier_lookup)
 
     def close(self) -> None:

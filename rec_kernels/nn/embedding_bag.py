@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.jagged import KeyedTensor, select_keys
-from rec_kernels.nn.optimizers import SGD, FusedOptimizer, RowwiseAdagrad
+from rec_kernels.nn.optimizers import Adam, FusedOptimizer, Optimizer
+from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
     EmbeddingBagConfig,
     Storage,
@@ -33,8 +34,9 @@ class EmbeddingBagCollection(nn.Module):
     Args:
         tables: the tables; several features may share one.
         device: where weights and state live.
-        optimizer: ``rk.SGD`` or ``rk.RowwiseAdagrad``: each backward updates the touched rows at once, and no gradient
-            of a table is ever stored. None: tables are ordinary parameters with dense torch gradients.
+        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.RowwiseAdam`` or ``rk.LAMB``:
+            each backward updates the touched rows at once, and no gradient of a table is ever stored. None: tables are
+            ordinary parameters with dense torch gradients.
         bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
             "ignore" (left out) or "none" (not checked: only for trusted input).
         rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
@@ -45,8 +47,9 @@ class EmbeddingBagCollection(nn.Module):
     All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
     bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
     ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
-    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; row-wise state as
-    ``embedding_bags.<name>.sum``. ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
+    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
+    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``, float32 [E, D] or, if row-wise, [E].
+    ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
     Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
     Dense parameters elsewhere in the model are the user's optimizer's business.
 
@@ -59,7 +62,7 @@ class EmbeddingBagCollection(nn.Module):
         tables: list[EmbeddingBagConfig],
         *,
         device: torch.device | str | None = None,
-        optimizer: SGD | RowwiseAdagrad | None = None,
+        optimizer: Optimizer | None = None,
         bounds_check: str = "error",
         rounding: str = "stochastic",
         seed: int = 0,
@@ -70,8 +73,11 @@ class EmbeddingBagCollection(nn.Module):
             raise ValueError(f"table names must differ, got {names}")
         if bounds_check not in ("error", "ignore", "none"):
             raise ValueError(f"bounds_check must be 'error', 'ignore' or 'none', got {bounds_check!r}")
-        if not isinstance(optimizer, (SGD, RowwiseAdagrad, type(None))):
-            raise ValueError(f"optimizer must be rk.SGD, rk.RowwiseAdagrad or None, got {optimizer!r}")
+        if not isinstance(optimizer, (Optimizer, type(None))):
+            raise ValueError(
+                "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
+                f"got {optimizer!r}"
+            )
         if rounding not in ("stochastic", "nearest"):
             raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
@@ -80,6 +86,7 @@ class EmbeddingBagCollection(nn.Module):
         self.rounding, self.seed = rounding, int(seed)
         self.embedding_bags = Tables(names)
         self._storage = Storage(self.tables)
+        self._places = StatePlaces(self.tables, {} if optimizer is None else optimizer.state)
         self._name_outputs()
         self._make_layout(device)
         self._make_weights(device)
@@ -96,20 +103,19 @@ class EmbeddingBagCollection(nn.Module):
         self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
 
     def _make_layout(self, device: torch.device | str | None) -> None:
-        rows = [0]
-        for table in self.tables:
-            rows.append(rows[-1] + table.num_embeddings)
         features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
         columns = [sum(self._output_dims[:f]) for f in range(len(features))]
         layout = {
             "weight_offsets": [self._storage.starts[i] for i in features],
-            "row_offsets": [rows[i] for i in features],
+            "row_offsets": [self._places.rows[i] for i in features],
             "num_embeddings": [self.tables[i].num_embeddings for i in features],
             "embedding_dims": self._output_dims,
             "output_offsets": columns,
             "table_ids": features,
             "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
         }
+        if self._places.is_elementwise:
+            layout["moment_offsets"] = [self._places.starts[i] for i in features]
         for name, numbers in layout.items():
             tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
             self.register_buffer(f"_{name}", tensor, persistent=False)
@@ -119,7 +125,7 @@ class EmbeddingBagCollection(nn.Module):
         nothing = torch.tensor(bounds.NOTHING_BAD, device=device)
         self.register_buffer("_bad_position", nothing, persistent=False)
         self._any_mean = any(t.pooling == "mean" for t in self.tables)
-        self._num_rows = rows[-1]
+        self._num_rows = self._places.rows[-1]
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage = self._storage
@@ -129,14 +135,17 @@ class EmbeddingBagCollection(nn.Module):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
             self.embedding_bags[table.name].weight = weight
             self.embedding_bags[table.name].in_bytes = storage.is_bytes
-        self._token = torch.empty(0, device=device, requires_grad=True)
+        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         if self.optimizer is not None:
-            self.register_buffer("lr", torch.tensor(self.optimizer.lr, device=device), persistent=False)
+            self.register_buffer(
+                "lr", torch.tensor(self.optimizer.lr, dtype=torch.float32, device=device), persistent=False
+            )
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
-        has_sum = self.optimizer is not None and self.optimizer.has_sum
-        self.register_buffer(
-            "_sum", _zeros(self._num_rows, torch.float32, device) if has_sum else None, persistent=False
-        )
+        for kind in KINDS:
+            flat = _zeros(self._places.size(kind), torch.float32, device) if kind in self._places.kinds else None
+            self.register_buffer(f"_{kind}", flat, persistent=False)
+        if "exp_avg" in self._places.kinds:
+            self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
         self._tie_tables()
         with torch.no_grad():
             for table in self.tables:
@@ -148,7 +157,6 @@ class EmbeddingBagCollection(nn.Module):
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
-        row = 0
         for i, table in enumerate(self.tables):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
@@ -160,9 +168,8 @@ class EmbeddingBagCollection(nn.Module):
                 holder.weight.grad = grad.to(view.device)
             if view.dtype == torch.uint8:
                 holder.register_buffer("format", format_tensor(table.format, view.device))
-            if self._sum is not None:
-                holder.register_buffer("sum", self._sum[row : row + table.num_embeddings])
-            row += table.num_embeddings
+            for kind in self._places.kinds:
+                holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EmbeddingBagCollection:
         # Moved, never cast: the flat tensors first, then the tables as views of them.
@@ -172,7 +179,7 @@ class EmbeddingBagCollection(nn.Module):
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
         device = self._weights.device
-        self._token = torch.empty(0, device=device, requires_grad=True)
+        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         if was_meta and not self._weights.is_meta:
             # to_empty(): what no state_dict brings has to be made anew.
             self._make_layout(device)
@@ -322,6 +329,11 @@ class EmbeddingBagCollection(nn.Module):
 
     def _options(self) -> dict[str, object]:
         options = {"optimizer": self.optimizer.op_name, "eps": self.optimizer.eps}
+        if self._places.is_elementwise:
+            options["moment_offsets"] = self._moment_offsets
+        if isinstance(self.optimizer, Adam):
+            options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
+            options |= zip(("beta1", "beta2"), self.optimizer.betas, strict=True)
         if not self._storage.is_bytes:
             return options
         return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
@@ -368,7 +380,6 @@ class EmbeddingBagCollection(nn.Module):
 
     def memory_report(self) -> list[dict[str, object]]:
         """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
-        has_sum = self._sum is not None
         return [
             {
                 "name": t.name,
@@ -376,9 +387,9 @@ class EmbeddingBagCollection(nn.Module):
                 "embedding_dim": t.embedding_dim,
                 "format": t.format,
                 "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
-                "state_bytes": t.num_embeddings * 4 if has_sum else 0,
+                "state_bytes": self._places.bytes(i),
             }
-            for t in self.tables
+            for i, t in enumerate(self.tables)
         ]
 
     def extra_repr(self) -> str:
@@ -415,13 +426,14 @@ def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> 
 
 def _retie_after_load(collection: EmbeddingBagCollection, _) -> None:
     # load_state_dict(assign=True) swaps parameters in that own their storage.
+    places = collection._places
     with torch.no_grad():
-        row = 0
         for i, table in enumerate(collection.tables):
             holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
             if holder.weight.data_ptr() != flat.data_ptr():
                 flat.copy_(holder.weight)
-            if collection._sum is not None and holder.sum.data_ptr() != collection._sum[row:].data_ptr():
-                collection._sum[row : row + table.num_embeddings].copy_(holder.sum)
-            row += table.num_embeddings
+            for kind in places.kinds:
+                own = places.view(kind, collection._buffers[f"_{kind}"], i)
+                if holder._buffers[kind].data_ptr() != own.data_ptr():
+                    own.copy_(holder._buffers[kind])
     collection._tie_tables()

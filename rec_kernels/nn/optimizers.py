@@ -15,6 +15,16 @@ def _check_positive(name: str, value: float, zero_allowed: bool) -> None:
         raise ValueError(f"{name} = {value} must be {'at least' if zero_allowed else 'above'} 0")
 
 
+def _check_betas(betas: tuple[float, float]) -> None:
+    # As float32, which 0.99999999 is too close to 1 for.
+    if len(betas) != 2 or not all(0 <= torch.tensor(beta, dtype=torch.float32) < 1 for beta in betas):
+        raise ValueError(f"betas = {betas} must be two numbers in [0, 1) as float32")
+
+
+# State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
+State = dict[str, bool]
+
+
 @dataclass(frozen=True)
 class SGD:
     """Stochastic gradient descent: ``w -= lr * g``. No state."""
@@ -22,7 +32,7 @@ class SGD:
     lr: float = 0.01
     eps: ClassVar[float] = 0.0
     op_name: ClassVar[str] = "sgd"
-    has_sum: ClassVar[bool] = False
+    state: ClassVar[State] = {}
 
     def __post_init__(self) -> None:
         _check_positive("lr", self.lr, zero_allowed=True)
@@ -35,11 +45,71 @@ class RowwiseAdagrad:
     lr: float = 0.01
     eps: float = 1e-8
     op_name: ClassVar[str] = "rowwise_adagrad"
-    has_sum: ClassVar[bool] = True
+    state: ClassVar[State] = {"sum": False}
 
     def __post_init__(self) -> None:
         _check_positive("lr", self.lr, zero_allowed=True)
         _check_positive("eps", self.eps, zero_allowed=True)
+
+
+@dataclass(frozen=True)
+class Adagrad:
+    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a float32 ``v`` per element.
+
+    Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
+    """
+
+    lr: float = 0.01
+    eps: float = 1e-10
+    op_name: ClassVar[str] = "adagrad"
+    state: ClassVar[State] = {"sum": True}
+
+    def __post_init__(self) -> None:
+        _check_positive("lr", self.lr, zero_allowed=True)
+        _check_positive("eps", self.eps, zero_allowed=True)
+
+
+@dataclass(frozen=True)
+class Adam:
+    """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
+
+    ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
+    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. Two float32 per
+    element. Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
+    """
+
+    lr: float = 0.001
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    op_name: ClassVar[str] = "adam"
+    state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": True}
+
+    def __post_init__(self) -> None:
+        _check_positive("lr", self.lr, zero_allowed=True)
+        _check_positive("eps", self.eps, zero_allowed=True)
+        _check_betas(self.betas)
+
+
+@dataclass(frozen=True)
+class RowwiseAdam(Adam):
+    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one float32 per element and row."""
+
+    op_name: ClassVar[str] = "rowwise_adam"
+    state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": False}
+
+
+@dataclass(frozen=True)
+class LAMB(Adam):
+    """Adam whose step goes with the row's length: ``lr * |w| / |r|`` for ``lr``, r being ``m' / (sqrt(v') + eps)``.
+
+    Norms are of a row; where one is 0, the factor is ``lr``. You et al., "Large Batch Optimization for Deep Learning:
+    Training BERT in 76 minutes", ICLR 2020.
+    """
+
+    op_name: ClassVar[str] = "lamb"
+
+
+Optimizer = SGD | RowwiseAdagrad | Adagrad | Adam
 
 
 class _Group(dict):

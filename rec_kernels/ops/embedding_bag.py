@@ -46,8 +46,9 @@ _LAYOUT = (
     "bounds_check",
 )
 
-# Keyword arguments of the fused update, as far as they do not change.
-_UPDATE = ("optimizer", "eps", "rounding", "seed", "table_ids")
+# Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
+_UPDATE = ("optimizer", "eps", "beta1", "beta2", "moment_offsets", "rounding", "seed", "table_ids")
+_STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
 _NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
 _DTYPE_UNSUPPORTED = "output_dtype must be None or torch.float32"
@@ -345,7 +346,7 @@ def _setup_fused(ctx, inputs, output) -> None:
     a = _keep(ctx, "embedding_bag_fused", inputs)
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
-    ctx.state = {name: a[name] for name in ("weights", "sum", "step", "lr")}
+    ctx.state = {name: a[name] for name in _STATE}
     ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
     ctx.token_shape = a["token"].shape
 

@@ -112,3 +112,56 @@ def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor]
         state[row] = state[row] + numerics.row_dot(g[None], g[None])[0] / len(g)
         factor = -(lr32 / (numerics.square_root(state[row]) + eps32))
         weight[row] = numerics.fused_multiply_add(factor, g, weight[row])
+
+
+def adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: float, eps: float) -> None:
+    """Updates one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w)."""
+    for row, g in gradients.items():
+        state[row] = numerics.fused_multiply_add(g, g, state[row])
+        direction = g / (numerics.square_root(state[row]) + torch.tensor(eps))
+        weight[row] = numerics.fused_multiply_add(torch.tensor(-lr), direction, weight[row])
+
+
+@dataclass
+class Adam:
+    """One step of the Adam family on the rows of one table.
+
+    ``powers`` are beta1^t and beta2^t of this step. ``exp_avg`` is [E, D]; ``exp_avg_sq`` [E, D], or [E] (row-wise).
+    """
+
+    lr: float
+    eps: float
+    betas: tuple[float, float]
+    powers: tuple[Tensor, Tensor]
+
+    def _first(self, exp_avg: Tensor, row: int, g: Tensor) -> Tensor:
+        beta = torch.tensor(self.betas[0])
+        exp_avg[row] = numerics.fused_multiply_add(beta, exp_avg[row], (1 - beta) * g)
+        return exp_avg[row] / (1 - self.powers[0])
+
+    def _divisor(self, exp_avg_sq: Tensor) -> Tensor:
+        return numerics.square_root(exp_avg_sq / (1 - self.powers[1])) + torch.tensor(self.eps)
+
+    def direction(self, exp_avg: Tensor, exp_avg_sq: Tensor, row: int, g: Tensor) -> Tensor:
+        """What the gradient of a row becomes; advances its state."""
+        beta = torch.tensor(self.betas[1])
+        if exp_avg_sq.dim() == 1:
+            mean_square = numerics.row_dot(g[None], g[None])[0] / len(g)
+            exp_avg_sq[row] = numerics.fused_multiply_add(beta, exp_avg_sq[row], (1 - beta) * mean_square)
+        else:
+            exp_avg_sq[row] = numerics.fused_multiply_add(beta, exp_avg_sq[row], ((1 - beta) * g) * g)
+        return self._first(exp_avg, row, g) / self._divisor(exp_avg_sq[row])
+
+    def update_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
+        """Adam, and row-wise Adam: w = fmaf(-lr, direction, w)."""
+        for row, g in gradients.items():
+            direction = self.direction(exp_avg, exp_avg_sq, row, g)
+            weight[row] = numerics.fused_multiply_add(torch.tensor(-self.lr), direction, weight[row])
+
+    def lamb_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
+        """LAMB: the factor of a row is -(lr * |w| / |direction|), or -lr where one of the norms is 0."""
+        for row, g in gradients.items():
+            direction = self.direction(exp_avg, exp_avg_sq, row, g)
+            norms = [numerics.square_root(numerics.row_dot(x[None], x[None])[0]) for x in (weight[row], direction)]
+            trust = torch.tensor(1.0) if any(norm == 0 for norm in norms) else norms[0] / norms[1]
+            weight[row] = numerics.fused_multiply_add(-(torch.tensor(self.lr) * trust), direction, weight[row])

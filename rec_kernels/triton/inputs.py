@@ -214,7 +214,11 @@ def check_tables(a: SimpleNamespace) -> None:
 def check_update(a: SimpleNamespace) -> None:
     """Raises ValueError for optimizer state, step or learning rate of another kind than the optimizer's."""
     known = a.optimizer in ("sgd", "rowwise_adagrad")
-    check(known, f'optimizer must be "sgd" or "rowwise_adagrad", got "{a.optimizer}"')
+    check(
+        known,
+        f'optimizer must be "sgd" or "rowwise_adagrad", got "{a.optimizer}": the Triton kernels have no others, the '
+        "compiled CUDA library has (rk.build_info() says why it is not in use)",
+    )
     check_tensor(a.step, "step", (torch.int64,), rank=0)
     check_tensor(a.lr, "lr", (torch.float32,), rank=0)
     right = (a.sum is not None) == (a.optimizer == "rowwise_adagrad")

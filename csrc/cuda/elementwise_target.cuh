@@ -1,0 +1,99 @@
+// Updates with state for every element, of any rows: what Base does with a gradient happens to the direction that the
+// state makes of it.
+#pragma once
+
+#include "cuda/embedding_bag_finish.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// A row's state, and the numbers of the step.
+struct RowState {
+  Elementwise optimizer;
+  float divisor;          // row-wise Adam's
+  float *first, *second;  // [D], or null
+
+  // The gradients g of the columns from `column` on become directions. State advances if this is the last time.
+  template <int G, int kBlocks>
+  __device__ __forceinline__ void direct(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                         bool last) const {
+    const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
+    const bool aligned_first = rows_aligned(first, D), aligned_second = rows_aligned(second, D);
+    for (int k = 0; k < kBlocks; ++k) {
+      const int64_t c = column + (k * G + group.lane) * 4;
+      if (c >= D) continue;
+      Vec4 m = {}, v = {};
+      if (first) m = load_columns(first, c, D, aligned_first);
+      if (second) v = load_columns(second, c, D, aligned_second);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = numbers.direction(optimizer.kind, g[k].v[j], &m.v[j], &v.v[j]);
+      if (!last) continue;
+      if (first) store_columns(first, c, D, aligned_first, m);
+      if (second) store_columns(second, c, D, aligned_second, v);
+    }
+  }
+};
+
+template <class Base>
+struct ElementwiseTarget : Base {
+  static constexpr bool kElementwise = true;
+  using Base::u;
+
+  __device__ Elementwise optimizer() const {
+    const float power1 = u.beta_powers ? u.beta_powers[0] * u.beta1 : 0.0f;
+    const float power2 = u.beta_powers ? u.beta_powers[1] * u.beta2 : 0.0f;
+    return Elementwise::make(u.kind, *u.lr, u.eps, u.beta1, u.beta2, power1, power2);
+  }
+  __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
+
+  __device__ void expect_state(int64_t feature, const Feature& f, int64_t row, int lane) const {
+    if (4 * lane >= f.embedding_dim) return;
+    const int64_t place = place_of(feature, f, row) + 4 * lane;
+    if (u.state.sum) prefetch(u.state.sum + place);
+    if (u.state.exp_avg) prefetch(u.state.exp_avg + place);
+    if (u.state.exp_avg_sq) prefetch(u.state.exp_avg_sq + (needs_mean_square() ? row : place));
+  }
+  // The divisor of row-wise Adam.
+  __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
+    const Elementwise o = optimizer();
+    if (!o.needs_mean_square()) return 1.0f;
+    const float second = o.row_moment(u.state.exp_avg_sq[row], mean_square);
+    u.state.exp_avg_sq[row] = second;
+    return o.row_divisor(second);
+  }
+  __device__ RowState state_of(int64_t feature, const Feature& f, int64_t row, float divisor) const {
+    const Elementwise o = optimizer();
+    const int64_t place = place_of(feature, f, row);
+    float* second = u.state.sum ? u.state.sum : u.state.exp_avg_sq;
+    return {o, divisor, o.has_first() ? u.state.exp_avg + place : nullptr, o.has_second() ? second + place : nullptr};
+  }
+
+  // Of the row's direction, which g holds or direction(column, false) puts there block by block.
+  template <int G, int kBlocks, class Direction>
+  __device__ __forceinline__ float factor(const Elementwise& o, const Feature& f, int64_t row, const Group<G>& group,
+                                          Vec4 (&g)[kBlocks], const Direction& direction) const {
+    if (!o.needs_norms()) return -o.lr;
+    constexpr int64_t kWidth = kBlocks * 4 * G;
+    const int64_t D = f.embedding_dim;
+    SquareSum<G> weights{group}, directions{group};
+    for (int64_t column = 0; column < D; column += kWidth) {
+      if (D > kWidth) direction(column, false);
+      Vec4 w[kBlocks];
+      for (int k = 0; k < kBlocks; ++k) {
+        const int64_t c = column + (k * G + group.lane) * 4;
+        w[k] = c < D ? Base::read(f, row, c) : Vec4{};
+      }
+      weights.add(column, D, w);
+      directions.add(column, D, g);
+    }
+    const float weight_squares = weights.total(), direction_squares = directions.total();
+    return o.trusted(weight_squares, direction_squares);
+  }
+
+ private:
+  __device__ int64_t place_of(int64_t feature, const Feature& f, int64_t row) const {
+    return u.moments.offset(feature) + (row - f.row_offset) * f.embedding_dim;
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,103 @@
+"""Fused updates with state for every element: their state, and what the reference makes of it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from embedding_bag_cases import EPS, LR, wide_floats
+from embedding_bag_format_cases import STEP, EncodedCase
+from torch import Tensor
+
+from rec_kernels.reference import embedding_bag as reference
+
+ELEMENTWISE = ("adagrad", "adam", "rowwise_adam", "lamb")
+BETAS = (0.9, 0.99)
+State = dict[str, Tensor]
+
+
+class MomentCase:
+    """An ``EncodedCase`` with state, whose tables lie in another order than the rows, with NaN gaps between them.
+
+    Args:
+        encoded: the call; tables of fp32 may be among the others.
+        optimizer: one of ``ELEMENTWISE``.
+    """
+
+    def __init__(self, encoded: EncodedCase, optimizer: str) -> None:
+        self.encoded, self.case, self.optimizer = encoded, encoded.case, optimizer
+        self.starts, at = {}, 3
+        for table in reversed(range(len(self.case.tables))):
+            self.starts[table] = at
+            rows, columns = self.case.tables[table]
+            at += rows * columns + 1
+        self.size = at
+
+    def _elements(self, seed: int) -> Tensor:
+        flat = torch.full((self.size,), torch.nan)
+        for table, view in enumerate(self.split(flat)):
+            view.copy_(wide_floats(*view.shape, seed=seed + table))
+        return flat
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Views of the tables: [E, D] of state for elements, [E] of state for rows."""
+        if len(flat) != self.size:
+            return [flat[row:][:e] for row, (e, _) in zip(self.case.first_rows, self.case.tables, strict=True)]
+        places = ((self.starts[t], *shape) for t, shape in enumerate(self.case.tables))
+        return [flat[start : start + e * d].view(e, d) for start, e, d in places]
+
+    @functools.cached_property
+    def state(self) -> State:
+        """Before the update."""
+        seed = self.case.seed + 5000
+        if self.optimizer == "adagrad":
+            return {"sum": self._elements(seed).abs()}
+        rowwise = self.optimizer == "rowwise_adam"
+        second = wide_floats(len(self.case.sum), seed=seed + 100) if rowwise else self._elements(seed + 100)
+        powers = torch.tensor([beta**3 for beta in BETAS])
+        return {"exp_avg": self._elements(seed), "exp_avg_sq": second.abs(), "beta_powers": powers}
+
+    def update(self, rounding: str, ops=torch.ops.rec_kernels, **options) -> tuple[Tensor, State, Tensor]:
+        """Bytes, state and step after embedding_bag_backward_fused_ of ``ops``."""
+        flat, step = self.encoded.flat.clone(), torch.tensor(STEP)
+        state = {name: t.clone() for name, t in self.state.items()}
+        moments = {k: t for k, t in state.items() if k != "sum"}
+        offsets = torch.tensor([self.starts[t] for t in self.case.features])
+        ops.embedding_bag_backward_fused_(
+            flat,
+            state.get("sum"),
+            step,
+            torch.tensor(LR),
+            options.pop("grad", self.case.grad),
+            *self.case.jagged,
+            **(self.encoded.layout | self.encoded.noise | moments | {"moment_offsets": offsets} | options),
+            optimizer=self.optimizer,
+            eps=EPS,
+            beta1=BETAS[0],
+            beta2=BETAS[1],
+            rounding=rounding,
+        )
+        return flat, state, step
+
+    def _update_floats(self, weights: Tensor, state: State, scale: float) -> None:
+        views = {name: self.split(t) for name, t in state.items() if name != "beta_powers"}
+        if "beta_powers" in state:
+            state["beta_powers"] *= torch.tensor(BETAS)
+        for table, view in enumerate(self.case.split(weights)):
+            mine = {row: g * scale for (t, row), g in self.case.row_gradients.items() if t == table}
+            if self.optimizer == "adagrad":
+                reference.adagrad_(view, views["sum"][table], mine, LR, EPS)
+                continue
+            step = reference.Adam(LR, EPS, BETAS, tuple(state["beta_powers"]))
+            update = step.lamb_ if self.optimizer == "lamb" else step.update_
+            update(view, views["exp_avg"][table], views["exp_avg_sq"][table], mine)
+
+    def expected(self, rounding: str, scale: float = 1.0) -> tuple[Tensor, State]:
+        """Bytes and state after the update, from gradients multiplied by ``scale``."""
+        weights, state = self.case.weights.clone(), {name: t.clone() for name, t in self.state.items()}
+        self._update_floats(weights, state, scale)
+        updated, flat = self.case.split(weights), self.encoded.flat.clone()
+        tables = self.encoded.split(flat)
+        for table, row in self.case.row_gradients:
+            tables[table][row] = self.encoded.encode_row(table, row, updated[table][row], rounding)
+        return flat, state

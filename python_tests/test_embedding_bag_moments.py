@@ -1,0 +1,174 @@
+"""Fused updates with state for every element (Adagrad, Adam, row-wise Adam, LAMB): the reference's bits everywhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import device_backends, every_backend
+from embedding_bag_cases import Case, cases, make_case
+from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, every_format_once
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+
+def check(encoded: EncodedCase, optimizer: str, roundings: list[str] = ROUNDINGS, scale: float = 1.0, **options):
+    """Bytes, state and step on every backend."""
+    case = MomentCase(encoded, optimizer)
+    for rounding in roundings:
+        flat, state = case.expected(rounding, scale)
+        for backend in every_backend():
+            found, found_state, step = case.update(rounding, backend.ops, **options)
+            where = (backend.name, encoded.formats, optimizer, rounding)
+            assert encoded.same_tables(found, flat), where
+            for name, expected in state.items():
+                assert same_bits(found_state[name], expected), (*where, name)
+            assert step.item() == STEP + 1, where
+
+
+@st.composite
+def encoded_cases(draw) -> EncodedCase:
+    """Up to four features over up to three tables of any formats."""
+    case = draw(cases())
+    return EncodedCase(case, [draw(st.sampled_from(rk.BAG_FORMATS)) for _ in case.tables])
+
+
+@settings(max_examples=40)
+@given(encoded_cases(), st.sampled_from(ELEMENTWISE))
+def test_any_case(encoded: EncodedCase, optimizer: str) -> None:
+    """Tables, features, formats, pooling, weights, integer widths, padding and unused ids as they come."""
+    check(encoded, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@pytest.mark.parametrize("dim", [1, 4, 15, 16, 33, 128, 129, 256, 300, 513, 1030])
+def test_widths(dim: int, optimizer: str) -> None:
+    """Tails of vectors; rows that a warp's registers do not hold, whose directions are made more than once."""
+    formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
+    case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
+    check(EncodedCase(case, formats), optimizer)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@pytest.mark.parametrize("occurrences", [65, 4200])
+def test_hot_rows(occurrences: int, optimizer: str) -> None:
+    """More than 64, and more than 64 * 64, occurrences of a row."""
+    case = make_case([(1, 20), (2, 5)], [0, 1], [occurrences, 3], weighted=True, seed=occurrences)
+    check(EncodedCase(case, ["fp32", "int8"]), optimizer, ["stochastic"])
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_one_table(optimizer: str) -> None:
+    """Without a layout: weights [E, D], state from its first element on."""
+    g = torch.Generator().manual_seed(1)
+    weight, ids = torch.randn(6, 20, generator=g), torch.tensor([1, 4, 1])
+    offsets, grad = torch.tensor([0, 2, 3]), torch.randn(2, 20, generator=g)
+    gradients = {1: grad[0] + grad[1], 4: grad[0]}
+    expected = weight.clone()
+    state = _zero_state(optimizer, 6, 20)
+    _reference_step(optimizer, expected, {k: t.clone() for k, t in state.items()}, gradients)
+    for backend in every_backend():
+        found, mine = weight.clone(), {k: t.clone().flatten() for k, t in state.items()}
+        backend.ops.embedding_bag_backward_fused_(
+            found,
+            mine.pop("sum", None),
+            torch.tensor(0),
+            torch.tensor(0.1),
+            grad,
+            ids,
+            offsets,
+            optimizer=optimizer,
+            **mine,
+        )
+        assert same_bits(found, expected), backend.name
+
+
+def _zero_state(optimizer: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+    if optimizer == "adagrad":
+        return {"sum": torch.zeros(rows, columns)}
+    second = (rows,) if optimizer == "rowwise_adam" else (rows, columns)
+    return {"exp_avg": torch.zeros(rows, columns), "exp_avg_sq": torch.zeros(second), "beta_powers": torch.ones(2)}
+
+
+def _reference_step(optimizer: str, weight: torch.Tensor, state: dict, gradients: dict) -> None:
+    from rec_kernels.reference import embedding_bag as reference
+
+    if optimizer == "adagrad":
+        return reference.adagrad_(weight, state["sum"], gradients, 0.1, 1e-8)
+    step = reference.Adam(0.1, 1e-8, (0.9, 0.999), (torch.tensor(0.9), torch.tensor(0.999)))
+    update = step.lamb_ if optimizer == "lamb" else step.update_
+    return update(weight, state["exp_avg"], state["exp_avg_sq"], gradients)
+
+
+def test_norms_of_zero() -> None:
+    """LAMB: a row of zeros, and a gradient of zeros, step with lr itself."""
+    case = make_case([(3, 20)], [0], [1, 1, 1], seed=2)
+    case.values.copy_(torch.tensor([0, 1, 2]))
+    case.split(case.weights)[0][0] = 0
+    case.grad[1] = 0
+    encoded = EncodedCase(case, ["fp32"])
+    moments = MomentCase(encoded, "lamb")
+    for view in moments.split(moments.state["exp_avg"]):
+        view[1] = 0
+    flat, _ = moments.expected("nearest")
+    for backend in every_backend():
+        assert encoded.same_tables(moments.update("nearest", backend.ops)[0], flat), backend.name
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_nan(optimizer: str) -> None:
+    """A NaN in a gradient reaches its element; with LAMB, whose norms know no element, its row."""
+    case = make_case([(3, 20)], [0], [1, 1], seed=2)
+    case.values.copy_(torch.tensor([0, 2]))
+    case.grad[0, 7] = torch.nan
+    encoded = EncodedCase(case, ["fp32"])
+    flat, _ = MomentCase(encoded, optimizer).expected("nearest")
+    rows = case.split(flat[encoded.starts[0] :][: 3 * 20 * 4].view(torch.float32))[0]
+    spoilt = rows[0].isnan()
+    assert spoilt[7]
+    assert spoilt.all() == (optimizer in ("lamb", "rowwise_adam"))
+    assert not rows[1:].isnan().any()
+    check(encoded, optimizer, ["nearest"])
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_skipped(optimizer: str) -> None:
+    """found_inf, or a status that names a bad id: weights, all state and step stay."""
+    encoded = every_format_once(_small(), 2)
+    case = MomentCase(encoded, optimizer)
+    for skip in ({"found_inf": torch.tensor(1.0)}, {"status": torch.tensor([3, 1])}):
+        for backend in every_backend():
+            flat, state, step = case.update("nearest", backend.ops, **skip)
+            assert torch.equal(flat, encoded.flat)
+            assert step.item() == STEP
+            assert all(same_bits(state[name], t) for name, t in case.state.items()), backend.name
+
+
+@pytest.mark.parametrize("offsets", [[0, 91, 0], [-1, 90, -1], [0, 80, 0], [0, 90, 16]])
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_bad_places_on_a_device(optimizer: str, offsets: list[int]) -> None:
+    """State that does not fit, or that two tables share in part: CUDA kernels, which cannot raise, change nothing."""
+    encoded = every_format_once(_small(), 2)
+    case = MomentCase(encoded, optimizer)
+    size = 5 * 18 + 3 * 130
+    for name, t in case.state.items():
+        case.state[name] = torch.ones(size) if len(t) == case.size else t
+    for backend in device_backends():
+        flat, state, step = case.update("nearest", backend.ops, moment_offsets=torch.tensor(offsets))
+        assert torch.equal(flat, encoded.flat), backend.name
+        assert step.item() == STEP
+        assert all(same_bits(state[name], t) for name, t in case.state.items()), backend.name
+
+
+def _small() -> Case:
+    return make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[False, True, False], seed=3)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+def test_grad_scale(optimizer: str) -> None:
+    """The summed gradient is multiplied by the rounded 1 / scale."""
+    scale = torch.tensor([3.7])
+    check(every_format_once(_small()), optimizer, ["nearest"], scale=(1 / scale).item(), grad_scale=scale)

@@ -1,0 +1,180 @@
+"""The optimizers of EmbeddingBagCollection beside torch's: their state, copies, formats, schedules."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+from test_embedding_bag_module import KEYS, assert_same, batch, is_tied, make, train
+from torch import Tensor
+
+import rec_kernels as rk
+
+ADAMS = [rk.Adam(lr=0.1), rk.RowwiseAdam(lr=0.1), rk.LAMB(lr=0.1)]
+WITH_MOMENTS = [rk.Adagrad(lr=0.1), *ADAMS]
+
+
+def tables(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
+    """Weights by table."""
+    return {name: collection.embedding_bags[name].weight.detach() for name in collection.embedding_bags}
+
+
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        (rk.Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+        (rk.Adam(lr=0.01, betas=(0.8, 0.95), eps=1e-12), lambda p: torch.optim.SparseAdam(p, 0.01, (0.8, 0.95), 1e-12)),
+    ],
+    ids=["Adagrad", "Adam"],
+)
+def test_as_torch_has_it(fused, plain) -> None:
+    """The same steps as torch's optimizer of sparse gradients, whose eps is placed a little differently."""
+    mine, dense = make(fused), make()
+    theirs = {n: w.clone().requires_grad_() for n, w in tables(dense).items()}
+    optimizer = plain(theirs.values())
+    for step in range(5):
+        for collection in (mine, dense):
+            collection.zero_grad()
+            collection(batch(seed=step)).values().square().sum().backward()
+        for name, weight in theirs.items():
+            grad = dense.embedding_bags[name].weight.grad
+            rows = grad.abs().sum(1).nonzero()[:, 0]
+            weight.grad = torch.sparse_coo_tensor(
+                rows[None], grad[rows], grad.shape, is_coalesced=True, check_invariants=False
+            )
+        optimizer.step()
+        for name, weight in theirs.items():
+            dense.embedding_bags[name].weight.data.copy_(weight.detach())
+    for name, weight in tables(mine).items():
+        torch.testing.assert_close(weight, theirs[name].detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_all_rows_as_torch_adam() -> None:
+    """Where every batch names every row, lazy Adam is torch.optim.Adam."""
+    table = rk.EmbeddingBagConfig(6, 5, name="t", feature_names=["f"])
+    torch.manual_seed(0)
+    collection = rk.EmbeddingBagCollection([table], optimizer=rk.Adam(lr=0.02))
+    weight = tables(collection)["t"].clone().requires_grad_()
+    adam = torch.optim.Adam([weight], lr=0.02)
+    for _ in range(10):
+        ids = torch.randperm(6)
+        found = collection(rk.KeyedJaggedTensor(["f"], ids, lengths=torch.ones(6, dtype=torch.int64))).values()
+        found.pow(3).sum().backward()
+        adam.zero_grad()
+        weight[ids].pow(3).sum().backward()
+        adam.step()
+    torch.testing.assert_close(tables(collection)["t"], weight.detach())
+
+
+@pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
+def test_state(optimizer) -> None:
+    """Names, shapes and bytes of the state."""
+    collection = make(optimizer)
+    train(collection)
+    shapes = {"type": (50, 6), "keys": (70, 20)}
+    expected, sizes = {"step": ()}, dict.fromkeys(shapes, 0)
+    for name, shape in shapes.items():
+        expected[f"embedding_bags.{name}.weight"] = shape
+        for kind, elementwise in optimizer.state.items():
+            expected[f"embedding_bags.{name}.{kind}"] = own = shape if elementwise else shape[:1]
+            sizes[name] += 4 * torch.Size(own).numel()
+    if "exp_avg" in optimizer.state:
+        expected["beta_powers"] = (2,)
+        assert torch.allclose(collection.beta_powers, torch.tensor([0.9**3, 0.999**3]))
+    assert {n: tuple(t.shape) for n, t in collection.state_dict().items()} == expected
+    assert {r["name"]: r["state_bytes"] for r in collection.memory_report()} == sizes
+
+
+@pytest.mark.parametrize("formats", [("fp32", "fp32"), ("int8", "bf16")], ids=str)
+@pytest.mark.parametrize("way", ["deepcopy", "state_dict", "assign", "file"])
+@pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
+def test_copies_go_on_alike(optimizer, way: str, formats: tuple[str, str]) -> None:
+    """A copy, however made, trains on to the same bits."""
+
+    def new() -> rk.EmbeddingBagCollection:
+        torch.manual_seed(0)
+        shapes = [(50, 6, ["f", "g"]), (70, 20, ["h"])]
+        configs = [
+            rk.EmbeddingBagConfig(e, d, name=f"t{i}", feature_names=names, format=formats[i])
+            for i, (e, d, names) in enumerate(shapes)
+        ]
+        return rk.EmbeddingBagCollection(configs, optimizer=optimizer)
+
+    original = new()
+    train(original)
+    if way == "deepcopy":
+        other = copy.deepcopy(original)
+    else:
+        other, state = new(), original.state_dict()
+        if way == "file":
+            file = io.BytesIO()
+            torch.save(state, file)
+            file.seek(0)
+            state = torch.load(file, weights_only=True)
+        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=way == "assign")
+    for collection in (original, other):
+        train(collection)
+    assert_same(original, other)
+
+
+@pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
+def test_accumulate(optimizer) -> None:
+    """Two micro-batches, one update, one step: as one batch of both."""
+    once, parts = make(optimizer), make(optimizer)
+    halves = [batch(seed=s) for s in (1, 2)]
+    with parts.accumulate():
+        for half in halves:
+            parts(half).values().sum().backward()
+    lengths = torch.cat([torch.cat([h[k].lengths() for h in halves]) for k in KEYS])
+    values = torch.cat([torch.cat([h[k].values() for h in halves]) for k in KEYS])
+    once(rk.KeyedJaggedTensor(KEYS, values, lengths=lengths)).values().sum().backward()
+    assert parts.step.item() == 1
+    assert_same(once, parts)
+
+
+@pytest.mark.parametrize("optimizer", WITH_MOMENTS, ids=lambda o: type(o).__name__)
+def test_moved(optimizer) -> None:
+    """Through the meta device and back, with the state of another one."""
+    original = make(optimizer)
+    train(original)
+    other = make(optimizer).to("meta").to_empty(device="cpu")
+    other.load_state_dict(original.state_dict())
+    assert is_tied(other)
+    for collection in (original, other):
+        train(collection)
+    assert_same(original, other)
+
+
+def test_learning_rate() -> None:
+    """Twice the rate, twice the way: it is read when the update runs."""
+    slow = make(rk.Adam(lr=0.01))
+    train(slow)
+    fast = copy.deepcopy(slow)
+    fast.fused_optimizer.param_groups[0]["lr"] = 0.02
+    start = tables(slow)["keys"].clone()
+    ways = []
+    for collection in (slow, fast):
+        train(collection, 1)
+        ways.append(tables(collection)["keys"] - start)
+    assert ways[0].abs().max() > 1e-3
+    torch.testing.assert_close(ways[1], 2 * ways[0], rtol=1e-3, atol=1e-7)
+
+
+def test_default_dtype() -> None:
+    """State, learning rate and powers are float32 whatever torch's default is."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        collection = make(rk.Adam(lr=0.1))
+        train(collection, 1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {t.dtype for t in collection.state_dict().values()} == {torch.float32, torch.int64}
+
+
+@pytest.mark.parametrize("betas", [(0.9,), (0.9, 1.0), (-0.1, 0.9), (0.99999999, 0.9)])
+def test_bad_betas(betas) -> None:
+    """They are two, and below 1, also when rounded."""
+    with pytest.raises(ValueError, match=r"betas = .* must be two numbers in \[0, 1\) as float32"):
+        rk.Adam(betas=betas)
