@@ -5,14 +5,11 @@
 #include "core/row_statistics.h"
 #include "cpu/bag_blocks.h"
 #include "cpu/embedding_bag_encoded.h"
+#include "cpu/row_blocks.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
-
-constexpr int W = Vec::kWidth;
-constexpr int kBlockVecs = 8;
-constexpr int kBlock = kBlockVecs * W;
 
 // Bags [begin, end) of one feature, columns [column, column + NV * W) of it.
 struct Block {
@@ -27,11 +24,6 @@ struct Block {
   int64_t output_dim;
   Bounds* bounds;
 };
-
-template <bool kTail>
-Vec load_last(const float* p, int tail) {
-  return kTail ? Vec::load_partial(p, tail) : Vec::load(p);
-}
 
 template <class Id, int NV, bool kTail, bool kWeighted>
 void pool_block(const Block& k) {
@@ -66,82 +58,57 @@ void pool_block(const Block& k) {
       if (kWeighted) {
         const Vec weight = Vec::broadcast(bags.per_sample_weights[i]);
         for (int v = 0; v < NV - 1; ++v) sum[v] = fused_multiply_add(weight, Vec::load(row + v * W), sum[v]);
-        sum[NV - 1] = fused_multiply_add(weight, load_last<kTail>(row + (NV - 1) * W, k.tail), sum[NV - 1]);
+        sum[NV - 1] = fused_multiply_add(weight, load_columns<kTail>(row + (NV - 1) * W, k.tail), sum[NV - 1]);
       } else {
         for (int v = 0; v < NV - 1; ++v) sum[v] = sum[v] + Vec::load(row + v * W);
-        sum[NV - 1] = sum[NV - 1] + load_last<kTail>(row + (NV - 1) * W, k.tail);
+        sum[NV - 1] = sum[NV - 1] + load_columns<kTail>(row + (NV - 1) * W, k.tail);
       }
     }
     if (f.mean && counted > 1) {
       const Vec n = Vec::broadcast(static_cast<float>(counted));
       for (int v = 0; v < NV; ++v) sum[v] = sum[v] / n;
     }
-    for (int v = 0; v < NV - 1; ++v) sum[v].store(out + v * W);
-    if (kTail) sum[NV - 1].store_partial(out + (NV - 1) * W, k.tail);
-    else sum[NV - 1].store(out + (NV - 1) * W);
+    store_columns<NV, kTail>(sum, out, k.tail);
     start = stop;
   }
 }
 
-template <class Id, int NV, bool kTail>
-void pool_weighted(const Block& k) {
-  if (k.bags->per_sample_weights) pool_block<Id, NV, kTail, true>(k);
-  else pool_block<Id, NV, kTail, false>(k);
-}
+// for_blocks: pools the bags of `whole`, block by block of columns.
+struct PoolColumns {
+  const Block& whole;
 
-template <class Id, int NV>
-void pool_tail(const Block& k) {
-  if (k.tail) pool_weighted<Id, NV, true>(k);
-  else pool_weighted<Id, NV, false>(k);
-}
-
-template <int NV>
-void pool_id(const Block& k) {
-  if (k.bags->ids64) pool_tail<int64_t, NV>(k);
-  else pool_tail<int32_t, NV>(k);
-}
-
-void pool_registers(const Block& k, int registers) {
-  switch (registers) {
-    case 1:
-      return pool_id<1>(k);
-    case 2:
-      return pool_id<2>(k);
-    case 3:
-      return pool_id<3>(k);
-    case 4:
-      return pool_id<4>(k);
-    case 5:
-      return pool_id<5>(k);
-    case 6:
-      return pool_id<6>(k);
-    case 7:
-      return pool_id<7>(k);
-    default:
-      return pool_id<8>(k);
+  template <int NV, bool kTail>
+  void block(int64_t column, int tail) const {
+    Block k = whole;
+    k.column = column;
+    k.tail = tail;
+    if (k.bags->ids64) pool_ids<int64_t, NV, kTail>(k);
+    else pool_ids<int32_t, NV, kTail>(k);
   }
-}
+
+ private:
+  template <class Id, int NV, bool kTail>
+  static void pool_ids(const Block& k) {
+    if (k.bags->per_sample_weights) pool_block<Id, NV, kTail, true>(k);
+    else pool_block<Id, NV, kTail, false>(k);
+  }
+};
 
 // Bags [begin, end) with offsets known to be good.
 void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t first_sample,
                   Bounds* bounds) {
-  Block k{&a.bags,
-          &f,
-          begin,
-          end,
-          first_sample,
-          0,
-          0,
-          reinterpret_cast<const float*>(a.weights + f.weight_offset),
-          a.output + f.output_offset,
-          a.output_dim,
-          bounds};
-  for (; k.column < f.embedding_dim; k.column += kBlock) {
-    const int64_t columns = f.embedding_dim - k.column;
-    const int64_t here = columns < kBlock ? columns : kBlock;
-    k.tail = static_cast<int>(here % W);
-    pool_registers(k, static_cast<int>((here + W - 1) / W));
-  }
+  const Block whole{&a.bags,
+                    &f,
+                    begin,
+                    end,
+                    first_sample,
+                    0,
+                    0,
+                    reinterpret_cast<const float*>(a.weights + f.weight_offset),
+                    a.output + f.output_offset,
+                    a.output_dim,
+                    bounds};
+  for_blocks(f.embedding_dim, PoolColumns{whole});
 }
 
 bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) {
