@@ -279,7 +279,10 @@ def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_pat
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
         (["--bottom", "64,x"], "argument --bottom: invalid widths value: '64,x'"),
         (["--top", "64,0"], "top is (64, 0), allowed is widths of 1 or more"),
-        (["--optimizer", "adam"], "optimizer is 'adam', allowed is rowwise_adagrad or sgd"),
+        (
+            ["--optimizer", "adamw"],
+            "optimizer is 'adamw', allowed is rowwise_adagrad, sgd, adagrad, adam, rowwise_adam or lamb",
+        ),
         (["--valid-fraction", "1"], "valid_fraction is 1.0, allowed is 0 or more, below 1"),
         (["--warmup-steps", "5", "--decay-steps", "9"], "decay_start is 0, must be at least warmup_steps (now 5)"),
         (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
