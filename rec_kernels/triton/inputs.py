@@ -16,6 +16,11 @@ TABLE_ALIGNMENT = 16
 LAYOUT = ("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST = 2**31 - 1  # programs in a launch
+OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb")
+_HERE = OPTIMIZERS[:2]
+_ADAMS = OPTIMIZERS[3:]
+# Which optimizers have a kind of state.
+_STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
 
 
 def check(ok: bool, message: str) -> None:
@@ -213,18 +218,25 @@ def check_tables(a: SimpleNamespace) -> None:
 
 def check_update(a: SimpleNamespace) -> None:
     """Raises ValueError for optimizer state, step or learning rate of another kind than the optimizer's."""
-    known = a.optimizer in ("sgd", "rowwise_adagrad")
-    check(
-        known,
-        f'optimizer must be "sgd" or "rowwise_adagrad", got "{a.optimizer}": the Triton kernels have no others, the '
-        "compiled CUDA library has (rk.build_info() says why it is not in use)",
-    )
+    check(a.optimizer in OPTIMIZERS, f'optimizer must be one of {", ".join(OPTIMIZERS)}, got "{a.optimizer}"')
     check_tensor(a.step, "step", (torch.int64,), rank=0)
     check_tensor(a.lr, "lr", (torch.float32,), rank=0)
-    right = (a.sum is not None) == (a.optimizer == "rowwise_adagrad")
-    check(right, 'sum must be given for optimizer "rowwise_adagrad" and for no other')
+    for name, optimizers in _STATE.items():
+        wanted = a.optimizer in optimizers
+        given = getattr(a, name) is not None
+        check(given == wanted, f'{name} must{"" if wanted else " not"} be given for optimizer "{a.optimizer}"')
     if a.sum is not None:
         check_tensor(a.sum, "sum", (torch.float32,), rank=1, contiguous=True)
+    good = all(0 <= beta < 1 - 2**-25 for beta in (a.beta1, a.beta2))  # what is closer to 1 is 1 as float32
+    check(good, f"beta1 and beta2 must be in [0, 1) as float32, got {a.beta1:g} and {a.beta2:g}")
+    places = "they are for a layout and an optimizer with state for every element"
+    elementwise = a.optimizer not in _HERE
+    check(elementwise or a.moment_offsets is None, f"moment_offsets must not be given: {places}")
+    check(
+        not elementwise,
+        f'optimizer "{a.optimizer}" is not among those of the Triton kernels, {" and ".join(_HERE)}; the compiled CUDA '
+        "library has it (rk.build_info() says why it is not in use)",
+    )
 
 
 def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
