@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rec_kernels import testing
 
@@ -85,7 +86,7 @@ def _order(number: int) -> Iterator[None]:
 
 def _cuda() -> Iterator[Backend]:
     if torch.cuda.is_available():
-        yield Backend("cuda", _OnCuda())
+        yield Backend("cuda", OnCuda())
 
 
 def build(target: str, **options: str) -> Path:
@@ -112,22 +113,19 @@ def emulated() -> object:
     return torch.ops.rec_kernels_emulated
 
 
-class _OnCuda:
+class OnCuda:
     """torch.ops.rec_kernels for CPU tensors: copies them to the GPU, and back what the op returns and has changed."""
 
     def __getattr__(self, name: str) -> Callable:
         op = getattr(torch.ops.rec_kernels, name)
 
         def call(*args, **kwargs):
-            there = [a.cuda() if isinstance(a, Tensor) else a for a in args]
-            options = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in kwargs.items()}
-            result = op(*there, **options)
-            pairs = [*zip(args, there, strict=True), *((kwargs[key], options[key]) for key in kwargs)]
-            for mine, other in pairs:
+            given = (args, kwargs)
+            there = tree_map_only(Tensor, Tensor.cuda, given)
+            result = op(*there[0], **there[1])
+            for mine, other in zip(tree_leaves(given), tree_leaves(there), strict=True):
                 if name.endswith("_") and isinstance(mine, Tensor):
                     mine.copy_(other)
-            if isinstance(result, tuple):
-                return tuple(r.cpu() for r in result)
-            return None if result is None else result.cpu()
+            return tree_map_only(Tensor, Tensor.cpu, result)
 
         return call

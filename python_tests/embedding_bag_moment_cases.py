@@ -16,6 +16,23 @@ BETAS = (0.9, 0.99)
 State = dict[str, Tensor]
 
 
+def reference_step(
+    optimizer: str,
+    weight: Tensor,
+    state: State,
+    gradients: dict[int, Tensor],
+    lr: float,
+    betas: tuple[float, float],
+    powers: Tensor | None,
+) -> None:
+    """Updates one table [E, D] and its state; ``powers`` are those of this step."""
+    if optimizer == "adagrad":
+        return reference.adagrad_(weight, state["sum"], gradients, lr, EPS)
+    step = reference.Adam(lr, EPS, betas, tuple(powers))
+    update = step.lamb_ if optimizer == "lamb" else step.update_
+    return update(weight, state["exp_avg"], state["exp_avg_sq"], gradients)
+
+
 class MomentCase:
     """An ``EncodedCase`` with state, whose tables lie in another order than the rows, with NaN gaps between them.
 
@@ -85,12 +102,8 @@ class MomentCase:
             state["beta_powers"] *= torch.tensor(BETAS)
         for table, view in enumerate(self.case.split(weights)):
             mine = {row: g * scale for (t, row), g in self.case.row_gradients.items() if t == table}
-            if self.optimizer == "adagrad":
-                reference.adagrad_(view, views["sum"][table], mine, LR, EPS)
-                continue
-            step = reference.Adam(LR, EPS, BETAS, tuple(state["beta_powers"]))
-            update = step.lamb_ if self.optimizer == "lamb" else step.update_
-            update(view, views["exp_avg"][table], views["exp_avg_sq"][table], mine)
+            own = {name: of_tables[table] for name, of_tables in views.items()}
+            reference_step(self.optimizer, view, own, mine, LR, BETAS, state.get("beta_powers"))
 
     def expected(self, rounding: str, scale: float = 1.0) -> tuple[Tensor, State]:
         """Bytes and state after the update, from gradients multiplied by ``scale``."""

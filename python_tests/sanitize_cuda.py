@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
+from backends import OnCuda
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_flatten
 
 import rec_kernels as rk
 from rec_kernels.reference.row_formats import ROW_FORMATS
@@ -28,24 +29,6 @@ from rec_kernels.testing import same_bits
 TOOLS = ("memcheck", "racecheck")
 #: What the tool says of GPUs, or virtual machines around them, that it cannot look into.
 UNSUPPORTED = "Device not supported"
-
-
-class OnDevice:
-    """torch.ops.rec_kernels for CPU tensors: copied to the GPU, and back what the op returns and has changed."""
-
-    def __getattr__(self, name: str) -> Callable:
-        op = getattr(torch.ops.rec_kernels, name)
-
-        def call(*args, **options):
-            there, there_options = tree_map_only(Tensor, Tensor.cuda, (args, options))
-            result = op(*there, **there_options)
-            pairs = [*zip(args, there, strict=True), *((options[key], there_options[key]) for key in options)]
-            for mine, other in pairs:
-                if name.endswith("_") and isinstance(mine, Tensor):
-                    mine.copy_(other)
-            return tree_map_only(Tensor, Tensor.cpu, result)
-
-        return call
 
 
 def ops_with_kernels(namespace: str, key: str) -> set[str]:
@@ -201,7 +184,7 @@ def main() -> int:
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():
         sys.exit(f"there is nothing to check: {missing or 'torch sees no CUDA device'}")
-    compared = check(OnDevice(), ops_with_kernels("rec_kernels", "CUDA"))
+    compared = check(OnCuda(), ops_with_kernels("rec_kernels", "CUDA"))
     torch.cuda.synchronize()
     print(f"{compared} tensors have the CPU's bits")
     return 0

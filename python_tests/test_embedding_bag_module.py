@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -54,6 +55,24 @@ def assert_same(a: rk.EmbeddingBagCollection, b: rk.EmbeddingBagCollection) -> N
         assert torch.equal(x, y), name
 
 
+def copied(
+    original: rk.EmbeddingBagCollection, new: Callable[[], rk.EmbeddingBagCollection], way: str
+) -> rk.EmbeddingBagCollection:
+    """A copy: "deepcopy" or "pickle", or a ``new`` one with the state: "state_dict", "assign" or from a "file"."""
+    if way == "deepcopy":
+        return copy.deepcopy(original)
+    if way == "pickle":
+        return pickle.loads(pickle.dumps(original))
+    other, state = new(), original.state_dict()
+    if way == "file":
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        state = torch.load(file, weights_only=True)
+    other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=way == "assign")
+    return other
+
+
 def test_sgd_equals_torch_sgd() -> None:
     """Fused SGD against dense gradients and torch.optim.SGD on the same tables."""
     plain, fused = make(), make(rk.SGD(lr=0.1))
@@ -98,18 +117,7 @@ def test_copies_go_on_alike(way: str) -> None:
     """A copy, however made, trains on to the same bits, and by itself."""
     original = make(rk.RowwiseAdagrad(lr=0.1))
     train(original)
-    if way == "deepcopy":
-        other = copy.deepcopy(original)
-    elif way == "pickle":
-        other = pickle.loads(pickle.dumps(original))
-    else:
-        other, state = make(rk.RowwiseAdagrad(lr=0.1)), original.state_dict()
-        if way == "file":
-            file = io.BytesIO()
-            torch.save(state, file)
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=way == "assign")
+    other = copied(original, lambda: make(rk.RowwiseAdagrad(lr=0.1)), way)
     assert is_tied(other)
     assert_same(original, other)
     before = original._weights.clone()

@@ -7,7 +7,7 @@ import torch
 from backends import device_backends, every_backend
 from embedding_bag_cases import Case, cases, make_case
 from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, every_format_once
-from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -69,7 +69,8 @@ def test_one_table(optimizer: str) -> None:
     gradients = {1: grad[0] + grad[1], 4: grad[0]}
     expected = weight.clone()
     state = _zero_state(optimizer, 6, 20)
-    _reference_step(optimizer, expected, {k: t.clone() for k, t in state.items()}, gradients)
+    powers, betas = torch.tensor([0.9, 0.999]), (0.9, 0.999)
+    reference_step(optimizer, expected, {k: t.clone() for k, t in state.items()}, gradients, 0.1, betas, powers)
     for backend in every_backend():
         found, mine = weight.clone(), {k: t.clone().flatten() for k, t in state.items()}
         backend.ops.embedding_bag_backward_fused_(
@@ -91,16 +92,6 @@ def _zero_state(optimizer: str, rows: int, columns: int) -> dict[str, torch.Tens
         return {"sum": torch.zeros(rows, columns)}
     second = (rows,) if optimizer == "rowwise_adam" else (rows, columns)
     return {"exp_avg": torch.zeros(rows, columns), "exp_avg_sq": torch.zeros(second), "beta_powers": torch.ones(2)}
-
-
-def _reference_step(optimizer: str, weight: torch.Tensor, state: dict, gradients: dict) -> None:
-    from rec_kernels.reference import embedding_bag as reference
-
-    if optimizer == "adagrad":
-        return reference.adagrad_(weight, state["sum"], gradients, 0.1, 1e-8)
-    step = reference.Adam(0.1, 1e-8, (0.9, 0.999), (torch.tensor(0.9), torch.tensor(0.999)))
-    update = step.lamb_ if optimizer == "lamb" else step.update_
-    return update(weight, state["exp_avg"], state["exp_avg_sq"], gradients)
 
 
 def test_norms_of_zero() -> None:

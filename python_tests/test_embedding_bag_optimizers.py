@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
-from test_embedding_bag_module import KEYS, assert_same, batch, is_tied, make, train
+from test_embedding_bag_module import KEYS, assert_same, batch, copied, is_tied, make, train
 from torch import Tensor
 
 import rec_kernels as rk
@@ -104,16 +103,7 @@ def test_copies_go_on_alike(optimizer, way: str, formats: tuple[str, str]) -> No
 
     original = new()
     train(original)
-    if way == "deepcopy":
-        other = copy.deepcopy(original)
-    else:
-        other, state = new(), original.state_dict()
-        if way == "file":
-            file = io.BytesIO()
-            torch.save(state, file)
-            file.seek(0)
-            state = torch.load(file, weights_only=True)
-        other.load_state_dict({k: v.clone() for k, v in state.items()}, assign=way == "assign")
+    other = copied(original, new, way)
     for collection in (original, other):
         train(collection)
     assert_same(original, other)

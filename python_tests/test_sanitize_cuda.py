@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import sanitize_cuda
 import torch
-from backends import device_backends, emulated
+from backends import OnCuda, device_backends, emulated
 from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
 
 import rec_kernels as rk
@@ -21,9 +21,7 @@ def test_every_cuda_op_is_called_and_right() -> None:
     wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
     assert {"scale_rows", "embedding_bag", "embedding_bag_backward_fused_"} <= wanted
     for backend in device_backends():
-        # Lists of tensors are moved, too.
-        ops = sanitize_cuda.OnDevice() if backend.kind == "cuda" else backend.ops
-        assert check(ops, wanted) > 30, backend.name
+        assert check(backend.ops, wanted) > 30, backend.name
 
 
 def test_what_is_missing_or_wrong_is_said() -> None:
@@ -44,7 +42,7 @@ def test_copies_to_the_gpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """With copies in memory in their place: what an op changes in place comes back, in lists, too."""
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
-    assert check(sanitize_cuda.OnDevice(), set()) > 30
+    assert check(OnCuda(), set()) > 30
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -9,24 +9,24 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-
-def _check_positive(name: str, value: float, zero_allowed: bool) -> None:
-    if not (value > 0 or (zero_allowed and value == 0)):
-        raise ValueError(f"{name} = {value} must be {'at least' if zero_allowed else 'above'} 0")
-
-
-def _check_betas(betas: tuple[float, float]) -> None:
-    # As float32, which 0.99999999 is too close to 1 for.
-    if len(betas) != 2 or not all(0 <= torch.tensor(beta, dtype=torch.float32) < 1 for beta in betas):
-        raise ValueError(f"betas = {betas} must be two numbers in [0, 1) as float32")
-
-
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
 State = dict[str, bool]
 
 
+class _Checked:
+    """The checks of every optimizer's numbers."""
+
+    lr: float
+    eps: float
+
+    def __post_init__(self) -> None:
+        for name, value in (("lr", self.lr), ("eps", self.eps)):
+            if not value >= 0:
+                raise ValueError(f"{name} = {value} must be at least 0")
+
+
 @dataclass(frozen=True)
-class SGD:
+class SGD(_Checked):
     """Stochastic gradient descent: ``w -= lr * g``. No state."""
 
     lr: float = 0.01
@@ -34,12 +34,9 @@ class SGD:
     op_name: ClassVar[str] = "sgd"
     state: ClassVar[State] = {}
 
-    def __post_init__(self) -> None:
-        _check_positive("lr", self.lr, zero_allowed=True)
-
 
 @dataclass(frozen=True)
-class RowwiseAdagrad:
+class RowwiseAdagrad(_Checked):
     """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row."""
 
     lr: float = 0.01
@@ -47,13 +44,9 @@ class RowwiseAdagrad:
     op_name: ClassVar[str] = "rowwise_adagrad"
     state: ClassVar[State] = {"sum": False}
 
-    def __post_init__(self) -> None:
-        _check_positive("lr", self.lr, zero_allowed=True)
-        _check_positive("eps", self.eps, zero_allowed=True)
-
 
 @dataclass(frozen=True)
-class Adagrad:
+class Adagrad(_Checked):
     """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a float32 ``v`` per element.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
@@ -64,13 +57,9 @@ class Adagrad:
     op_name: ClassVar[str] = "adagrad"
     state: ClassVar[State] = {"sum": True}
 
-    def __post_init__(self) -> None:
-        _check_positive("lr", self.lr, zero_allowed=True)
-        _check_positive("eps", self.eps, zero_allowed=True)
-
 
 @dataclass(frozen=True)
-class Adam:
+class Adam(_Checked):
     """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
@@ -85,9 +74,10 @@ class Adam:
     state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": True}
 
     def __post_init__(self) -> None:
-        _check_positive("lr", self.lr, zero_allowed=True)
-        _check_positive("eps", self.eps, zero_allowed=True)
-        _check_betas(self.betas)
+        super().__post_init__()
+        # As float32, which 0.99999999 is too close to 1 for.
+        if len(self.betas) != 2 or not all(0 <= torch.tensor(b, dtype=torch.float32) < 1 for b in self.betas):
+            raise ValueError(f"betas = {self.betas} must be two numbers in [0, 1) as float32")
 
 
 @dataclass(frozen=True)
