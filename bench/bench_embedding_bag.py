@@ -2,35 +2,23 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 import rec_kernels as rk
 from bench import peers
-from bench.limits import Limits
-from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.limits import limits
+from bench.shapes import BATCHES
+from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
 IMPLEMENTATIONS = [*peers.available(), "limit"]
 
 
-class Subject:
-    """One workload: its batches, and each implementation built when first asked for."""
-
-    def __init__(self, workload: Workload, limits: Limits) -> None:
-        self.workload, self.limits = workload, limits
-        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
-        self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
-        self.linear = [workload.linear(ids) for ids in self.batches]
-        self.unique = [rows.unique() for rows in self.linear]
-        self._built: dict[str, object] = {}
-
-    def unique_rows(self) -> float:
-        """Distinct rows of a batch, on average."""
-        return sum(len(u) for u in self.unique) / len(self.unique)
+class Lookups(Subject):
+    """One workload: each implementation built when first asked for."""
 
     def built(self, name: str):
         """The implementation called `name`."""
@@ -45,7 +33,7 @@ class Subject:
             return lambda i: subject.forward(self.batches[i])
         w, weights = self.workload, self.built("ours").module._weights
         out = torch.empty(w.tables * w.batch, w.dim)
-        return lambda i: self.limits.gather(weights, self.linear[i], w.bag, w.dim, out)
+        return lambda i: limits().gather(weights, self.linear[i], w.bag, w.dim, out)
 
     def train(self, name: str) -> Callable[[int], object]:
         """A function of a batch number that looks it up, goes backward and updates the tables."""
@@ -56,7 +44,7 @@ class Subject:
 
         def least(i: int) -> None:
             gather(i)
-            self.limits.update(weights, self.unique[i], self.workload.dim)
+            limits().update(weights, self.unique[i], self.workload.dim)
 
         return least
 
@@ -67,29 +55,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
 
 
-@pytest.fixture(scope="session")
-def limits() -> Limits:
-    """The bare loops, compiled for this machine."""
-    return Limits()
+subject = subject_fixture(Lookups)
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
-def subject(request: pytest.FixtureRequest, limits: Limits) -> Iterator[Subject]:
-    """The workload under test."""
-    subject = Subject(request.param, limits)
-    yield subject
-    subject._built.clear()
-    gc.collect()
-
-
-def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:
+def test_forward(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     """Pooled lookup under no_grad."""
     benchmark.group = f"forward {subject.workload.name}"
     with torch.no_grad():
         time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.workload.forward_bytes())
 
 
-def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
+def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     """Forward, backward and update. torch: sparse gradients and element-wise Adagrad (it has no row-wise one)."""
     benchmark.group = f"train {subject.workload.name}"
     moved = subject.workload.forward_bytes() + subject.workload.backward_bytes(subject.unique_rows())

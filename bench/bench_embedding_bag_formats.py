@@ -7,8 +7,7 @@ the same rows and writes the outputs (a step: and rewrites the touched rows), wi
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,8 +15,9 @@ from torch import Tensor
 
 import rec_kernels as rk
 from bench import peers
-from bench.limits import Limits
-from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.limits import limits
+from bench.shapes import BATCHES, Workload
+from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
 FORMATS = ("bf16", "fp16", "int8", "int4", "mx9", "mx6", "mx4")
@@ -30,23 +30,16 @@ def implementations(direction: str, format: str) -> list[str]:
     return ["ours", "ours fp32", *["fbgemm"] * fbgemm, "limit"]
 
 
-class Subject:
+class Formats(Subject):
     """One workload; tables of one format at a time beside those in float32."""
 
     def __init__(self, workload: Workload) -> None:
-        self.workload, self.limits = workload, Limits()
-        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
-        self.linear = [workload.linear(ids) for ids in self.batches]
-        self.unique = [rows.unique() for rows in self.linear]
-        self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
+        super().__init__(workload)
         self.out = torch.empty(workload.tables * workload.batch, workload.dim)
-        self._built: dict[tuple[str, str], object] = {}
 
     def _tables(self, kind: str, format: str) -> object:
         if (kind, format) not in self._built:
-            for key in [key for key in self._built if key[1] not in (format, "fp32")]:
-                del self._built[key]
-            gc.collect()
+            self.drop(keep=lambda key: key[1] in (format, "fp32"))
             self._built[kind, format] = self._build(kind, format)
         return self._built[kind, format]
 
@@ -82,17 +75,16 @@ class Subject:
         w = self.workload
 
         def least(i: int) -> None:
-            self.limits.touch(rows, self.linear[i], w.bag, w.dim, self.out)
+            limits().touch(rows, self.linear[i], w.bag, w.dim, self.out)
             if direction == "train":
-                self.limits.rewrite(rows, self.unique[i])
+                limits().rewrite(rows, self.unique[i])
 
         return least
 
     def bytes_moved(self, direction: str, format: str) -> float:
         """What a call of ours moves."""
         width, w = rk.row_bytes(format, self.workload.dim), self.workload
-        unique = sum(len(u) for u in self.unique) / len(self.unique)
-        return w.forward_bytes(width) + (w.backward_bytes(unique, width) if direction == "train" else 0)
+        return w.forward_bytes(width) + (w.backward_bytes(self.unique_rows(), width) if direction == "train" else 0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,16 +98,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("format", "direction", "name"), cases)
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """The workload under test."""
-    subject = Subject(request.param)
-    yield subject
-    subject._built.clear()
-    gc.collect()
+subject = subject_fixture(Formats)
 
 
-def test_formats(benchmark, subject: Subject, format: str, direction: str, name: str, rounds: int) -> None:
+def test_formats(benchmark, subject: Formats, format: str, direction: str, name: str, rounds: int) -> None:
     """Bytes: of a call of ours (``bench/shapes.py``)."""
     benchmark.group = f"{direction} {format} {subject.workload.name}"
     function = subject.call(direction, format, name)

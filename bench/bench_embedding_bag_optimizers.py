@@ -6,15 +6,14 @@ and our row-wise Adagrad. FBGEMM's CPU kernels have row-wise Adagrad and SGD onl
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 import rec_kernels as rk
 from bench import peers
-from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.shapes import BATCHES, Workload
+from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
 CASES = [(optimizer, format) for optimizer in peers.OPTIMIZERS for format in ("fp32", "int8")]
@@ -31,23 +30,16 @@ def state_bytes(w: Workload, optimizer: str) -> int:
     return sum(4 * w.dim if each else 4 for each in peers.OPTIMIZERS[optimizer]().state.values())
 
 
-class Subject:
+class Steps(Subject):
     """One workload; tables with one optimizer at a time."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
-        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
-        self.unique = sum(len(workload.linear(ids).unique()) for ids in self.batches) / BATCHES
-        self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
-        self._built: dict[str, object] = {}
-        self._case: tuple[str, str] | None = None
+    _case: tuple[str, str] | None = None
 
     def train(self, optimizer: str, format: str, name: str) -> Callable[[int], object]:
         """A function of a batch number that trains on it."""
         if (optimizer, format) != self._case:
             # Adam's state alone is twice the tables.
-            self._built.clear()
-            gc.collect()
+            self.drop()
             self._case = optimizer, format
         if name not in self._built:
             plain = "rowwise_adagrad" if name.endswith("rowwise_adagrad") else optimizer
@@ -60,7 +52,7 @@ class Subject:
     def bytes_moved(self, optimizer: str, format: str) -> float:
         """What a step of ours moves."""
         w, row = self.workload, rk.row_bytes(format, self.workload.dim)
-        return w.forward_bytes(row) + w.backward_bytes(self.unique, row, state_bytes(w, optimizer))
+        return w.forward_bytes(row) + w.backward_bytes(self.unique_rows(), row, state_bytes(w, optimizer))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -69,16 +61,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("optimizer", "format", "name"), cases)
 
 
-@pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
-def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
-    """The workload under test."""
-    subject = Subject(request.param)
-    yield subject
-    subject._built.clear()
-    gc.collect()
+subject = subject_fixture(Steps)
 
 
-def test_step(benchmark, subject: Subject, optimizer: str, format: str, name: str, rounds: int) -> None:
+def test_step(benchmark, subject: Steps, optimizer: str, format: str, name: str, rounds: int) -> None:
     """Forward, backward and update. Bytes: of a step of ours (``bench/shapes.py``)."""
     benchmark.group = f"train {optimizer} {format} {subject.workload.name}"
     rounds = rounds if name != "torch" else max(rounds // 3, 3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import subprocess
 import tempfile
@@ -10,6 +11,12 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+
+@functools.cache
+def limits() -> Limits:
+    """The bare loops, compiled when first asked for."""
+    return Limits()
 
 
 class Limits:

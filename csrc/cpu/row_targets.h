@@ -10,8 +10,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 
 // A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
-// put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush()
-// ends the last one.
+// put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct DenseTarget {
   static constexpr bool kNeedsMeanSquare = false;
   int64_t D;
