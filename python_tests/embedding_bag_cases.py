@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
+from rec_kernels.reference.gradient_step import GradientStep
 
 LR, EPS = 0.05, 1e-8
 OPTIMIZERS = ["sgd", "rowwise_adagrad"]
@@ -119,11 +120,16 @@ class Case:
             views[table][row] = g
         return flat
 
-    def expected_update(self, optimizer: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Weights and state after one step, from gradients multiplied by ``scale``."""
+    def expected_update(
+        self, optimizer: str, scale: float = 1.0, step: GradientStep | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Weights and state after one step, from gradients multiplied by ``scale`` that then take ``step``."""
+        step = step or GradientStep()
         weights, state = self.weights.clone(), self.sum.clone()
         for table, view in enumerate(self.split(weights)):
             mine = {row: g * scale for (t, row), g in self.row_gradients.items() if t == table}
+            mine = step.apply(view, mine)
+            step.decay_(view, list(mine), LR)
             if optimizer == "sgd":
                 reference.sgd_(view, mine, LR)
             else:

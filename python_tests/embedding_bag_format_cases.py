@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
+from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits
 
 ROUNDINGS = ["nearest", "stochastic"]
@@ -90,9 +91,11 @@ class EncodedCase:
         format = self.formats[table]
         return reference.quantize_rows(numbers[None], format, rounding=rounding, raise_not_finite=False, **place)[0]
 
-    def expected_update(self, optimizer: str, rounding: str, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Bytes and state after one step, from gradients multiplied by ``scale``."""
-        floats, state = self.case.expected_update(optimizer, scale)
+    def expected_update(
+        self, optimizer: str, rounding: str, scale: float = 1.0, step: GradientStep | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Bytes and state after one step, from gradients multiplied by ``scale`` that then take ``step``."""
+        floats, state = self.case.expected_update(optimizer, scale, step)
         updated, flat = self.case.split(floats), self.flat.clone()
         tables = self.split(flat)
         for table, row in self.case.row_gradients:

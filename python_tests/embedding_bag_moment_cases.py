@@ -10,6 +10,7 @@ from embedding_bag_format_cases import STEP, EncodedCase
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
+from rec_kernels.reference.gradient_step import GradientStep
 
 ELEMENTWISE = ("adagrad", "adam", "rowwise_adam", "lamb")
 BETAS = (0.9, 0.99)
@@ -24,11 +25,12 @@ def reference_step(
     lr: float,
     betas: tuple[float, float],
     powers: Tensor | None,
+    weight_decay: float = 0.0,
 ) -> None:
-    """Updates one table [E, D] and its state; ``powers`` are those of this step."""
+    """Updates one table [E, D] and its state; ``powers`` are those of this step, the decay is decoupled."""
     if optimizer == "adagrad":
-        return reference.adagrad_(weight, state["sum"], gradients, lr, EPS)
-    step = reference.Adam(lr, EPS, betas, tuple(powers))
+        return reference.adagrad_(weight, state["sum"], gradients, lr, EPS, weight_decay)
+    step = reference.Adam(lr, EPS, betas, tuple(powers), weight_decay)
     update = step.lamb_ if optimizer == "lamb" else step.update_
     return update(weight, state["exp_avg"], state["exp_avg_sq"], gradients)
 
@@ -96,19 +98,20 @@ class MomentCase:
         )
         return flat, state, step
 
-    def _update_floats(self, weights: Tensor, state: State, scale: float) -> None:
+    def _update_floats(self, weights: Tensor, state: State, scale: float, step: GradientStep) -> None:
         views = {name: self.split(t) for name, t in state.items() if name != "beta_powers"}
         if "beta_powers" in state:
             state["beta_powers"] *= torch.tensor(BETAS)
         for table, view in enumerate(self.case.split(weights)):
             mine = {row: g * scale for (t, row), g in self.case.row_gradients.items() if t == table}
+            mine = step.apply(view, mine)
             own = {name: of_tables[table] for name, of_tables in views.items()}
-            reference_step(self.optimizer, view, own, mine, LR, BETAS, state.get("beta_powers"))
+            reference_step(self.optimizer, view, own, mine, LR, BETAS, state.get("beta_powers"), step.decoupled)
 
-    def expected(self, rounding: str, scale: float = 1.0) -> tuple[Tensor, State]:
-        """Bytes and state after the update, from gradients multiplied by ``scale``."""
+    def expected(self, rounding: str, scale: float = 1.0, step: GradientStep | None = None) -> tuple[Tensor, State]:
+        """Bytes and state after the update, from gradients multiplied by ``scale`` that then take ``step``."""
         weights, state = self.case.weights.clone(), {name: t.clone() for name, t in self.state.items()}
-        self._update_floats(weights, state, scale)
+        self._update_floats(weights, state, scale, step or GradientStep())
         updated, flat = self.case.split(weights), self.encoded.flat.clone()
         tables = self.encoded.split(flat)
         for table, row in self.case.row_gradients:

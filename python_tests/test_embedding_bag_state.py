@@ -219,7 +219,7 @@ def test_select_keys() -> None:
         narrow = rk.KeyedJaggedTensor(
             given.keys(), given.values().to(dtype), offsets=given.offsets().to(dtype), weights=given.weights_or_none()
         )
-        values, offsets, weights = select_keys(narrow, ["h", "f", "h"])
+        values, offsets, weights, _ = select_keys(narrow, ["h", "f", "h"])
         assert values.dtype == offsets.dtype == dtype
         assert values.tolist() == [3, 1, 0, 4, 0, 4, 3, 1, 0]
         assert offsets.tolist() == [0, 2, 3, 5, 6, 8, 9]

@@ -39,6 +39,19 @@ def layout() -> dict[str, object]:
     }
 
 
+STEP = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "clip_grad_value": 1.0, "clip_grad_norm": 2.0}
+
+
+def strides() -> dict[str, object]:
+    """The layout with batch sizes of the features' own, one of which is frozen."""
+    return layout() | {
+        "output_offsets": torch.zeros(3, dtype=torch.int64),
+        "output_dim": max(DIMS),
+        "bag_starts": torch.tensor([0, 2, 5, 9]),
+        "frozen": torch.tensor([False, True, False]),
+    }
+
+
 def jagged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """values, offsets, per_sample_weights of the three features."""
     lengths = torch.tensor([2, 0, 3, 1, 2, 1, 0, 1, 2])
@@ -95,6 +108,8 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),
             (single, {"pooling": "mean", "padding_idx": 2}),
             ((*single[:2], offsets[:-1]), {"include_last_offset": False}),
+            (single, {"output_dtype": torch.bfloat16}),
+            ((weights(True), values, offsets, factors.clone().requires_grad_()), strides()),
         ],
         "embedding_bag_tables": [((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout())],
         "embedding_bag_fused": [_fused(values, offsets, factors.clone())],
@@ -103,6 +118,7 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((state[0], None, *state[2:], grad, values, offsets), layout() | {"optimizer": "sgd"}),
             ((state[0], torch.zeros(96), *state[2:], grad, values, offsets), layout() | _moments("adagrad")),
             ((state[0], None, *state[2:], grad, values, offsets), layout() | _moments("adam")),
+            ((*state, torch.randn(9, 6), values, offsets, factors), strides() | STEP),
         ],
         "embedding_bag_backward_dense": [((grad, shape, values, offsets, factors), layout())],
         "embedding_bag_backward_sparse": [((grad, shape, values, offsets, factors), layout())],

@@ -3,10 +3,11 @@
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
-from rec_kernels.nn.embedding_bag import EmbeddingBagCollection, EmbeddingBagConfig
+from rec_kernels.nn.embedding import EmbeddingCollection
+from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.fake_quantize import fake_quantize
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
@@ -24,6 +25,8 @@ __all__ = [
     "Adam",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
+    "EmbeddingCollection",
+    "EmbeddingConfig",
     "FusedOptimizer",
     "JaggedTensor",
     "KeyedJaggedTensor",

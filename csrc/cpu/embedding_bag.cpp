@@ -43,11 +43,18 @@ Bounds for_bags(const BagInput& in, const Body& body) {
   return all;
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in) {
-  Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype) {
+  const OutputType type = parse_output_dtype(dtype);
+  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, output_dtype(type));
   Tensor status = new_tensor(weights, {2}, ScalarType::Long);
-  const PoolArgs args{in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()),
-                      output.mutable_data_ptr<float>(), in.output_dim};
+  PoolArgs args{};
+  args.features = in.features.get();
+  args.bags = in.bags;
+  args.weights = static_cast<const uint8_t*>(weights.const_data_ptr());
+  args.output = output.mutable_data_ptr();
+  args.output_dim = in.output_dim;
+  args.output_format =
+      type == OutputType::kFloat ? RowFormat::kFp32 : (type == OutputType::kHalf ? RowFormat::kFp16 : RowFormat::kBf16);
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
   in.raise(bounds);
@@ -63,13 +70,14 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool, bool include_last_offset, std::optional<ScalarType> output_dtype) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  return forward(weights,
-                 read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset));
+  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset),
+                 output_dtype);
 }
 
 // The backward hands out gradients by the tables' places in `weights`, so every feature must name one of these places.
@@ -78,7 +86,7 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
-    places.push_back({4 * start, row, t.size(0), t.size(1), 0, 0, 0, RowFormat::kFp32, false});
+    places.push_back({4 * start, row, t.size(0), t.size(1), 0, 0, 0, RowFormat::kFp32, false, false});
     start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
     row += t.size(0);
   }
@@ -104,16 +112,17 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   check_tables(weights, tables, in);
-  return forward(weights, in);
+  return forward(weights, in, output_dtype);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
@@ -123,18 +132,21 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer,
-    double, double beta1, double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, const std::string& optimizer, double, double beta1, double beta2,
+    double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
-  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights));
+  parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
+  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights), output_dtype);
 }
 
 Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
@@ -143,18 +155,22 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
                                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
                                    int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-                                   const OptionalTensor& format_of, int64_t embedding_dim, const std::string& pooling,
-                                   int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                                   const OptionalTensor& format_of, int64_t embedding_dim,
+                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  const PoolArgs args{in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr,
-                      in.output_dim};
+  PoolArgs args{};
+  args.features = in.features.get();
+  args.bags = in.bags;
+  args.weights = static_cast<const uint8_t*>(weights.const_data_ptr());
+  args.output_dim = in.output_dim;
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();
   const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;

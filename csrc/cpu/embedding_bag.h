@@ -17,8 +17,9 @@ struct PoolArgs {
   const Feature* features;
   Bags bags;
   const uint8_t* weights;
-  float* output;
+  void* output;
   int64_t output_dim;
+  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
 };
 
 struct EmbeddingBagKernels {

@@ -103,7 +103,7 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
                o.payload_bits,
                o.bag_of.get(),
                o.coefficients.get(),
-               in.bags.batch,
+               in.bags.output_rows(),
                grad.const_data_ptr<float>(),
                in.output_dim,
                nullptr,
@@ -135,14 +135,14 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                      const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
@@ -158,13 +158,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
@@ -225,24 +226,29 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                    int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-                    double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-                    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets,
-                    const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
-                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
+                    const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+                    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg,
+                    const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
   check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const GradientStep gradient_step =
+      parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   set_table_ids(how.table_ids, in);
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
@@ -257,6 +263,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   target.state = state.pointers();
   target.lr = *lr.const_data_ptr<float>();
   target.eps = static_cast<float>(eps);
+  target.gradient_step = gradient_step;
   if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, beta1, beta2, &target);
   target.stochastic = how.stochastic;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};

@@ -5,6 +5,7 @@
 #include "cpu/embedding_bag.h"
 #include "cpu/row_formats.h"
 #include "optimizers/elementwise.h"
+#include "optimizers/gradient_step.h"
 
 namespace rec_kernels {
 
@@ -44,7 +45,7 @@ struct RunArgs {
   int payload_bits;
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag
   const float* coefficients;  // payload -> coefficient; null: 1
-  int64_t batch;
+  int64_t batch;              // rows of grad
   const float* grad;
   int64_t output_dim;
   const LongRun* long_runs;
@@ -58,6 +59,7 @@ struct RowTarget {
   OptimizerState state;
   float lr;
   float eps;
+  GradientStep gradient_step;
   ElementwiseKind kind;           // of an optimizer with state for every element, and what it needs beyond lr and eps
   const int64_t* moment_offsets;  // of the features
   float beta1, beta2, beta1_power, beta2_power;

@@ -166,17 +166,17 @@ void finish_wide(Target& target, const Terms& terms, int64_t row, int64_t run, f
   target.close(row);
 }
 
-template <class Rows>
-void finish_row(ElementwiseTarget<Rows>& target, const Terms& terms, int64_t row, int64_t, float inverse_scale,
-                float* scratch) {
-  sum_scaled(terms, target.D, inverse_scale, scratch);
-  target.update(row, scratch);
-}
-
 template <class Target>
 void finish_row(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
-  if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
-  else finish_wide(target, terms, row, run, inverse_scale, scratch);
+  if (target.takes_whole_rows()) {
+    sum_scaled(terms, target.D, inverse_scale, scratch);
+    target.update(row, scratch);
+    return;
+  }
+  if constexpr (!Target::kElementwise) {
+    if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
+    else finish_wide(target, terms, row, run, inverse_scale, scratch);
+  }
 }
 
 // The first long run at or behind `run`, which counts over all tables.
@@ -248,10 +248,12 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
   if (f.format == RowFormat::kFp32)
-    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, sum, float_rows(t, f)}, table, scratch, begin, end);
+    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.gradient_step, sum, float_rows(t, f)}, table,
+                scratch, begin, end);
   else
-    finish_runs(a, UpdateTarget<Optimizer, EncodedRows>{D, optimizer, sum, encoded_rows(t, f, scratch)}, table, scratch,
-                begin, end);
+    finish_runs(a,
+                UpdateTarget<Optimizer, EncodedRows>{D, optimizer, t.gradient_step, sum, encoded_rows(t, f, scratch)},
+                table, scratch, begin, end);
 }
 
 void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
@@ -273,10 +275,11 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (state.exp_avg) state.exp_avg += first;
   if (state.exp_avg_sq) state.exp_avg_sq += o.needs_mean_square() ? f.row_offset : first;
   if (f.format == RowFormat::kFp32)
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, state, float_rows(t, f)}, table, scratch, begin, end);
-  else
-    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, state, encoded_rows(t, f, scratch)}, table, scratch, begin,
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, state, float_rows(t, f)}, table, scratch, begin,
                 end);
+  else
+    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, t.gradient_step, state, encoded_rows(t, f, scratch)}, table,
+                scratch, begin, end);
 }
 
 }  // namespace

@@ -19,12 +19,10 @@ constexpr int kBlockSteps = kLanes == 16 ? 8 : (kLanes == 8 ? 4 : 2);
 struct Block {
   const Bags* bags;
   const Feature* feature;
-  int64_t begin, end;    // bags of all F * B
-  int64_t first_sample;  // sample (row of the output) of bag `begin`
+  int64_t begin, end;  // bags of all F * B
   int64_t column;
   const uint8_t* rows;  // of the feature's table
-  float* output;        // [B, output_dim], at the feature's first column
-  int64_t output_dim;
+  Sums sums;
   Bounds* bounds;
 };
 
@@ -63,9 +61,9 @@ void pool_block(const Block k) {
   const int64_t columns = f.embedding_dim - k.column, row_bytes = f.row_bytes;
   const int64_t last_id = bags.offset(k.end), ahead = prefetch_distance(row_bytes);
   const auto rows = reinterpret_cast<uintptr_t>(k.rows);
-  float* out = k.output + k.first_sample * k.output_dim + k.column;
+  float* out = k.sums.first + k.column;
   int64_t start = bags.offset(k.begin);
-  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.output_dim) {
+  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.sums.stride) {
     const int64_t stop = bags.offset(bag + 1);
     Columns sum[kSteps];
 #pragma GCC unroll 8
@@ -146,11 +144,8 @@ float dot(const float* g, const uint8_t* row, int64_t D) {
 
 }  // namespace
 
-void pool_encoded(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t first_sample,
-                  Bounds* bounds) {
-  const Block k{
-      &a.bags,      &f,    begin, end, first_sample, 0, a.weights + f.weight_offset, a.output + f.output_offset,
-      a.output_dim, bounds};
+void pool_encoded(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
+  const Block k{&a.bags, &f, begin, end, 0, a.weights + f.weight_offset, sums, bounds};
   with_bag_format(f.format, [&](auto format) { pool_columns<decltype(format)>(k); });
 }
 

@@ -19,6 +19,7 @@ class FeatureReader {
     f.table_id = 0;
     f.format = format(i);
     f.mean = layout_.mean ? layout_.mean->const_data_ptr<bool>()[i] : mean_;
+    f.frozen = layout_.frozen && layout_.frozen->const_data_ptr<bool>()[i];
     check_value(f.embedding_dim >= 1 && f.embedding_dim <= INT32_MAX, "embedding_dims[", i, "] = ", f.embedding_dim,
                 " must be in [1, 2^31)");
     f.row_bytes = row_bytes(f.format, f.embedding_dim);
@@ -51,7 +52,8 @@ class FeatureReader {
                 " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset, ") does not fit in ",
                 weights_, " weights");
     check_value(f.output_offset == output_column, "output_offsets[", i, "] = ", f.output_offset, " must be ",
-                output_column, ", the sum of the embedding_dims before");
+                output_column,
+                layout_.bag_starts ? ", as bag_starts is given" : ", the sum of the embedding_dims before");
   }
 
   const TableLayout& layout_;
@@ -65,23 +67,34 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   int64_t column = 0;
   for (int64_t i = 0; i < in->num_features; ++i) {
     const Feature f = in->features[i] = reader.read(i, column);
-    column += f.embedding_dim;
+    if (!layout.bag_starts) column += f.embedding_dim;
     in->max_dim = f.embedding_dim > in->max_dim ? f.embedding_dim : in->max_dim;
     in->num_rows = f.row_offset + f.num_embeddings > in->num_rows ? f.row_offset + f.num_embeddings : in->num_rows;
   }
-  check_value(column == layout.output_dim, "output_dim = ", layout.output_dim, " must be ", column,
-              ", the sum of embedding_dims");
+  const int64_t wanted = layout.bag_starts ? in->max_dim : column;
+  check_value(wanted == layout.output_dim, "output_dim = ", layout.output_dim, " must be ", wanted,
+              layout.bag_starts ? ", the largest of embedding_dims" : ", the sum of embedding_dims");
   check_value(layout.num_rows == 0 || layout.num_rows >= in->num_rows, "num_rows = ", layout.num_rows, " must be 0 or ",
               in->num_rows, ", the most of row_offsets + num_embeddings, or more");
   check_value(layout.max_embedding_dim == 0 || layout.max_embedding_dim >= in->max_dim,
               "max_embedding_dim = ", layout.max_embedding_dim, " must be 0 or ", in->max_dim,
               ", the largest of embedding_dims, or more");
-  in->output_dim = column;
+  in->output_dim = wanted;
+}
+
+void check_bag_starts(const Bags& b) {
+  const int64_t* starts = b.starts;
+  check_value(starts[0] == 0, "bag_starts[0] = ", starts[0], " must be 0");
+  for (int64_t f = 1; f <= b.num_features; ++f)
+    check_value(starts[f] >= starts[f - 1], "bag_starts[", f, "] = ", starts[f], " is below the one before it, ",
+                starts[f - 1]);
+  check_value(starts[b.num_features] == b.num_bags, "bag_starts[", b.num_features, "] = ", starts[b.num_features],
+              " must be ", b.num_bags, ", the number of bags that offsets describe");
 }
 
 void read_one_table(const TableLayout& layout, int64_t rows, int64_t columns, BagInput* in) {
   const OneTable table = read_one_table(layout, rows, columns);
-  in->features[0] = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, in->options.mean};
+  in->features[0] = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, in->options.mean, false};
   in->num_rows = rows;
   in->output_dim = in->max_dim = table.embedding_dim;
 }
@@ -94,6 +107,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
   BagInput in{as_contiguous(values),
               as_contiguous(offsets),
+              std::nullopt,
               std::nullopt,
               nullptr,
               features,
@@ -111,7 +125,10 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   } else {
     read_one_table(layout, rows, columns, &in);
   }
-  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
+  if (layout.bag_starts) in.bag_starts = as_contiguous(*layout.bag_starts);
+  in.bags =
+      read_bags(in.values, in.offsets, in.per_sample_weights, options, in.bag_starts, features, include_last_offset);
+  if (in.bags.starts) check_bag_starts(in.bags);
   return in;
 }
 
@@ -121,8 +138,9 @@ void BagInput::raise(const Bounds& bounds) const {
   if (position < 0) {
     // Every worker stops at a bad offset of its own: name the first of all.
     const int64_t first = bags.bad_offset(0, bags.num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
-    throw_bad_position({first, bags.batch ? bag / bags.batch : 0, bags.batch ? bag % bags.batch : 0, bags.offset(i),
-                        bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
+    const int64_t feature = bags.num_bags ? bags.feature_of(bag) : 0;
+    throw_bad_position(
+        {first, feature, bag - bags.first_bag(feature), bags.offset(i), bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
   }
   if (!options.raise) return;
   int64_t low = 0, high = bags.num_bags;  // the last bag that starts at or before the position
@@ -130,8 +148,9 @@ void BagInput::raise(const Bounds& bounds) const {
     const int64_t middle = low + (high - low) / 2;
     (bags.offset(middle) <= position ? low : high) = middle;
   }
-  const int64_t feature = low / bags.batch;
-  throw_bad_position({position, feature, low % bags.batch, bags.id(position), features[feature].num_embeddings, 0});
+  const int64_t feature = bags.feature_of(low);
+  throw_bad_position(
+      {position, feature, low - bags.first_bag(feature), bags.id(position), features[feature].num_embeddings, 0});
 }
 
 }  // namespace rec_kernels

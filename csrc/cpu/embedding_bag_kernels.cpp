@@ -6,6 +6,7 @@
 #include "cpu/bag_blocks.h"
 #include "cpu/embedding_bag_encoded.h"
 #include "cpu/row_blocks.h"
+#include "cpu/row_formats.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -15,13 +16,11 @@ namespace {
 struct Block {
   const Bags* bags;
   const Feature* feature;
-  int64_t begin, end;    // bags of all F * B
-  int64_t first_sample;  // sample (row of the output) of bag `begin`
+  int64_t begin, end;  // bags of all F * B
   int64_t column;
   int tail;              // lanes of the last register when it is partial
   const float* weights;  // of the feature's table
-  float* output;         // [B, output_dim], at the feature's first column
-  int64_t output_dim;
+  Sums sums;
   Bounds* bounds;
 };
 
@@ -35,9 +34,9 @@ void pool_block(const Block& k) {
   const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.num_embeddings) : UINT64_MAX;
   const uintptr_t rows = reinterpret_cast<uintptr_t>(k.weights + k.column);
   const float* columns = k.weights + k.column;
-  float* out = k.output + k.first_sample * k.output_dim + k.column;
+  float* out = k.sums.first + k.column;
   int64_t start = bags.offset(k.begin);
-  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.output_dim) {
+  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.sums.stride) {
     const int64_t stop = bags.offset(bag + 1);
     Vec sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
@@ -95,20 +94,29 @@ struct PoolColumns {
 };
 
 // Bags [begin, end) with offsets known to be good.
-void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t first_sample,
+void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
+  if (f.format != RowFormat::kFp32) return pool_encoded(a, f, begin, end, sums, bounds);
+  const auto* weights = reinterpret_cast<const float*>(a.weights + f.weight_offset);
+  for_blocks(f.embedding_dim, PoolColumns{{&a.bags, &f, begin, end, 0, 0, weights, sums, bounds}});
+}
+
+// Floats that wait to be rounded to the elements of the output.
+constexpr int64_t kWaiting = 2048;
+
+// The same where the output, from `out` on with `stride` bytes a bag, is of half precision: sums of a few bags at a
+// time, then rounded.
+void pool_rounded(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, uint8_t* out, int64_t stride,
                   Bounds* bounds) {
-  const Block whole{&a.bags,
-                    &f,
-                    begin,
-                    end,
-                    first_sample,
-                    0,
-                    0,
-                    reinterpret_cast<const float*>(a.weights + f.weight_offset),
-                    a.output + f.output_offset,
-                    a.output_dim,
-                    bounds};
-  for_blocks(f.embedding_dim, PoolColumns{whole});
+  const int64_t D = f.embedding_dim, few = D < kWaiting ? kWaiting / D : 1;
+  const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
+  float waiting[kWaiting];
+  float* sums = D <= kWaiting ? waiting : new float[static_cast<size_t>(D)];
+  for (int64_t first = begin; first < end; first += few) {
+    const int64_t last = first + few < end ? first + few : end;
+    pool_feature(a, f, first, last, {sums, D}, bounds);
+    for (int64_t i = 0; i < last - first; ++i, out += stride) encode(sums + i * D, 1, D, {}, {out, 0, nullptr});
+  }
+  if (sums != waiting) delete[] sums;
 }
 
 bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) {
@@ -120,18 +128,23 @@ bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) 
 template <class Body>
 void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {
-    const int64_t feature = begin / a.bags.batch, next = (feature + 1) * a.bags.batch;
+    const int64_t feature = a.bags.feature_of(begin), next = a.bags.first_bag(feature + 1);
     const int64_t stop = next < end ? next : end;
-    body(a.features[feature], begin, stop, begin - feature * a.bags.batch);
+    body(a.features[feature], begin, stop, a.bags.output_row(begin, feature));
     begin = stop;
   }
 }
 
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t sample) {
-    if (f.format == RowFormat::kFp32) pool_feature(a, f, from, to, sample, bounds);
-    else pool_encoded(a, f, from, to, sample, bounds);
+  const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
+  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t row) {
+    auto* out = static_cast<uint8_t*>(a.output) + row * stride + f.output_offset * element;
+    if (element == 4) pool_feature(a, f, from, to, {reinterpret_cast<float*>(out), a.output_dim}, bounds);
+    else pool_rounded(a, f, from, to, out, stride, bounds);
+    const int64_t behind = a.bags.starts ? (a.output_dim - f.embedding_dim) * element : 0;
+    for (int64_t bag = from; behind && bag < to; ++bag, out += stride)
+      memset(out + f.embedding_dim * element, 0, static_cast<size_t>(behind));
   });
 }
 

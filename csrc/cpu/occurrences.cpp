@@ -94,7 +94,8 @@ Plan plan_tables(const BagInput& in) {
     if (i == 0 || !same_table(in.features[f], in.features[plan.features[static_cast<size_t>(i - 1)]]))
       plan.tables.push_back({i, i, entry, 0});
     Table& table = plan.tables.back();
-    const int64_t count = in.bags.offset((f + 1) * in.bags.batch) - in.bags.offset(f * in.bags.batch);
+    const int64_t count =
+        in.features[f].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
     table.last = i + 1;
     table.count += count;
     entry += count;
@@ -127,7 +128,8 @@ class TableSorter {
     int64_t* starts = out_.starts.get() + table.begin + number;
     runs.feature = &first;
     runs.starts = starts;
-    runs.first_bag = plan_.features[static_cast<size_t>(table.first)] * in_.bags.batch;
+    // Where every bag has a row of the gradient of its own, bags are counted from the first of all.
+    runs.first_bag = in_.bags.starts ? 0 : in_.bags.first_bag(plan_.features[static_cast<size_t>(table.first)]);
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
     return bounds.position;
   }
@@ -137,7 +139,9 @@ class TableSorter {
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      const int64_t B = in_.bags.batch, first_bag = plan_.features[static_cast<size_t>(place)] * B;
+      if (feature(place).frozen) continue;
+      const int64_t f = plan_.features[static_cast<size_t>(place)], first_bag = in_.bags.first_bag(f);
+      const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
       const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
       std::vector<Bounds> bounds(static_cast<size_t>(workers));
       parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {
@@ -265,7 +269,7 @@ int64_t sort_tables(const Plan& plan, int64_t count, const TableSorter& sorter) 
 // kNoBadPosition, or -1 - i when feature f does not start and end (offsets[i]) among the ids, in this order. What lies
 // between is checked where it is read.
 int64_t bad_boundary(const Bags& bags, int64_t f) {
-  const int64_t first = f * bags.batch, last = first + bags.batch;
+  const int64_t first = bags.first_bag(f), last = bags.first_bag(f + 1);
   const int64_t start = bags.offset(first), stop = bags.offset(last);
   if (start < 0 || start > bags.num_ids) return -1 - first;
   return stop < start || stop > bags.num_ids ? -1 - last : kNoBadPosition;

@@ -12,6 +12,7 @@ inline namespace RK_ISA {
 // A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct DenseTarget {
+  static constexpr bool kElementwise = false;
   static constexpr bool kNeedsMeanSquare = false;
   int64_t D;
   float* gradient;  // of the table
@@ -24,9 +25,12 @@ struct DenseTarget {
   }
   void close(int64_t) {}
   void flush() {}
+  static bool takes_whole_rows() { return false; }
+  void update(int64_t, float*) const {}
 };
 
 struct SparseTarget {
+  static constexpr bool kElementwise = false;
   static constexpr bool kNeedsMeanSquare = false;
   int64_t D;
   int64_t* rows;  // of the table's runs
@@ -43,7 +47,38 @@ struct SparseTarget {
   }
   void close(int64_t) {}
   void flush() {}
+  static bool takes_whole_rows() { return false; }
+  void update(int64_t, float*) const {}
 };
+
+// Vectors of a row, the last of which may be partial: body(column, columns of it).
+template <class Body>
+RK_HOST_DEVICE void for_vectors(int64_t D, const Body& body) {
+  for (int64_t c = 0; c < D; c += W) body(c, static_cast<int>(D - c < W ? D - c : W));
+}
+RK_HOST_DEVICE Vec load_vector(const float* p, int n) { return n == W ? Vec::load(p) : Vec::load_partial(p, n); }
+RK_HOST_DEVICE void store_vector(Vec v, float* p, int n) {
+  if (n == W) v.store(p);
+  else v.store_partial(p, n);
+}
+
+// x = fmaf(factor, y, x)
+inline void add_scaled(float factor, const float* y, int64_t D, float* x) {
+  const Vec f = Vec::broadcast(factor);
+  for_vectors(D, [&](int64_t c, int n) {
+    store_vector(fused_multiply_add(f, load_vector(y + c, n), load_vector(x + c, n)), x + c, n);
+  });
+}
+
+// Clips the gradient g of a row w, and adds the decay that goes through it.
+inline void take_step(const GradientStep& step, const float* w, int64_t D, float* g) {
+  if (step.clip_value < INFINITY)
+    for (int64_t c = 0; c < D; ++c) g[c] = step.clipped(g[c]);
+  const float factor = step.clips_norm() ? clip_factor(step, row_dot(g, g, D)) : 1.0f;
+  if (factor != 1.0f)
+    for (int64_t c = 0; c < D; ++c) g[c] *= factor;
+  if (step.adds_decay()) add_scaled(step.weight_decay, w, D, g);
+}
 
 // Rows to be updated. open(row) gives the row as floats, which close(row) takes back; flush() when all are done.
 struct FloatRows {
@@ -101,8 +136,10 @@ struct EncodedRows {
 template <class Optimizer, class Rows>
 struct UpdateTarget {
   static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+  static constexpr bool kElementwise = false;
   int64_t D;
   Optimizer optimizer;
+  GradientStep step;
   const float* sum;  // of the table
   Rows rows;
 
@@ -127,13 +164,27 @@ struct UpdateTarget {
   }
   void close(int64_t row) { rows.close(row); }
   void flush() { rows.flush(); }
+
+  // A step between the gradient and the optimizer has the row's gradient g [D] in memory, and overwrites it.
+  bool takes_whole_rows() const { return step.is_active(); }
+  void update(int64_t row, float* g) {
+    float* w = rows.open(row);
+    take_step(step, w, D, g);
+    const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
+    const float factor = optimizer.prepare(row, mean_square);
+    if (step.decays_weights()) add_scaled(-(optimizer.lr * step.weight_decay), w, D, w);
+    add_scaled(factor, g, D, w);
+    rows.close(row);
+  }
 };
 
 // An optimizer with state for every element: from the row's gradient in memory.
 template <class Rows>
 struct ElementwiseTarget {
+  static constexpr bool kElementwise = true;
   int64_t D;
   Elementwise optimizer;
+  GradientStep step;
   OptimizerState state;  // of the table
   Rows rows;
 
@@ -146,25 +197,28 @@ struct ElementwiseTarget {
     else prefetch_bytes(state.exp_avg_sq + row * D, D * 4);
   }
 
+  static bool takes_whole_rows() { return true; }
   // g [D] is overwritten.
   void update(int64_t row, float* g) {
     float* w = rows.open(row);
+    if (step.is_active()) take_step(step, w, D, g);
     const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),
                                                  [](float x) { return Vec::broadcast(x); });
     float* first = optimizer.has_first() ? state.exp_avg + row * D : nullptr;
     float* second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) + row * D : nullptr;
-    const bool at_once = !optimizer.needs_norms();
-    const Vec factor = Vec::broadcast(-optimizer.lr);
-    for (int64_t c = 0; c < D; c += W) {
-      const int n = static_cast<int>(D - c < W ? D - c : W);
-      Vec m = first ? load(first + c, n) : Vec{}, v = second ? load(second + c, n) : Vec{};
-      const Vec r = in_registers.direction(optimizer.kind, load(g + c, n), &m, &v);
-      if (first) store(m, first + c, n);
-      if (second) store(v, second + c, n);
-      if (at_once) store(fused_multiply_add(factor, r, load(w + c, n)), w + c, n);
-      else store(r, g + c, n);
-    }
-    if (!at_once) apply(w, g, optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)));
+    const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
+    const Vec factor = Vec::broadcast(-optimizer.lr), decay = Vec::broadcast(step.weight_decay);
+    for_vectors(D, [&](int64_t c, int n) {
+      Vec m = first ? load_vector(first + c, n) : Vec{}, v = second ? load_vector(second + c, n) : Vec{};
+      Vec r = in_registers.direction(optimizer.kind, load_vector(g + c, n), &m, &v);
+      if (first) store_vector(m, first + c, n);
+      if (second) store_vector(v, second + c, n);
+      const Vec weights = load_vector(w + c, n);
+      if (decays) r = fused_multiply_add(decay, weights, r);
+      if (at_once) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
+      else store_vector(r, g + c, n);
+    });
+    if (!at_once) add_scaled(optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
     rows.close(row);
   }
   void flush() { rows.flush(); }
@@ -175,18 +229,6 @@ struct ElementwiseTarget {
     float* second = state.exp_avg_sq + row;
     *second = optimizer.row_moment(*second, row_dot(g, g, D) / static_cast<float>(D));
     return optimizer.row_divisor(*second);
-  }
-  void apply(float* w, const float* r, float row_factor) const {
-    const Vec factor = Vec::broadcast(row_factor);
-    for (int64_t c = 0; c < D; c += W) {
-      const int n = static_cast<int>(D - c < W ? D - c : W);
-      store(fused_multiply_add(factor, load(r + c, n), load(w + c, n)), w + c, n);
-    }
-  }
-  RK_HOST_DEVICE static Vec load(const float* p, int n) { return n == W ? Vec::load(p) : Vec::load_partial(p, n); }
-  RK_HOST_DEVICE static void store(Vec v, float* p, int n) {
-    if (n == W) v.store(p);
-    else v.store_partial(p, n);
   }
 };
 

@@ -67,7 +67,7 @@ struct ElementwiseTarget : Base {
     return {o, divisor, o.has_first() ? u.state.exp_avg + place : nullptr, o.has_second() ? second + place : nullptr};
   }
 
-  // Of the row's direction, which g holds or direction(column, false) puts there block by block.
+  // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.
   template <int G, int kBlocks, class Direction>
   __device__ __forceinline__ float factor(const Elementwise& o, const Feature& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {
@@ -76,11 +76,12 @@ struct ElementwiseTarget : Base {
     const int64_t D = f.embedding_dim;
     SquareSum<G> weights{group}, directions{group};
     for (int64_t column = 0; column < D; column += kWidth) {
-      if (D > kWidth) direction(column, false);
+      const auto read = [&](int64_t c) { return Base::read(f, row, c); };
+      if (D > kWidth) direction(column, false, read);
       Vec4 w[kBlocks];
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
-        w[k] = c < D ? Base::read(f, row, c) : Vec4{};
+        w[k] = c < D ? read(c) : Vec4{};
       }
       weights.add(column, D, w);
       directions.add(column, D, g);

@@ -28,10 +28,11 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
   if (*a.status == kBadLayout) return;
   const Group<kWarpSize> warp;
   for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
-    if (!a.features.has_format(bag / a.bags.batch, a.format)) continue;
-    const Feature f = a.features[bag / a.bags.batch];
+    const int64_t feature = a.bags.feature_of(bag);
+    if (!a.features.has_format(feature, a.format)) continue;
+    const Feature f = a.features[feature];
     const Range ids = range_of(a.bags, bag, a.status);
-    const float* g = grad + bag % a.bags.batch * a.output_dim + f.output_offset;
+    const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     int64_t counted = 0;
     for (int64_t i = ids.start; i < ids.stop; ++i) {
       const int64_t id = a.bags.id(i);
@@ -56,15 +57,17 @@ PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& stat
           0,
           in.bags,
           nullptr,
+          OutputType::kFloat,
           in.output_dim,
           status.mutable_data_ptr<int64_t>()};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, cudaStream_t stream) {
-  Tensor output = new_tensor(weights, {in.bags.batch, in.output_dim}, ScalarType::Float);
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, OutputType type, cudaStream_t stream) {
+  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, output_dtype(type));
   Tensor status = new_status(in, weights.numel(), false, weights, stream);
   PoolArgs args = pool_args(weights, in, status);
-  args.output = output.mutable_data_ptr<float>();
+  args.output = output.mutable_data_ptr();
+  args.output_type = type;
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     launch_pool(args, in.max_dim, stream);
   return {output, status};
@@ -83,17 +86,19 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool, bool include_last_offset, std::optional<ScalarType> output_dtype) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const OutputType type = parse_output_dtype(output_dtype);
   check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
   return forward(
       weights,
       read_input(weights, values, offsets, per_sample_weights, layout, options, include_last_offset, device.stream()),
-      device.stream());
+      type, device.stream());
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
@@ -102,7 +107,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, bool) {
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
   int64_t start = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
@@ -114,7 +120,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
-                            format_of, embedding_dim, pooling, padding_idx, bounds_check, false, true);
+                            format_of, embedding_dim, bag_starts, frozen, pooling, padding_idx, bounds_check, false,
+                            true, output_dtype);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -124,19 +131,23 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer,
-    double, double beta1, double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check, const std::string& optimizer, double, double beta1, double beta2,
+    double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
+  parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
-                            format_of, embedding_dim, pooling, padding_idx, bounds_check, false, true);
+                            format_of, embedding_dim, bag_starts, frozen, pooling, padding_idx, bounds_check, false,
+                            true, output_dtype);
 }
 
 Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
@@ -145,16 +156,17 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
                                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
                                    int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-                                   const OptionalTensor& format_of, int64_t embedding_dim, const std::string& pooling,
-                                   int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                                   const OptionalTensor& format_of, int64_t embedding_dim,
+                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
   const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
   Tensor status = new_status(in, weights.numel(), false, weights, device.stream());

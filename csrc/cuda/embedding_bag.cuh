@@ -18,6 +18,7 @@ struct Features {
   const int64_t *weight_offsets, *row_offsets, *num_embeddings, *embedding_dims, *output_offsets;
   const bool* means;
   const int64_t *format_of, *table_ids;  // or null: formats[0], and 0
+  const bool* frozen;                    // or null: none is
   Feature one;
   int element_bytes;  // of `weights`: what weight_offsets count
   int num_formats;
@@ -34,6 +35,7 @@ struct Features {
     out.output_offset = output_offsets[f];
     out.table_id = table_ids ? table_ids[f] : 0;
     out.mean = means ? means[f] : one.mean;
+    out.frozen = frozen && frozen[f];
     return out;
   }
   // Whether feature f's rows are of formats[index].
@@ -69,7 +71,8 @@ struct PoolArgs {
   Features features;
   int format;
   Bags bags;
-  float* output;
+  void* output;
+  OutputType output_type;
   int64_t output_dim;
   int64_t* status;
 };
@@ -79,7 +82,7 @@ void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
   Tensor values, offsets;
-  OptionalTensor per_sample_weights;
+  OptionalTensor per_sample_weights, bag_starts;
   Features features;
   Bags bags;
   BagOptions options;

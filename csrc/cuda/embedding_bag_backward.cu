@@ -9,7 +9,7 @@ namespace rec_kernels {
 namespace {
 
 struct DenseTarget {
-  static constexpr bool kElementwise = false, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
   float* gradient;
 
   __device__ static bool needs_mean_square() { return false; }
@@ -18,11 +18,12 @@ struct DenseTarget {
   __device__ float* place(const Feature& f, int64_t row, int64_t) const {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
   }
+  __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
 };
 
 struct SparseTarget {
-  static constexpr bool kElementwise = false, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
   int64_t* rows;               // of each run
   const int64_t* first_float;  // of each run
   float* gradients;
@@ -34,12 +35,13 @@ struct SparseTarget {
   __device__ static bool needs_mean_square() { return false; }
   __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float* place(const Feature&, int64_t, int64_t run) const { return gradients + first_float[run]; }
+  __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
 };
 
 template <class Optimizer>
 struct UpdateTarget {
-  static constexpr bool kElementwise = false, kEncodes = false;
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = true;
   UpdateArgs u;
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
@@ -58,8 +60,9 @@ struct UpdateTarget {
     const float* w = place(f, row, 0);
     return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
   }
-  __device__ static Vec4 put(const float* row, int64_t c, int64_t D, bool aligned, const Vec4& g, float factor) {
+  __device__ Vec4 put(const float* row, int64_t c, int64_t D, bool aligned, const Vec4& g, float factor) const {
     Vec4 w = load_columns(row, c, D, aligned);
+    if (u.decays_weights()) w = u.decayed(w);
     for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
     return w;
   }
@@ -75,9 +78,8 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const float* grad_scale,
                  const Skip& skip) {
-  return {
-      o.runs,  in.features, 0, in.bags.batch, grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip, nullptr,
-      nullptr, nullptr,     0};
+  return {o.runs,  in.features, 0,       in.bags, grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
+          nullptr, nullptr,     nullptr, 0};
 }
 
 // The sums of chunks of long runs, which finishing starts from; owns their memory.
@@ -149,17 +151,17 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                      const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in),
                status = new_status(in, floats_of(weights_shape), true, grad, device.stream());
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, device.stream());
@@ -200,16 +202,17 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
+    const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, nullptr, {});
@@ -250,28 +253,33 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                    int64_t embedding_dim, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-                    double beta2, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-                    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets,
-                    const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
-                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf) {
-  const TableLayout layout{weight_offsets,    row_offsets, num_embeddings, embedding_dims,
-                           output_offsets,    mean,        output_dim,     num_rows,
-                           max_embedding_dim, formats,     format_of,      embedding_dim};
+                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
+                    const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+                    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg,
+                    const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf) {
+  const TableLayout layout{
+      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
   check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
   check_weights(weights, values, layout);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const GradientStep gradient_step =
+      parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   const OnDeviceOf device(weights);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
                           layout.embedding_dims ? 1 : weights.size(1), true, stream);
   in.features.table_ids = how.table_ids;
   const Moments moments = is_elementwise(optimizer) ? read_moments(state, in.features) : Moments{};
-  check_gradient(grad_in, values, in.bags.batch, in.output_dim);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
@@ -284,7 +292,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                           state.pointers(),
                           lr.const_data_ptr<float>(),
                           static_cast<float>(eps),
+                          gradient_step,
                           how.stochastic,
+                          is_elementwise(optimizer),
                           how.seed,
                           counter,
                           elementwise_kind(optimizer),

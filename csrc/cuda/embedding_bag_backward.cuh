@@ -45,7 +45,7 @@ struct SumArgs {
   Runs runs;
   Features features;
   int format;  // of the rows to finish, an index into features.formats
-  int64_t batch;
+  Bags bags;
   const float* grad;
   int64_t output_dim;
   const float* grad_scale;  // or null: 1
@@ -84,9 +84,9 @@ struct OccurrenceSum {
       float c = 1.0f;
       if (begin + group.lane < count) {
         const uint32_t payload = a.runs.payloads[first + begin + group.lane], bag = a.runs.bag(payload);
-        const auto batch = static_cast<uint32_t>(a.batch);
-        const Feature f = a.features[bag / batch];
-        place = int64_t{bag % batch} * a.output_dim + f.output_offset;
+        const auto batch = static_cast<uint32_t>(a.bags.batch);
+        if (a.bags.starts) place = int64_t{bag} * a.output_dim;
+        else place = int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
         if (weighted) c = a.runs.coefficients[payload];
       }
       const int here = static_cast<int>(count - begin < G ? count - begin : G);

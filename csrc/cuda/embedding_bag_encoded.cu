@@ -11,7 +11,7 @@ namespace {
 
 template <class Format, class Optimizer>
 struct EncodedTarget {
-  static constexpr bool kElementwise = false, kEncodes = true;
+  static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
   UpdateArgs u;
 
   __device__ void expect(const Feature& f, int64_t row, int lane) const {
@@ -27,7 +27,7 @@ struct EncodedTarget {
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
     return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
-  // g: the gradient of all columns, or, of a row that is wider, what gradient(column, last) puts there.
+  // g: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>
   __device__ __forceinline__ void put_row(const Feature& f, int64_t row, float factor, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Gradient& gradient) const {
@@ -52,10 +52,11 @@ struct EncodedTarget {
     ColumnWriter<Format, kStochastic, G> writer{group, how, row - f.row_offset, D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column, bool last) {
-      if (D > kWidth) gradient(column, last);
+      if (D > kWidth) gradient(column, last, [&](int64_t c) { return reader.read(c); });
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
-        const Vec4 w = c < D ? reader.read(c) : Vec4{};
+        Vec4 w = c < D ? reader.read(c) : Vec4{};
+        if (u.decays_weights()) w = u.decayed(w);
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };

@@ -7,6 +7,7 @@
 
 #include "cuda/embedding_bag_backward.cuh"
 #include "optimizers/elementwise.h"
+#include "optimizers/gradient_step.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -14,8 +15,8 @@ inline namespace RK_ISA {
 // Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
 constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 
-// The columns of a row of floats; g holds their gradient, which gradient(column, last) makes block by block where a row
-// is wider.
+// The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
+// a row is wider, read(c) being columns c .. c+3 of its weights.
 template <int G, int kBlocks, class Target, class Gradient>
 __device__ __forceinline__ void put_row(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
                                         const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
@@ -24,10 +25,10 @@ __device__ __forceinline__ void put_row(const Target& target, const Feature& f, 
   float* out = target.place(f, row, run);
   const bool aligned = rows_aligned(out, D);
   for (int64_t column = 0; column < D; column += kWidth) {
-    if (D > kWidth) gradient(column, true);
+    if (D > kWidth) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
-      store_columns(out, c, D, aligned, Target::put(out, c, D, aligned, g[k], factor));
+      store_columns(out, c, D, aligned, target.put(out, c, D, aligned, g[k], factor));
     }
   }
 }
@@ -59,6 +60,63 @@ struct SquareSum {
   }
 };
 
+// The step between a row's gradient and the optimizer (optimizers/gradient_step.h): nothing for gradients that are
+// stored.
+template <class Target, bool = Target::kUpdates>
+struct StepOf {
+  __device__ explicit StepOf(const Target&) {}
+  __device__ static bool clips_norm() { return false; }
+  __device__ void clip(float) {}
+  template <class Group, class Columns, class Read>
+  __device__ void take(int64_t, int64_t, const Group&, Columns&, const Read&) const {}
+};
+
+template <class Target>
+struct StepOf<Target, true> {
+  const GradientStep& step;
+  float factor = 1.0f;
+  bool norm_known;
+
+  __device__ __forceinline__ explicit StepOf(const Target& target)
+      : step(target.u.gradient_step), norm_known(!step.clips_norm()) {}
+  __device__ __forceinline__ bool clips_norm() const { return step.clips_norm(); }
+  __device__ __forceinline__ void clip(float square_sum) {
+    factor = clip_factor(step, square_sum);
+    norm_known = true;
+  }
+
+  // Of the columns from `column` on: the clipped gradient and, when the norm is known, the decay through it.
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void take(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                       const Read& read) const {
+    if (!step.is_active()) return;
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j) {
+        const float clipped = step.clipped(g[k].v[j]);
+        g[k].v[j] = factor != 1.0f ? clipped * factor : clipped;
+      }
+    if (norm_known && step.adds_decay()) add_weights(column, D, group, g, read);
+  }
+  // The decay of an optimizer that turns gradients into directions.
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void decay_direction(int64_t column, int64_t D, const Group<G>& group, Vec4 (&r)[kBlocks],
+                                                  const Read& read) const {
+    if (step.decays_weights()) add_weights(column, D, group, r, read);
+  }
+
+ private:
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void add_weights(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                              const Read& read) const {
+    for (int k = 0; k < kBlocks; ++k) {
+      const int64_t c = column + (k * G + group.lane) * 4;
+      if (c >= D) continue;
+      const Vec4 w = read(c);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = fused_multiply_add(step.weight_decay, w.v[j], g[k].v[j]);
+    }
+  }
+};
+
 // Sums a row's gradient and gives it to the target.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group,
@@ -70,39 +128,51 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   target.expect(f, row, group.lane);
   if constexpr (Target::kElementwise) target.expect_state(feature, f, row, group.lane);
   Vec4 g[kBlocks];
-  const auto sum_scaled = [&](int64_t column) {
+  StepOf<Target> step(target);
+  const auto sum_scaled = [&](int64_t column, const auto& read) {
     sum(column, g);
-    if (inverse == 1.0f) return;
-    for (int k = 0; k < kBlocks; ++k)
-      for (int j = 0; j < 4; ++j) g[k].v[j] = g[k].v[j] * inverse;
+    if (inverse != 1.0f)
+      for (int k = 0; k < kBlocks; ++k)
+        for (int j = 0; j < 4; ++j) g[k].v[j] = g[k].v[j] * inverse;
+    step.take(column, D, group, g, read);
   };
-  // Rows that a smaller group takes have no more columns than it has lanes for.
-  SquareSum<G> squares{group};
-  for (int64_t column = 0; column < D && (target.needs_mean_square() || column == 0); column += kWidth) {
-    sum_scaled(column);
-    squares.add(column, D, g);
+  const auto read = [&](int64_t c) { return target.read(f, row, c); };
+  // Rows that a smaller group takes have no more columns than it has lanes for. A norm to be clipped takes a pass of
+  // its own; the loop is there so that what both have in common is compiled once.
+  float square_sum = 0.0f;
+#pragma unroll 1
+  for (int pass = step.clips_norm() ? 0 : 1; pass < 2; ++pass) {
+    const bool all = pass == 0 || target.needs_mean_square();
+    SquareSum<G> squares{group};
+    for (int64_t column = 0; column < D && (all || column == 0); column += kWidth) {
+      sum_scaled(column, read);
+      squares.add(column, D, g);
+    }
+    square_sum = squares.total();
+    if (pass == 0) step.clip(square_sum);
   }
   float scalar = 0.0f;
-  const float square_sum = squares.total();
   if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
   scalar = group.broadcast(scalar, 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(feature, f, row, scalar);
     // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
-    const auto direction = [&](int64_t column, bool last) {
-      if (D > kWidth) sum_scaled(column);
+    const auto direction = [&](int64_t column, bool last, const auto& read) {
+      if (D > kWidth) sum_scaled(column, read);
       state.direct(column, D, group, g, last);
+      step.decay_direction(column, D, group, g, read);
     };
-    if (D <= kWidth) direction(0, true);
+    if (D <= kWidth) direction(0, true, read);
     put(target, f, row, run, target.factor(state.optimizer, f, row, group, g, direction), group, g, direction);
   } else {
-    put(target, f, row, run, scalar, group, g, [&](int64_t column, bool) { sum_scaled(column); });
+    put(target, f, row, run, scalar, group, g,
+        [&](int64_t column, bool, const auto& read) { sum_scaled(column, read); });
   }
 }
 
 __device__ __forceinline__ int64_t feature_of_run(const SumArgs& a, int64_t run) {
   const uint32_t bag = a.runs.bag(a.runs.payloads[a.runs.starts[run]]);
-  return bag / static_cast<uint32_t>(a.batch);
+  return a.bags.starts ? a.bags.feature_of(bag) : bag / static_cast<uint32_t>(a.bags.batch);
 }
 
 // A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
@@ -225,12 +295,22 @@ struct UpdateArgs {
   OptimizerState state;
   const float* lr;
   float eps;
+  GradientStep gradient_step;
   bool stochastic;
+  bool elementwise;
   const int64_t *seed, *step;  // of the noise; seed may be null: 0
   ElementwiseKind kind;        // of an optimizer with state for every element, and what it needs beyond lr and eps
   Moments moments;
   float beta1, beta2;
   const float* beta_powers;  // or null
+
+  // Whether weights shrink by themselves, and how. Where gradients become directions, the decay is part of these.
+  __device__ __forceinline__ bool decays_weights() const { return gradient_step.decays_weights() && !elementwise; }
+  __device__ __forceinline__ Vec4 decayed(Vec4 w) const {
+    const float rate = -(*lr * gradient_step.weight_decay);
+    for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(rate, w.v[j], w.v[j]);
+    return w;
+  }
 };
 
 // Updates the rows of a.format, which is not fp32.

@@ -24,6 +24,7 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   f.output_offsets = layout.output_offsets->const_data_ptr<int64_t>();
   f.means = layout.mean ? layout.mean->const_data_ptr<bool>() : nullptr;
   f.format_of = layout.format_of ? layout.format_of->const_data_ptr<int64_t>() : nullptr;
+  f.frozen = layout.frozen ? layout.frozen->const_data_ptr<bool>() : nullptr;
   f.one.mean = in->options.mean;
   in->output_dim = layout.output_dim;
   in->max_dim = layout.max_embedding_dim;
@@ -86,22 +87,29 @@ __device__ bool fits(const Moments& moments, const Feature& f, int64_t offset) {
 // One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
 // kernels trust what passes here, and do nothing where something does not.
 __global__ void __launch_bounds__(kThreads)
-    start_kernel(Features features, int64_t num_features, int64_t weights, int64_t output_dim, int64_t num_rows,
-                 int64_t max_dim, bool updates, Moments moments, int64_t* status) {
+    start_kernel(Features features, Bags bags, int64_t weights, int64_t output_dim, int64_t num_rows, int64_t max_dim,
+                 bool updates, Moments moments, int64_t* status) {
   if (threadIdx.x == 0) {
     status[0] = kNoBadPosition;
     status[1] = 0;
   }
   __syncthreads();
-  for (int64_t i = threadIdx.x; features.embedding_dims && i < num_features; i += blockDim.x) {
+  for (int64_t i = threadIdx.x; bags.starts && i <= bags.num_features; i += blockDim.x) {
+    const int64_t before = i > 0 ? bags.starts[i - 1] : 0;
+    if (bags.starts[i] < before || (i == 0 && bags.starts[0] != 0) ||
+        (i == bags.num_features && bags.starts[i] != bags.num_bags))
+      note_bad(status, kBadLayout);
+  }
+  for (int64_t i = threadIdx.x; features.embedding_dims && i < bags.num_features; i += blockDim.x) {
     const Feature f = read_feature(features, i, max_dim);
     const bool place = f.format != RowFormat::kFp32 || f.weight_offset % 4 == 0;
     const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0 && f.row_bytes > 0;
     const bool rows = f.row_offset >= 0 && f.num_embeddings <= num_rows && f.row_offset <= num_rows - f.num_embeddings;
     const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= weights &&
                         f.num_embeddings <= (weights * features.element_bytes - f.weight_offset) / f.row_bytes;
-    const int64_t column = i > 0 ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
-    const bool last = i < num_features - 1 || f.output_offset + f.embedding_dim == output_dim;
+    const int64_t column = i > 0 && !bags.starts ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
+    const int64_t width = f.output_offset + f.embedding_dim;
+    const bool last = bags.starts ? width <= output_dim : i < bags.num_features - 1 || width == output_dim;
     bool apart = true;
     for (int64_t j = 0; updates && j < i; ++j)
       apart = apart && share_all_or_nothing(f, read_feature(features, j, max_dim), moments.count >= 0,
@@ -119,28 +127,39 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{
-      as_contiguous(values),      as_contiguous(offsets), std::nullopt, Features{}, Bags{}, options, features, 0, 0, 0,
-      options.mean || layout.mean};
+  BagInput in{as_contiguous(values),
+              as_contiguous(offsets),
+              std::nullopt,
+              std::nullopt,
+              Features{},
+              Bags{},
+              options,
+              features,
+              0,
+              0,
+              0,
+              options.mean || layout.mean};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   read_formats(layout, &in.features);
   if (layout.embedding_dims) {
     read_layout(layout, &in, stream);
   } else {
     const OneTable table = read_one_table(layout, rows, columns);
-    in.features.one = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, options.mean};
+    in.features.one = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, options.mean, false};
     in.output_dim = in.max_dim = table.embedding_dim;
     in.num_rows = rows;
   }
-  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
+  if (layout.bag_starts) in.bag_starts = as_contiguous(*layout.bag_starts);
+  in.bags =
+      read_bags(in.values, in.offsets, in.per_sample_weights, options, in.bag_starts, features, include_last_offset);
   return in;
 }
 
 Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
                   const Moments& moments) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, weights, in.output_dim,
-         in.num_rows, in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
+  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.bags, weights, in.output_dim, in.num_rows,
+         in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
   return status;
 }
 

@@ -36,6 +36,30 @@ struct IdsOfLanes {
   }
 };
 
+// Columns c .. c+3 of D, of the output's elements from `row` on.
+__device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {
+  const bool aligned = D % 4 == 0 && row % 4 == 0;
+  if (a.output_type == OutputType::kFloat) {
+    float* out = static_cast<float*>(a.output) + row;
+    store_columns(out, c, D, aligned && reinterpret_cast<uintptr_t>(a.output) % 16 == 0, x);
+    return;
+  }
+  uint32_t half[4];
+  for (int j = 0; j < 4; ++j)
+    half[j] = a.output_type == OutputType::kHalf ? Fp16::encode<false>(x.v[j], uint32_t{0})
+                                                 : Bf16::encode<false>(x.v[j], uint32_t{0});
+  auto* out = static_cast<uint16_t*>(a.output) + row + c;
+  if (aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0) {
+    if (c >= D) return;
+    check_alignment(out, 8);
+    const uint64_t low = half[0] | half[1] << 16, high = half[2] | half[3] << 16;
+    *reinterpret_cast<uint64_t*>(out) = low | high << 32;
+  } else {
+    for (int j = 0; j < 4; ++j)
+      if (c + j < D) out[j] = static_cast<uint16_t>(half[j]);
+  }
+}
+
 // Columns c .. c+3 of a row, zeros behind its end; `aligned`: of its table.
 template <class Format>
 __device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t D, bool aligned) {
@@ -45,7 +69,7 @@ __device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t 
 // Columns [column, column + kBlocks * 4 * G) of one bag.
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,
-                                             int64_t sample, int64_t column) {
+                                             int64_t out, int64_t column) {
   const int64_t D = f.embedding_dim, first = column + 4 * group.lane;
   const int64_t row_bytes = Format::row_bytes(D);
   // Wide rows keep enough bytes on their way with two; byte by byte, several rows would only cost registers.
@@ -81,33 +105,37 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f
       }
     }
   }
-  float* out = a.output + sample * a.output_dim + f.output_offset;
-  const bool out_aligned = rows_aligned(out, D) && a.output_dim % 4 == 0;
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) {
     if (f.mean && counted > 1)
       for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
-    store_columns(out, first + k * 4 * G, D, out_aligned, sum[k]);
+    store_output(a, out, first + k * 4 * G, D, sum[k]);
   }
 }
 
 template <class Format, int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) {  // nothing can be looked up
-    const int64_t size = a.bags.batch * a.output_dim;
-    for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) a.output[i] = __builtin_nanf("");
+    const int64_t size = a.bags.output_rows() * a.output_dim;
+    const Vec4 nan = {{__builtin_nanf("")}};
+    for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) store_output(a, i, 0, 1, nan);
     return;
   }
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
-    if (!a.features.has_format(bag / a.bags.batch, a.format)) continue;
-    const Feature f = a.features[bag / a.bags.batch];
+    const int64_t feature = a.bags.feature_of(bag);
+    if (!a.features.has_format(feature, a.format)) continue;
+    const Feature f = a.features[feature];
+    const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
     for (int64_t column = 0; column < f.embedding_dim; column += kBlocks * 4 * G) {
-      if (aligned) pool_columns<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, bag % a.bags.batch, column);
-      else pool_columns<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, bag % a.bags.batch, column);
+      if (aligned) pool_columns<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
+      else pool_columns<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
     }
+    // Columns behind the feature's, of a row that is the bag's alone.
+    for (int64_t c = f.embedding_dim + group.lane; a.bags.starts && c < a.output_dim; c += G)
+      store_output(a, out + c, 0, 1, Vec4{});
   }
 }
 

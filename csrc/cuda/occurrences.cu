@@ -19,7 +19,7 @@ struct EntryArgs {
 };
 
 __device__ bool counts(const EntryArgs& a, const Feature& f, int64_t id) {
-  return a.bags.in_range(id, f) && id != a.bags.padding_idx;
+  return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
 }
 
 // How many ids of the bag count, for every lane of the group.
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
-    const Feature f = a.features[bag / a.bags.batch];
+    const Feature f = a.features[a.bags.feature_of(bag)];
     const Range ids = range_of(a.bags, bag, a.status);
     float each = 1.0f;
     if (a.coefficients && f.mean) {
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
     }
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
       const int64_t id = a.bags.id(i);
-      if (!a.bags.in_range(id, f)) note_bad(a.status, i);
+      if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
       a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
       a.payloads[i] = static_cast<uint32_t>(a.coefficients ? i : bag);
       if (!a.coefficients) continue;

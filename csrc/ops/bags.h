@@ -19,6 +19,7 @@ struct Feature {
   int64_t row_bytes;  // on the CPU; CUDA kernels know their format
   RowFormat format;
   bool mean;
+  bool frozen;  // its ids give the table no gradient
 };
 
 // Jagged input: ids and offsets of either integer width.
@@ -28,9 +29,12 @@ struct Bags {
   const float* per_sample_weights;  // or null
   int64_t num_ids;
   int64_t num_offsets;  // stored; the offset after the last stored one is num_ids, as torch has it
-  int64_t num_bags;     // F * B
-  int64_t batch;
-  int64_t padding_idx;  // -1: none
+  int64_t num_bags;     // F * B, or the last of `starts`
+  int64_t num_features;
+  int64_t batch;          // B; unused with `starts`
+  const int64_t* starts;  // [F + 1]: feature f has bags [starts[f], starts[f + 1]), each with a row of the output of
+                          // its own; or null: every feature has B, and a row of the output is all features' b-th bags
+  int64_t padding_idx;    // -1: none
   bool ids64;
   bool offsets64;
   bool check_ids;
@@ -47,6 +51,19 @@ struct Bags {
   RK_HOST_DEVICE bool in_range(int64_t id, const Feature& f) const {
     return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.num_embeddings);
   }
+  RK_HOST_DEVICE int64_t first_bag(int64_t feature) const { return starts ? starts[feature] : feature * batch; }
+  RK_HOST_DEVICE int64_t feature_of(int64_t bag) const {
+    if (!starts) return bag / batch;
+    int64_t low = 0, high = num_features;  // the last feature that starts at or before the bag
+    while (high - low > 1) {
+      const int64_t middle = low + (high - low) / 2;
+      (starts[middle] <= bag ? low : high) = middle;
+    }
+    return low;
+  }
+  // Rows of the output, and which is a bag's of this feature.
+  RK_HOST_DEVICE int64_t output_rows() const { return starts ? num_bags : batch; }
+  RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const { return starts ? bag : bag - feature * batch; }
   // Of the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
   RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
     int64_t previous = offset(begin);

@@ -8,7 +8,8 @@ const std::string kLayout =
     "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
     "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
     "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-    "SymInt embedding_dim=0, str pooling=\"sum\", int padding_idx=-1, str "
+    "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, str pooling=\"sum\", int padding_idx=-1, "
+    "str "
     "bounds_check=\"error\"";
 
 void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
@@ -52,6 +53,31 @@ Optimizer parse_optimizer(const std::string& name) {
   throw std::invalid_argument(join("optimizer must be one of ", known, ", got \"", name, "\""));
 }
 
+GradientStep parse_gradient_step(double weight_decay, const std::string& mode, std::optional<double> clip_value,
+                                 std::optional<double> clip_norm) {
+  GradientStep step;
+  const bool l2 = mode == "l2";
+  check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
+  check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
+              " must be a number of at least 0");
+  step.weight_decay = static_cast<float>(weight_decay);
+  step.decoupled = !l2;
+  const auto limit = [](std::optional<double> clip, const char* name) {
+    check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
+    return clip ? static_cast<float>(*clip) : INFINITY;
+  };
+  step.clip_value = limit(clip_value, "clip_grad_value");
+  step.clip_norm = limit(clip_norm, "clip_grad_norm");
+  return step;
+}
+
+OutputType parse_output_dtype(std::optional<ScalarType> dtype) {
+  if (!dtype || *dtype == ScalarType::Float) return OutputType::kFloat;
+  check_value(*dtype == ScalarType::Half || *dtype == ScalarType::BFloat16,
+              "output_dtype must be torch.float32, torch.float16 or torch.bfloat16");
+  return *dtype == ScalarType::Half ? OutputType::kHalf : OutputType::kBFloat16;
+}
+
 int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, bool include_last_offset) {
   check_rank(values, 1, "values");
@@ -68,8 +94,8 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   }
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
-                    !layout.output_offsets && !layout.mean && layout.output_dim == 0 && layout.num_rows == 0 &&
-                    layout.max_embedding_dim == 0,
+                    !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.frozen &&
+                    layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }
@@ -82,6 +108,11 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   check_layout_tensor(layout.output_offsets, features, values, "output_offsets", ScalarType::Long);
   if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
   if (layout.format_of) check_layout_tensor(layout.format_of, features, values, "format_of", ScalarType::Long);
+  if (layout.frozen) check_layout_tensor(layout.frozen, features, values, "frozen", ScalarType::Bool);
+  if (layout.bag_starts) {
+    check_layout_tensor(layout.bag_starts, features + 1, values, "bag_starts", ScalarType::Long);
+    return features;
+  }
   const int64_t bags = offsets.numel() - (include_last_offset ? 1 : 0);
   check_value(features == 0 ? bags == 0 : bags % features == 0,
               "offsets must have num_features * batch + 1 elements, got ", offsets.numel(), " for ", features,
@@ -90,7 +121,8 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
 }
 
 Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-               const BagOptions& options, int64_t features, bool include_last_offset) {
+               const BagOptions& options, const OptionalTensor& bag_starts, int64_t features,
+               bool include_last_offset) {
   Bags b;
   b.ids = values.const_data_ptr();
   b.offsets = offsets.const_data_ptr();
@@ -98,7 +130,9 @@ Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor
   b.num_ids = values.numel();
   b.num_offsets = offsets.numel();
   b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
+  b.num_features = features;
   b.batch = features ? b.num_bags / features : 0;
+  b.starts = bag_starts ? bag_starts->const_data_ptr<int64_t>() : nullptr;
   b.padding_idx = options.padding_idx;
   b.ids64 = values.scalar_type() == ScalarType::Long;
   b.offsets64 = offsets.scalar_type() == ScalarType::Long;
@@ -149,8 +183,8 @@ void check_weights(const Tensor& weights, const Tensor& values, const TableLayou
   check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
 }
 
-void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim) {
-  check_shape(grad, {batch, output_dim}, "grad");
+void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim) {
+  check_shape(grad, {rows, output_dim}, "grad");
   check_dtype(grad, ScalarType::Float, "grad");
   check_same_device(grad, values, "grad", "values");
 }
@@ -259,19 +293,22 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   // Of the update, which changes the state; of the forward, which only hands it on.
   const auto optimizer = [](const char* d, const char* e, const char* f) {
     return join(
-        ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, Tensor", d,
-        "? exp_avg=None, Tensor", e, "? exp_avg_sq=None, Tensor", f,
+        ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, float "
+        "weight_decay=0.0, str "
+        "weight_decay_mode=\"l2\", float? clip_grad_value=None, float? clip_grad_norm=None, Tensor",
+        d, "? exp_avg=None, Tensor", e, "? exp_avg_sq=None, Tensor", f,
         "? beta_powers=None, Tensor? moment_offsets=None, str rounding=\"stochastic\", Tensor? seed=None, Tensor? "
         "table_ids=None");
   };
   m.def(("embedding_bag(Tensor weights, " + bags + kLayout +
-         ", bool sparse=False, bool include_last_offset=True) -> (Tensor output, Tensor status)")
+         ", bool sparse=False, bool include_last_offset=True, ScalarType? output_dtype=None) -> (Tensor output, Tensor "
+         "status)")
             .c_str());
   m.def(("embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + kLayout +
-         ", bool sparse=False) -> (Tensor output, Tensor status)")
+         ", bool sparse=False, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)")
             .c_str());
   m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + kLayout +
-         optimizer("", "", "") + ") -> (Tensor output, Tensor status)")
+         optimizer("", "", "") + ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)")
             .c_str());
   m.def(
       ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +

@@ -9,13 +9,16 @@
 // state. Two features share a table by naming the same ranges; ranges that overlap in part are refused. Bags.
 // Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64. Output. [B, output_dim],
 // feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by this op; an empty bag gives
-// zeros. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides once by the number of ids
-// that count. Columns outside every feature are not written: there must be none. Ids equal to padding_idx are left out,
-// of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id by feature and bag, and
-// nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is int64 [2]: the smallest
-// bad position in `values` (INT64_MAX when there is none), and how many ids were left out for being out of range.
-// Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks
-// of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
+// zeros. With bag_starts [F + 1], features have batch sizes of their own: bags bag_starts[f] up to bag_starts[f + 1]
+// are f's, the output has a row for each bag, [bag_starts[F], output_dim], output_dim being the largest embedding_dim;
+// output_offsets are 0, and columns behind a feature's are zeros. Ids in ascending position, FP32: acc + v, or
+// fmaf(weight, v, acc); `mean` divides once by the number of ids that count. Columns outside every feature are not
+// written: there must be none. Ids equal to padding_idx are left out, of the sum, of n and of every gradient. Bounds.
+// "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are left out
+// and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when there is
+// none), and how many ids were left out for being out of range. Offsets are always checked. Gradients: of weights and
+// per_sample_weights. Occurrences of a row are summed in chunks of 64 in the order (feature, bag, position);
+// docs/numerics.md has the rule. Not differentiable in values and offsets.
 #pragma once
 
 #include <vector>
@@ -24,6 +27,7 @@
 #include "ops/bags.h"
 #include "ops/row_formats.h"
 #include "optimizers/elementwise.h"
+#include "optimizers/gradient_step.h"
 
 namespace rec_kernels {
 
@@ -45,6 +49,8 @@ struct TableLayout {
   const std::optional<std::vector<std::string>>& formats;
   const OptionalTensor& format_of;
   int64_t embedding_dim;  // of the rows of one table without a layout, whose weights are bytes; else 0
+  const OptionalTensor& bag_starts;
+  const OptionalTensor& frozen;
 };
 
 // Of the elements of `weights`.
@@ -81,6 +87,18 @@ struct UpdateState {
   OptimizerState pointers() const;
 };
 
+// The gradient's way to the optimizer, as it arrives.
+RK_EXPORT GradientStep parse_gradient_step(double weight_decay, const std::string& mode,
+                                           std::optional<double> clip_value, std::optional<double> clip_norm);
+
+// What an element of the output is.
+enum class OutputType { kFloat, kHalf, kBFloat16 };
+RK_EXPORT OutputType parse_output_dtype(std::optional<ScalarType> dtype);
+inline ScalarType output_dtype(OutputType type) {
+  return type == OutputType::kFloat ? ScalarType::Float
+                                    : (type == OutputType::kHalf ? ScalarType::Half : ScalarType::BFloat16);
+}
+
 RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,
                                        const std::string& bounds_check);
 RK_EXPORT Optimizer parse_optimizer(const std::string& name);
@@ -91,7 +109,8 @@ RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const 
 // The bags of a call whose tensors are contiguous and checked. Without include_last_offset, offsets name where bags
 // start and the last one ends with the ids.
 RK_EXPORT Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                         const BagOptions& options, int64_t features, bool include_last_offset);
+                         const BagOptions& options, const OptionalTensor& bag_starts, int64_t features,
+                         bool include_last_offset);
 // What a call without a layout says of its table, whose weights are [rows, columns].
 struct OneTable {
   RowFormat format;
@@ -101,7 +120,7 @@ RK_EXPORT OneTable read_one_table(const TableLayout& layout, int64_t rows, int64
 // The formats by number; none: `weights` are floats.
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
-RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t batch, int64_t output_dim);
+RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state,
                             const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);
 // That row-wise state has an element for each of `rows` rows.

@@ -18,6 +18,7 @@ class Lookup(NamedTuple):
             int64, each on its own.
         status: [2] int64, what the lookup reported: its first element is below the largest int64 if an id was out of
             range. The update is skipped then, on devices where the lookup itself cannot raise in time.
+        bag_starts: [F + 1] where every bag has a row of the output, and of grad, of its own; or None.
     """
 
     grad: Tensor
@@ -25,6 +26,7 @@ class Lookup(NamedTuple):
     offsets: Tensor
     weights: Tensor | None
     status: Tensor
+    bag_starts: Tensor | None = None
 
 
 class Pending:
@@ -66,7 +68,7 @@ class Pending:
 
         Args:
             pooled: the lookup's output.
-            bags: values, offsets, weights and status, as in ``Lookup``.
+            bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
         return _Recorded.apply(pooled, self._token, self, *bags)
 
@@ -84,8 +86,9 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.pending.add(Lookup(grad, *ctx.saved_tensors))
-        return grad, None, None, None, None, None, None
+        saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
+        ctx.pending.add(Lookup(grad, *saved))
+        return grad, None, None, *[None] * len(saved)
 
 
 def _refuse_earlier_lookup(_) -> None:
@@ -104,23 +107,43 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
     Returns:
         Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
         changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does.
+
+    Raises:
+        RuntimeError: only some have ``bag_starts``.
     """
     status = torch.stack([lookup.status for lookup in lookups]).amin(0)
     lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
     if len(lookups) == 1:
         return lookups[0]._replace(status=status)
-    bounds = [lookup.offsets[:: len(lookup.grad)].tolist() for lookup in lookups]
+    if len({lookup.bag_starts is None for lookup in lookups}) > 1:
+        raise RuntimeError(
+            "the lookups of an accumulate() block must be of one kind: some are of a batch, and some of features with "
+            "batch sizes of their own"
+        )
+    bags = [_bags_of_features(lookup, num_features) for lookup in lookups]
+    bounds = [lookup.offsets[torch.tensor(b)].tolist() for lookup, b in zip(lookups, bags, strict=True)]
 
-    def by_feature(of_ids: list[Tensor]) -> Tensor:
-        bags = [(f, ids, bound) for f in range(num_features) for ids, bound in zip(of_ids, bounds, strict=True)]
-        return torch.cat([ids[bound[f] : bound[f + 1]] for f, ids, bound in bags])
+    def by_feature(parts: list[Tensor], places: list[list[int]]) -> Tensor:
+        pairs = [(f, part, place) for f in range(num_features) for part, place in zip(parts, places, strict=True)]
+        return torch.cat([part[place[f] : place[f + 1]] for f, part, place in pairs])
 
-    lengths = torch.cat([lookup.offsets.long().diff().view(num_features, -1) for lookup in lookups], dim=1)
+    lengths = by_feature([lookup.offsets.long().diff() for lookup in lookups], bags)
     weights = None
     if any(lookup.weights is not None for lookup in lookups):
-        weights = by_feature(
-            [torch.ones_like(x.values, dtype=torch.float32) if x.weights is None else x.weights for x in lookups]
-        )
-    offsets = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0))
-    grad, values = torch.cat([x.grad for x in lookups]), by_feature([x.values for x in lookups])
-    return Lookup(grad, values, offsets, weights, status)
+        ones = [torch.ones_like(x.values, dtype=torch.float32) if x.weights is None else x.weights for x in lookups]
+        weights = by_feature(ones, bounds)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    values, starts = by_feature([x.values for x in lookups], bounds), None
+    if lookups[0].bag_starts is None:
+        grad = torch.cat([x.grad for x in lookups])
+    else:
+        grad = by_feature([x.grad for x in lookups], bags)
+        starts = torch.stack([x.bag_starts for x in lookups]).sum(0)
+    return Lookup(grad, values, offsets, weights, status, starts)
+
+
+def _bags_of_features(lookup: Lookup, num_features: int) -> list[int]:
+    """[F + 1]: where each feature's bags start."""
+    if lookup.bag_starts is not None:
+        return lookup.bag_starts.tolist()
+    return [f * len(lookup.grad) for f in range(num_features + 1)]

@@ -42,6 +42,7 @@ class _Lookup(NamedTuple):
     event: torch.cuda.Event | None
     values: Tensor
     offsets: Tensor
+    bag_starts: Tensor | None
 
     def is_done(self, *, wait: bool) -> bool:
         if wait and self.event is not None:
@@ -66,11 +67,12 @@ class Reports:
         # A copy has made no lookups, and those of the original are told by the original.
         return Reports, (self._num_embeddings, self._check_ids)
 
-    def add(self, status: Tensor, values: Tensor, offsets: Tensor) -> None:
+    def add(self, status: Tensor, values: Tensor, offsets: Tensor, bag_starts: Tensor | None = None) -> None:
         """Takes up a lookup, after raising what earlier ones have found as far as it has arrived. Never waits.
 
         Args:
-            status: [2] int64; values: [N]; offsets: [F * B + 1]. Ids and offsets are read if there is an error to tell.
+            status: [2] int64; values: [N]; offsets: [F * B + 1]; bag_starts: [F + 1], or None for B bags of each
+                feature. All but ``status`` are read if there is an error to tell.
 
         Raises:
             IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
@@ -78,7 +80,7 @@ class Reports:
         self._raise_arrived(wait=False)
         # torch makes the target of a copy that does not block page-locked, without which it would block.
         host = status.to("cpu", non_blocking=True)
-        self._lookups.append(_Lookup(host, _copied(status.device), values, offsets))
+        self._lookups.append(_Lookup(host, _copied(status.device), values, offsets, bag_starts))
 
     def check(self, position: Tensor) -> None:
         """Waits for all lookups and raises the first error that has not been told.
@@ -104,7 +106,7 @@ class Reports:
         while (lookup := self._next(wait=wait)) is not None:
             position = int(lookup.status[0])
             if self._is_error(position):
-                raise _error(position, lookup.values, lookup.offsets, self._num_embeddings)
+                raise _error(position, lookup, self._num_embeddings)
 
     def _next(self, *, wait: bool) -> _Lookup | None:
         with self._lock:
@@ -115,24 +117,35 @@ class Reports:
         return position < 0 or (self._check_ids and position != NOTHING_BAD)
 
 
-def _error(position: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> Exception:
+def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
     """What the CPU would have raised (``throw_bad_position`` of csrc/ops/embedding_bag.cpp), and that it is late."""
     if position == BAD_LAYOUT:
-        return ValueError(f"the collection's layout of tables has been overwritten{_LATER}")
+        wrong = "the collection's layout of tables has been overwritten"
+        if lookup.bag_starts is not None:
+            wrong = "the offsets where features begin must ascend from 0 to the number of values or bags"
+        return ValueError(wrong + _LATER)
     describe, place = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
-    text = describe(place, values, offsets, num_embeddings)
+    text = describe(place, lookup, num_embeddings)
     if text is None:
         name = "values" if position >= 0 else "offsets"
         text = f"{name}[{place}] was not valid; {name} or offsets have been overwritten since"
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
 
 
-def _id(i: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> str | None:
+def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
+    """A bag's feature, and its number there."""
+    starts = lookup.bag_starts
+    if starts is None:
+        return divmod(bag, (len(lookup.offsets) - 1) // features)
+    feature = int(torch.searchsorted(starts, bag, right=True)) - 1
+    return feature, bag - int(starts[feature])
+
+
+def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     """None: ids or offsets are not those of the lookup any more."""
-    batch = (len(offsets) - 1) // len(num_embeddings)
-    place = int(torch.searchsorted(offsets.long(), i, right=True)) - 1
-    feature, bag = divmod(place, batch)
-    value = int(values[i])
+    place = int(torch.searchsorted(lookup.offsets.long(), i, right=True)) - 1
+    feature, bag = _place(place, lookup, len(num_embeddings))
+    value = int(lookup.values[i])
     if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
         return None
     return (
@@ -141,9 +154,10 @@ def _id(i: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> s
     )
 
 
-def _offset(i: int, values: Tensor, offsets: Tensor, num_embeddings: list[int]) -> str | None:
+def _offset(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     """None: offsets are not those of the lookup any more."""
-    feature, bag = divmod(max(i - 1, 0), (len(offsets) - 1) // len(num_embeddings))
+    values, offsets = lookup.values, lookup.offsets
+    feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
     value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
     where = f"offsets[{i}] = {value} (feature {feature}, bag {bag})"
     if value < before:

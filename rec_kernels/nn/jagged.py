@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +53,18 @@ class JaggedTensor:
         bounds = self._offsets.tolist()
         return [self._values[a:b] for a, b in itertools.pairwise(bounds)]
 
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """[B, L, ...]: the rows side by side, cut or padded to ``desired_length``; None: the longest row's."""
+        lengths = self.lengths()
+        if desired_length is None:
+            desired_length = int(lengths.max()) if len(lengths) else 0
+        places = torch.arange(desired_length, device=lengths.device)
+        inside = places < lengths[:, None]
+        source = (self._offsets[:-1, None] + places)[inside]
+        shape = (len(lengths), desired_length, *self._values.shape[1:])
+        padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
+        return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
+
 
 class KeyedJaggedTensor:
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
@@ -61,6 +75,9 @@ class KeyedJaggedTensor:
         lengths: [F * B] bag lengths, or
         offsets: [F * B + 1]; exactly one of the two.
         weights: [N] float32 (per-sample weights) or None.
+        stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
+        inverse_indices: with ``stride_per_key``, which bag of its feature each row of the full batch has: the names,
+            and an int64 tensor [F, B]. As in TorchRec.
 
     Raises:
         ValueError: sizes that do not fit together; the message names the argument.
@@ -74,19 +91,27 @@ class KeyedJaggedTensor:
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
         weights: Tensor | None = None,
+        stride_per_key: list[int] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> None:
         if (lengths is None) == (offsets is None):
             raise ValueError("exactly one of lengths and offsets must be given")
         if len(set(keys)) != len(keys):
             raise ValueError(f"keys must differ, got {list(keys)}")
         bags = lengths.shape[0] if offsets is None else offsets.shape[0] - 1
-        if bags < 0 or (bags % len(keys) if keys else bags):
-            which = "lengths" if offsets is None else "offsets"
+        which = "lengths" if offsets is None else "offsets"
+        if stride_per_key is not None:
+            _check_strides(stride_per_key, keys, bags, which)
+        elif bags < 0 or (bags % len(keys) if keys else bags):
             raise ValueError(f"{which} describe {bags} bags, which is not a multiple of the {len(keys)} keys")
+        if inverse_indices is not None:
+            _check_inverse(inverse_indices, keys, stride_per_key)
         if weights is not None and weights.shape != values.shape:
             raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
         self._keys, self._values, self._weights = list(keys), values, weights
         self._offsets = _to_offsets(lengths) if offsets is None else offsets
+        self._strides = None if stride_per_key is None else list(stride_per_key)
+        self._inverse, self._offset_per_key = inverse_indices, None
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
@@ -109,54 +134,131 @@ class KeyedJaggedTensor:
         return self._weights
 
     def stride(self) -> int:
-        """Batch size B."""
-        return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
+        """Batch size B; of the full batch, where features have their own."""
+        if self._strides is None:
+            return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
+        return max(self._strides, default=0) if self._inverse is None else self._inverse[1].shape[1]
+
+    def stride_per_key(self) -> list[int]:
+        """F batch sizes."""
+        return [self.stride()] * len(self._keys) if self._strides is None else self._strides
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether features have batch sizes of their own."""
+        return self._strides is not None
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """The names and [F, B], or None."""
+        return self._inverse
+
+    def offset_per_key(self) -> list[int]:
+        """[F + 1]: where each feature's ids start. Read from the device once, and kept."""
+        if self._offset_per_key is None:
+            bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
+            self._offset_per_key = self._offsets[bounds].tolist() if self._keys else [0]
+        return self._offset_per_key
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        i, batch = _place(key, self._keys), self.stride()
-        offsets = self._offsets[i * batch : (i + 1) * batch + 1]
-        first, last = int(offsets[0]), int(offsets[-1])
+        i, strides = _place(key, self._keys), self.stride_per_key()
+        start, (first, last) = sum(strides[:i]), self.offset_per_key()[i : i + 2]
+        offsets = self._offsets[start : start + strides[i] + 1]
         weights = None if self._weights is None else self._weights[first:last]
         return JaggedTensor(self._values[first:last], offsets - offsets[0], weights)
 
+    def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+        inverse = None if self._inverse is None else (self._inverse[0], move(self._inverse[1]))
+        moved = KeyedJaggedTensor(
+            self._keys,
+            move(self._values),
+            offsets=move(self._offsets),
+            weights=None if self._weights is None else move(self._weights),
+            stride_per_key=self._strides,
+            inverse_indices=inverse,
+        )
+        moved._offset_per_key = self._offset_per_key
+        return moved
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
         """The same on another device."""
-        move = {"device": device, "non_blocking": non_blocking}
-        weights = None if self._weights is None else self._weights.to(**move)
-        return KeyedJaggedTensor(self._keys, self._values.to(**move), offsets=self._offsets.to(**move), weights=weights)
+        return self._mapped(lambda t: t.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> KeyedJaggedTensor:
         """The same in page-locked host memory."""
-        weights = None if self._weights is None else self._weights.pin_memory()
-        return KeyedJaggedTensor(
-            self._keys, self._values.pin_memory(), offsets=self._offsets.pin_memory(), weights=weights
-        )
+        return self._mapped(Tensor.pin_memory)
 
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, batch={self.stride()}, values={self._values.shape[0]})"
 
 
-def select_keys(kjt, keys: list[str]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(values, offsets, weights) of ``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
+def _check_strides(strides: list[int], keys: list[str], bags: int, which: str) -> None:
+    if len(strides) != len(keys) or any(s < 0 for s in strides):
+        raise ValueError(f"stride_per_key must have a batch size for each of the {len(keys)} keys, got {strides}")
+    if sum(strides) != bags:
+        raise ValueError(f"{which} describe {bags} bags, and stride_per_key {sum(strides)}")
+
+
+def _check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: list[int] | None) -> None:
+    names, places = inverse
+    if strides is None:
+        raise ValueError("inverse_indices are for features with batch sizes of their own: give stride_per_key")
+    if places.dim() != 2 or places.shape[0] != len(names) or places.dtype != torch.int64:
+        raise ValueError(
+            f"inverse_indices must be int64 [{len(names)}, B] for its {len(names)} names, got {places.dtype} "
+            f"{list(places.shape)}"
+        )
+    missing = [k for k in keys if k not in names]
+    if missing:
+        raise ValueError(f"inverse_indices lack the keys {missing}")
+
+
+class SelectedKeys(NamedTuple):
+    """Features of a KeyedJaggedTensor in an order that was asked for.
+
+    Args:
+        values: [N] ids; offsets: [bags + 1]; weights: [N] or None.
+        strides: their batch sizes where these differ, or None.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    strides: list[int] | None
+
+
+def select_keys(kjt, keys: list[str]) -> SelectedKeys:
+    """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
 
     No copy when the keys are already these. Raises KeyError naming a key that is missing.
     """
     have = list(kjt.keys())
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+    variable = getattr(kjt, "variable_stride_per_key", bool)()
+    strides = list(kjt.stride_per_key()) if variable else None
     if have == keys:
-        return values, offsets, weights
+        return SelectedKeys(values, offsets, weights, strides)
     missing = [k for k in keys if k not in have]
     if missing:
         raise KeyError(f"features {missing} are not among the input's keys {have}")
-    batch = (offsets.shape[0] - 1) // len(have)
-    order = torch.tensor([have.index(k) for k in keys], dtype=torch.int64, device=offsets.device)
-    bags = (order[:, None] * batch + torch.arange(batch, device=offsets.device)).reshape(-1)
+    bags = _bags_of([have.index(k) for k in keys], len(have), offsets, strides)
     lengths = offsets.diff()[bags]
     new_offsets = _to_offsets(lengths)
     # Position i of the output comes from its bag's start plus its place within the bag.
     within = torch.arange(int(new_offsets[-1]), device=offsets.device)
     source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
-    return values[source], new_offsets, None if weights is None else weights[source]
+    if strides is not None:
+        strides = [strides[have.index(k)] for k in keys]
+    return SelectedKeys(values[source], new_offsets, None if weights is None else weights[source], strides)
+
+
+def _bags_of(order: list[int], features: int, offsets: Tensor, strides: list[int] | None) -> Tensor:
+    """Numbers of the bags of features, one feature after the other."""
+    device = offsets.device
+    if strides is None:
+        batch = (offsets.shape[0] - 1) // features
+        first = torch.tensor(order, dtype=torch.int64, device=device)
+        return (first[:, None] * batch + torch.arange(batch, device=device)).reshape(-1)
+    starts = list(itertools.accumulate(strides, initial=0))
+    return torch.cat([torch.arange(starts[f], starts[f + 1], device=device) for f in order])
 
 
 class KeyedTensor:

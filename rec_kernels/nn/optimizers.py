@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -13,20 +15,55 @@ from torch import Tensor
 State = dict[str, bool]
 
 
-class _Checked:
-    """The checks of every optimizer's numbers."""
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Common:
+    """What every optimizer has: clipping and weight decay, in this order, before the gradient is used.
 
-    lr: float
-    eps: float
+    Args:
+        clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
+        clip_grad_norm: a row's gradient that is longer than this is shortened to it; None: not.
+        weight_decay: the rate, of rows that the batch names.
+        weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
+            lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
+    """
+
+    weight_decay: float = 0.0
+    weight_decay_mode: str = "l2"
+    clip_grad_value: float | None = None
+    clip_grad_norm: float | None = None
 
     def __post_init__(self) -> None:
-        for name, value in (("lr", self.lr), ("eps", self.eps)):
-            if not value >= 0:
-                raise ValueError(f"{name} = {value} must be at least 0")
+        for name in ("lr", "eps", "weight_decay"):
+            value = getattr(self, name)
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name} = {value} must be a number of at least 0")
+        if self.weight_decay_mode not in ("l2", "decoupled"):
+            raise ValueError(f"weight_decay_mode must be 'l2' or 'decoupled', got {self.weight_decay_mode!r}")
+        for name in ("clip_grad_value", "clip_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value} must be above 0, or None")
+
+    def __repr__(self) -> str:
+        """The learning rate, and what is not the default."""
+        shown = [f"lr={self.lr}"]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name != "lr" and value != field.default:
+                shown.append(f"{field.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def options(self) -> dict[str, object]:
+        """The arguments of the fused op that say how gradients are used."""
+        numbers = {"clip_grad_value": self.clip_grad_value, "clip_grad_norm": self.clip_grad_norm}
+        if self.weight_decay:
+            numbers |= {"weight_decay": self.weight_decay, "weight_decay_mode": self.weight_decay_mode}
+        used = {name: value for name, value in numbers.items() if value is not None}
+        return {"optimizer": self.op_name, "eps": self.eps} | used
 
 
-@dataclass(frozen=True)
-class SGD(_Checked):
+@dataclass(frozen=True, repr=False)
+class SGD(_Common):
     """Stochastic gradient descent: ``w -= lr * g``. No state."""
 
     lr: float = 0.01
@@ -35,8 +72,8 @@ class SGD(_Checked):
     state: ClassVar[State] = {}
 
 
-@dataclass(frozen=True)
-class RowwiseAdagrad(_Checked):
+@dataclass(frozen=True, repr=False)
+class RowwiseAdagrad(_Common):
     """Row-wise Adagrad: ``v += mean(g^2)``, ``w -= lr / (sqrt(v) + eps) * g``, one float32 ``v`` per row."""
 
     lr: float = 0.01
@@ -45,8 +82,8 @@ class RowwiseAdagrad(_Checked):
     state: ClassVar[State] = {"sum": False}
 
 
-@dataclass(frozen=True)
-class Adagrad(_Checked):
+@dataclass(frozen=True, repr=False)
+class Adagrad(_Common):
     """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a float32 ``v`` per element.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
@@ -58,8 +95,8 @@ class Adagrad(_Checked):
     state: ClassVar[State] = {"sum": True}
 
 
-@dataclass(frozen=True)
-class Adam(_Checked):
+@dataclass(frozen=True, repr=False)
+class Adam(_Common):
     """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
@@ -79,8 +116,12 @@ class Adam(_Checked):
         if len(self.betas) != 2 or not all(0 <= torch.tensor(b, dtype=torch.float32) < 1 for b in self.betas):
             raise ValueError(f"betas = {self.betas} must be two numbers in [0, 1) as float32")
 
+    def options(self) -> dict[str, object]:
+        """The arguments of the fused op that say how gradients are used."""
+        return super().options() | dict(zip(("beta1", "beta2"), self.betas, strict=True))
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class RowwiseAdam(Adam):
     """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one float32 per element and row."""
 
@@ -88,7 +129,7 @@ class RowwiseAdam(Adam):
     state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": False}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LAMB(Adam):
     """Adam whose step goes with the row's length: ``lr * |w| / |r|`` for ``lr``, r being ``m' / (sqrt(v') + eps)``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from rec_kernels.nn.tables import EmbeddingBagConfig
+from rec_kernels.nn.tables import EmbeddingConfig
 from rec_kernels.ops.embedding_bag import table_starts
 
 #: The kinds of state that optimizers have.
@@ -19,7 +19,7 @@ class StatePlaces:
         kinds: name of a kind -> whether it has an element for every element of a table, and not only for every row.
     """
 
-    def __init__(self, tables: list[EmbeddingBagConfig], kinds: dict[str, bool]) -> None:
+    def __init__(self, tables: list[EmbeddingConfig], kinds: dict[str, bool]) -> None:
         self.kinds, self._tables = kinds, tables
         self.starts = table_starts([t.num_embeddings * t.embedding_dim for t in tables])
         self.rows = [0]

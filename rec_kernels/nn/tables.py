@@ -18,16 +18,15 @@ BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 _ROWS_AT_ONCE = 1 << 18
 
 
-@dataclass(frozen=True)
-class EmbeddingBagConfig:
-    """One table.
+@dataclass(frozen=True, init=False)
+class EmbeddingConfig:
+    """One table, whose lookups are not pooled.
 
     Args:
         num_embeddings: E, rows; at least 1.
         embedding_dim: D, columns; at least 1.
         name: the table's name, different for every table of a collection, without dots.
-        feature_names: the features looked up in this table; each gets D columns of the output.
-        pooling: "sum" or "mean".
+        feature_names: the features looked up in this table.
         format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
             to the nearest); None: uniform in +-1/sqrt(E).
@@ -37,9 +36,49 @@ class EmbeddingBagConfig:
     embedding_dim: int
     name: str
     feature_names: list[str]
-    pooling: str = "sum"
     format: str = "fp32"
     init: Callable[[Tensor], object] | None = None
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        name: str,
+        feature_names: list[str],
+        format: str = "fp32",
+        init: Callable[[Tensor], object] | None = None,
+    ) -> None:
+        if num_embeddings < 1 or embedding_dim < 1:
+            raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
+        if not name or "." in name:
+            raise ValueError(f"table name {name!r} must be non-empty and without dots")
+        if not feature_names or isinstance(feature_names, str):
+            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
+        if format not in BAG_FORMATS:
+            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {format!r}")
+        for field, value in (
+            ("num_embeddings", num_embeddings),
+            ("embedding_dim", embedding_dim),
+            ("name", name),
+            ("feature_names", list(feature_names)),
+            ("format", format),
+            ("init", init),
+        ):
+            object.__setattr__(self, field, value)
+
+
+@dataclass(frozen=True, init=False)
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table whose bags are pooled.
+
+    Args:
+        pooling: "sum" or "mean". Each feature gets ``embedding_dim`` columns of the output.
+
+    The others are ``EmbeddingConfig``'s.
+    """
+
+    pooling: str = "sum"
 
     def __init__(
         self,
@@ -52,26 +91,12 @@ class EmbeddingBagConfig:
         format: str = "fp32",
         init: Callable[[Tensor], object] | None = None,
     ) -> None:
-        if num_embeddings < 1 or embedding_dim < 1:
-            raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
-        if not name or "." in name:
-            raise ValueError(f"table name {name!r} must be non-empty and without dots")
-        if not feature_names or isinstance(feature_names, str):
-            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
+        super().__init__(
+            num_embeddings, embedding_dim, name=name, feature_names=feature_names, format=format, init=init
+        )
         if pooling not in ("sum", "mean"):
             raise ValueError(f"table {name!r}: pooling must be 'sum' or 'mean', got {pooling!r}")
-        if format not in BAG_FORMATS:
-            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {format!r}")
-        for field, value in (
-            ("num_embeddings", num_embeddings),
-            ("embedding_dim", embedding_dim),
-            ("name", name),
-            ("feature_names", list(feature_names)),
-            ("pooling", pooling),
-            ("format", format),
-            ("init", init),
-        ):
-            object.__setattr__(self, field, value)
+        object.__setattr__(self, "pooling", pooling)
 
 
 class Table(nn.Module):
@@ -117,7 +142,7 @@ class Storage:
         tables: the tables, in this order; each starts at a cache line.
     """
 
-    def __init__(self, tables: list[EmbeddingBagConfig]) -> None:
+    def __init__(self, tables: list[EmbeddingConfig]) -> None:
         self.formats = sorted({t.format for t in tables if t.format != "fp32"})
         self.is_bytes = bool(self.formats)
         if any(t.format == "fp32" for t in tables):
@@ -126,7 +151,7 @@ class Storage:
         self._tables = tables
         self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
 
-    def _size(self, table: EmbeddingBagConfig) -> int:
+    def _size(self, table: EmbeddingConfig) -> int:
         row = row_bytes(table.format, table.embedding_dim) if self.is_bytes else table.embedding_dim
         return table.num_embeddings * row
 
@@ -137,7 +162,7 @@ class Storage:
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
 
 
-def initialize(weight: Tensor, table: EmbeddingBagConfig) -> None:
+def initialize(weight: Tensor, table: EmbeddingConfig) -> None:
     """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says."""
     bound = table.num_embeddings**-0.5
     if table.format == "fp32":
@@ -164,7 +189,7 @@ def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
     return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)
 
 
-def shown_format(table: EmbeddingBagConfig) -> list[str]:
+def shown_format(table: EmbeddingConfig) -> list[str]:
     """The format's name, unless it is the usual one."""
     return [] if table.format == "fp32" else [table.format]
 
@@ -174,7 +199,7 @@ def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
-def fit_formats(state: dict, prefix: str, tables: list[EmbeddingBagConfig], *, convert: bool) -> None:
+def fit_formats(state: dict, prefix: str, tables: list[EmbeddingConfig], *, convert: bool) -> None:
     """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
 
     Args:

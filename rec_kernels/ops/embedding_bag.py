@@ -41,17 +41,31 @@ _LAYOUT = (
     "formats",
     "format_of",
     "embedding_dim",
+    "bag_starts",
+    "frozen",
     "pooling",
     "padding_idx",
     "bounds_check",
 )
 
 # Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
-_UPDATE = ("optimizer", "eps", "beta1", "beta2", "moment_offsets", "rounding", "seed", "table_ids")
+_UPDATE = (
+    "optimizer",
+    "eps",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "weight_decay_mode",
+    "clip_grad_value",
+    "clip_grad_norm",
+    "moment_offsets",
+    "rounding",
+    "seed",
+    "table_ids",
+)
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
 _NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
-_DTYPE_UNSUPPORTED = "output_dtype must be None or torch.float32"
 # Tensors that are rows of a format by themselves.
 _NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
 
@@ -87,12 +101,12 @@ def embedding_bag(
         format: row format of a uint8 ``weight``, which ``rk.quantize_rows`` makes: "fp16", "bf16", "int8", "int4",
             "mx9", "mx6", "mx4" or "fp32".
         embedding_dim: D of a uint8 ``weight``.
-        max_norm, norm_type, scale_grad_by_freq, output_dtype: only the defaults (``output_dtype`` torch.float32
-            included); anything else raises NotImplementedError.
+        output_dtype: torch.float32 (None), torch.float16 or torch.bfloat16: sums are float32, rounded once.
+        max_norm, norm_type, scale_grad_by_freq: only the defaults; anything else raises NotImplementedError.
 
     Returns:
-        [B, D] float32. An empty bag gives zeros. Summed in ascending position: the same bits for every instruction
-        set, thread count and run (docs/numerics.md).
+        [B, D] of ``output_dtype``. An empty bag gives zeros. Summed in ascending position: the same bits for every
+        instruction set, thread count and run (docs/numerics.md).
 
     Raises:
         IndexError: an id outside [0, E), with its position, bag and the allowed range.
@@ -101,7 +115,7 @@ def embedding_bag(
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag`` also returns ``status``, which tells.
     """
-    _check_supported(mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0, output_dtype)
+    _check_supported(mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
@@ -115,6 +129,8 @@ def embedding_bag(
         options["padding_idx"] = _padding_row(padding_idx, len(weight))
     if per_sample_weights is not None:
         options["per_sample_weights"] = per_sample_weights
+    if output_dtype is not None:
+        options["output_dtype"] = output_dtype
     return _lookup(weight, input, offsets, sparse, options)
 
 
@@ -126,13 +142,11 @@ def _lookup(weight: Tensor, input: Tensor, offsets: Tensor, sparse: bool, option
         return _embedding_bag(weight, input, offsets, **options)[0]
 
 
-def _check_supported(mode: str, norms: bool, output_dtype: torch.dtype | None) -> None:
+def _check_supported(mode: str, norms: bool) -> None:
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     if norms:
         raise NotImplementedError(_NORMS_UNSUPPORTED)
-    if output_dtype not in (None, torch.float32):
-        raise NotImplementedError(_DTYPE_UNSUPPORTED)
 
 
 def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
@@ -202,9 +216,11 @@ def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     check_one_device(a.values())
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
-    batch = bags if dims is None else bags // max(dims.shape[0], 1)
+    one_row_each = dims is None or a.get("bag_starts") is not None
+    batch = bags if one_row_each else bags // max(dims.shape[0], 1)
     columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
-    return weights.new_empty((batch, columns), dtype=torch.float32), weights.new_empty((2,), dtype=torch.int64)
+    dtype = a.get("output_dtype") or torch.float32
+    return weights.new_empty((batch, columns), dtype=dtype), weights.new_empty((2,), dtype=torch.int64)
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag")
@@ -290,6 +306,7 @@ def _setup(ctx, inputs, output) -> None:
 
 def _backward(ctx, grad: Tensor, _):
     *bags, weights = ctx.saved_tensors[:4]
+    grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.sparse:
@@ -315,6 +332,7 @@ def _setup_tables(ctx, inputs, output) -> None:
 
 def _backward_tables(ctx, grad: Tensor, _):
     *bags, weights = ctx.saved_tensors[:4]
+    grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
     shapes = ctx.table_shapes
     if ctx.sparse:
@@ -353,6 +371,7 @@ def _setup_fused(ctx, inputs, output) -> None:
 
 def _backward_fused(ctx, grad: Tensor, _):
     values, offsets, factors, _ = ctx.saved_tensors
+    grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], values, offsets, factors)
     _ops.embedding_bag_backward_fused_(

@@ -114,11 +114,29 @@ def rowwise_adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor]
         weight[row] = numerics.fused_multiply_add(factor, g, weight[row])
 
 
-def adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: float, eps: float) -> None:
-    """Updates one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w)."""
+def _decayed(direction: Tensor, weight: Tensor, weight_decay: float) -> Tensor:
+    """A direction with decoupled weight decay."""
+    if not weight_decay:
+        return direction
+    return numerics.fused_multiply_add(torch.tensor(weight_decay), weight, direction)
+
+
+def adagrad_(
+    weight: Tensor,
+    state: Tensor,
+    gradients: dict[int, Tensor],
+    lr: float,
+    eps: float,
+    weight_decay: float = 0.0,
+) -> None:
+    """Updates one table and its state [E, D]: v = fmaf(g, g, v); w = fmaf(-lr, g / (sqrt(v) + eps), w).
+
+    ``weight_decay`` is the decoupled one.
+    """
     for row, g in gradients.items():
         state[row] = numerics.fused_multiply_add(g, g, state[row])
         direction = g / (numerics.square_root(state[row]) + torch.tensor(eps))
+        direction = _decayed(direction, weight[row], weight_decay)
         weight[row] = numerics.fused_multiply_add(torch.tensor(-lr), direction, weight[row])
 
 
@@ -126,13 +144,15 @@ def adagrad_(weight: Tensor, state: Tensor, gradients: dict[int, Tensor], lr: fl
 class Adam:
     """One step of the Adam family on the rows of one table.
 
-    ``powers`` are beta1^t and beta2^t of this step. ``exp_avg`` is [E, D]; ``exp_avg_sq`` [E, D], or [E] (row-wise).
+    ``powers`` are beta1^t and beta2^t of this step, ``weight_decay`` is the decoupled one. ``exp_avg`` is [E, D];
+    ``exp_avg_sq`` [E, D], or [E] (row-wise).
     """
 
     lr: float
     eps: float
     betas: tuple[float, float]
     powers: tuple[Tensor, Tensor]
+    weight_decay: float = 0.0
 
     def _first(self, exp_avg: Tensor, row: int, g: Tensor) -> Tensor:
         beta = torch.tensor(self.betas[0])
@@ -155,13 +175,13 @@ class Adam:
     def update_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
         """Adam, and row-wise Adam: w = fmaf(-lr, direction, w)."""
         for row, g in gradients.items():
-            direction = self.direction(exp_avg, exp_avg_sq, row, g)
+            direction = _decayed(self.direction(exp_avg, exp_avg_sq, row, g), weight[row], self.weight_decay)
             weight[row] = numerics.fused_multiply_add(torch.tensor(-self.lr), direction, weight[row])
 
     def lamb_(self, weight: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, gradients: dict[int, Tensor]) -> None:
         """LAMB: the factor of a row is -(lr * |w| / |direction|), or -lr where one of the norms is 0."""
         for row, g in gradients.items():
-            direction = self.direction(exp_avg, exp_avg_sq, row, g)
+            direction = _decayed(self.direction(exp_avg, exp_avg_sq, row, g), weight[row], self.weight_decay)
             norms = [numerics.square_root(numerics.row_dot(x[None], x[None])[0]) for x in (weight[row], direction)]
             trust = torch.tensor(1.0) if any(norm == 0 for norm in norms) else norms[0] / norms[1]
             weight[row] = numerics.fused_multiply_add(-(torch.tensor(self.lr) * trust), direction, weight[row])

@@ -12,6 +12,7 @@ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
+- Row formats, ``bag_starts``, ``frozen``, clipping and weight decay are refused: they need the compiled library.
 - One program sums all occurrences of a row: very hot rows are slow.
 - Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
 
@@ -59,11 +60,7 @@ def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
         bound = signature.bind(*positions, **names)
         bound.apply_defaults()
         a = SimpleNamespace(**bound.arguments)
-        if a.formats is not None or a.format_of is not None or a.embedding_dim != 0:
-            raise ValueError(
-                "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
-                "rows of bytes need the compiled CUDA library (rk.build_info() says why it is not in use)"
-            )
+        inputs.check_offered(a)
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.accelerator.device_index(a.values.device.index):
             return function(a)
@@ -86,12 +83,12 @@ def _pool(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
             **bags.blocks,
             **_EXACT,
         )
-    return output, bags.status
+    return output.to(a.output_dtype or torch.float32), bags.status
 
 
 @_like_op
 def embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """Pools bags of one table or many: (output [B, output_dim] float32, status [2] int64)."""
+    """Pools bags of one table or many: (output [B, output_dim], status [2] int64)."""
     return _pool(a)
 
 

@@ -19,6 +19,9 @@ _MOST = 2**31 - 1  # programs in a launch
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb")
 _HERE = OPTIMIZERS[:2]
 _ADAMS = OPTIMIZERS[3:]
+_COMPILED = "the compiled CUDA library (rk.build_info() says why it is not in use)"
+# What lies between a gradient and the optimizer, and what is none of it.
+_STEP = {"weight_decay": 0.0, "clip_grad_value": None, "clip_grad_norm": None}
 # Which optimizers have a kind of state.
 _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
 
@@ -27,6 +30,22 @@ def check(ok: bool, message: str) -> None:
     """Raises ValueError(message) unless ok."""
     if not ok:
         raise ValueError(message)
+
+
+def check_offered(a: SimpleNamespace) -> None:
+    """Raises ValueError for arguments that the Triton kernels have nothing for."""
+    if a.formats is not None or a.format_of is not None or a.embedding_dim != 0:
+        raise ValueError(
+            "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
+            f"rows of bytes need {_COMPILED}"
+        )
+    for name, default in (("bag_starts", None), ("frozen", None), *_STEP.items()):
+        given = getattr(a, name, default)
+        if given is not default and given != default:
+            raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")
+    dtype = getattr(a, "output_dtype", None)
+    floats = " or ".join(map(str, FLOATS))
+    check(dtype in (None, *FLOATS), f"output_dtype must be {floats}, got {dtype}")
 
 
 def _name(dtype: torch.dtype) -> str:

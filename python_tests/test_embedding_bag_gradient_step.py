@@ -1,0 +1,162 @@
+"""Clipping and weight decay between a row's gradient and the optimizer, and frozen features: the reference's bits."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from backends import every_backend
+from embedding_bag_cases import OPTIMIZERS, cases, make_case
+from embedding_bag_format_cases import ROUNDINGS, EncodedCase, every_format_once
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import rec_kernels as rk
+from rec_kernels.reference.gradient_step import GradientStep
+from rec_kernels.testing import same_bits
+
+STEPS = [
+    GradientStep(weight_decay=0.02),
+    GradientStep(weight_decay=0.3, weight_decay_mode="decoupled"),
+    GradientStep(clip_grad_value=0.7),
+    GradientStep(clip_grad_norm=1.3),
+    GradientStep(0.05, "l2", 2.5, 3.0),
+    GradientStep(0.05, "decoupled", 40.0, 0.01),
+]
+
+
+def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str = "stochastic", **options) -> None:
+    """Bytes and state on every backend."""
+    elementwise = optimizer in ELEMENTWISE
+    case = MomentCase(encoded, optimizer) if elementwise else encoded
+    how = (rounding,) if elementwise else (optimizer, rounding)
+    flat, state = case.expected_update(*how, step=step) if not elementwise else case.expected(rounding, step=step)
+    for backend in every_backend():
+        found, found_state, _ = case.update(*how, backend.ops, **asdict(step), **options)
+        where = (backend.name, encoded.formats, optimizer, rounding, step)
+        assert encoded.same_tables(found, flat), where
+        same = (
+            [same_bits(found_state[k], t) for k, t in state.items()] if elementwise else [same_bits(found_state, state)]
+        )
+        assert all(same), where
+
+
+@st.composite
+def encoded_cases(draw) -> EncodedCase:
+    """Up to four features over up to three tables of any formats."""
+    case = draw(cases())
+    return EncodedCase(case, [draw(st.sampled_from(rk.BAG_FORMATS)) for _ in case.tables])
+
+
+@settings(max_examples=40)
+@given(
+    encoded_cases(), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(STEPS), st.sampled_from(ROUNDINGS)
+)
+def test_any_case(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: str) -> None:
+    """Every optimizer, format and kind of step."""
+    check(encoded, optimizer, step, rounding)
+
+
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, *ELEMENTWISE])
+@pytest.mark.parametrize("dim", [1, 16, 33, 130, 300, 1030])
+def test_widths(dim: int, optimizer: str) -> None:
+    """Rows that a warp's registers hold, and wider ones, whose gradients are summed more than once."""
+    formats = ["fp32", "int8", "bf16", "mx6"] if dim < 513 else ["fp32", "int4"]
+    case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
+    for step in STEPS:
+        check(EncodedCase(case, formats), optimizer, step)
+        case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
+
+
+def test_hot_rows() -> None:
+    """Rows whose gradients are sums of chunks."""
+    case = make_case([(1, 20), (2, 5)], [0, 1], [4200, 3], weighted=True, seed=7)
+    for optimizer in ("rowwise_adagrad", "adam"):
+        check(EncodedCase(case, ["fp32", "fp32"]), optimizer, STEPS[4])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_not_finite(value: float) -> None:
+    """A NaN passes every clip; an Inf is clipped by value, and makes a NaN of its row where its norm is clipped."""
+    case = make_case([(3, 20)], [0], [1, 1], seed=2)
+    case.values.copy_(torch.tensor([0, 2]))
+    case.grad[0, 7] = value
+    for step in STEPS:
+        check(EncodedCase(case, ["fp32"]), "sgd", step, "nearest")
+    encoded = EncodedCase(case, ["fp32"])
+    by_value, _ = encoded.expected_update("sgd", "nearest", step=STEPS[2])
+    row = by_value[encoded.starts[0] :][:80].view(torch.float32)
+    assert row[7].isnan() == (value != value)
+
+
+def test_a_limit_changes_nothing_below_it() -> None:
+    """Gradients within the limits: the bits of no step at all."""
+    case = make_case([(5, 18), (3, 130)], [0, 1, 0], [2, 0, 3, 1, 4, 2], seed=3)
+    wide = {"clip_grad_value": 1e30, "clip_grad_norm": 1e30, "weight_decay": 0.0}
+    for optimizer in OPTIMIZERS:
+        plain = case.update(optimizer)
+        for backend in every_backend():
+            assert all(map(same_bits, case.update(optimizer, backend.ops, **wide), plain)), backend.name
+
+
+@pytest.mark.parametrize(
+    ("bad", "text"),
+    [
+        ({"weight_decay": -0.1}, "weight_decay = -0.1"),
+        ({"weight_decay": float("nan")}, "weight_decay = nan"),
+        ({"weight_decay_mode": "L2"}, 'weight_decay_mode must be "l2" or "decoupled", got "L2"'),
+        ({"clip_grad_value": 0.0}, "clip_grad_value = 0 must be above 0"),
+        ({"clip_grad_norm": -1.0}, "clip_grad_norm = -1 must be above 0"),
+    ],
+)
+def test_bad_numbers(bad: dict, text: str) -> None:
+    """Refused before anything changes."""
+    encoded = every_format_once(make_case([(5, 18)], [0], [2, 1], seed=3))
+    for backend in every_backend():
+        with pytest.raises((ValueError, RuntimeError), match=text.replace("(", r"\(")):
+            encoded.update("sgd", "nearest", backend.ops, **bad)
+
+
+@settings(max_examples=30)
+@given(encoded_cases(), st.sampled_from(["sgd", "adam"]), st.integers(0, 15))
+def test_frozen_features(encoded: EncodedCase, optimizer: str, mask: int) -> None:
+    """The bits of the same call with the frozen features' bags empty."""
+    case = encoded.case
+    frozen = torch.tensor([bool(mask >> f & 1) for f in range(len(case.features))])
+    keep = ~frozen.repeat_interleave(case.batch)
+    lengths = case.offsets.diff()
+    kept = keep.repeat_interleave(lengths)
+    bags = slice(int(case.offsets[0]), int(case.offsets[-1]))
+    factors = case.per_sample_weights
+    fewer = (
+        case.values[bags][kept],
+        torch.nn.functional.pad((lengths * keep).cumsum(0), (1, 0)).to(case.offsets.dtype),
+        None if factors is None else factors[bags][kept],
+    )
+    subject = MomentCase(encoded, optimizer) if optimizer == "adam" else encoded
+    how = ("nearest",) if optimizer == "adam" else (optimizer, "nearest")
+    for backend in every_backend():
+        found = subject.update(*how, backend.ops, frozen=frozen)
+        whole = case.values, case.offsets, case.per_sample_weights
+        case.values, case.offsets, case.per_sample_weights = fewer
+        expected = subject.update(*how, backend.ops)
+        case.values, case.offsets, case.per_sample_weights = whole
+        assert encoded.same_tables(found[0], expected[0]), backend.name
+
+
+def test_frozen_features_have_no_gradient() -> None:
+    """Dense and sparse gradients: rows that only frozen features name have none."""
+    case = make_case([(5, 18), (3, 7)], [0, 1, 0], [2, 0, 3, 1, 4, 2], seed=3)
+    frozen, shape = torch.tensor([True, False, True]), list(case.weights.shape)
+    for backend in every_backend():
+        dense = backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout, frozen=frozen)
+        whole = backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+        mine, all_of_it = case.split(dense), case.split(whole)
+        assert not mine[0].any()
+        assert same_bits(mine[1], all_of_it[1])
+        rows, _, counts = backend.ops.embedding_bag_backward_sparse(
+            case.grad, shape, *case.jagged, **case.layout, frozen=frozen
+        )
+        assert counts.tolist() == [0, len(rows), 0]

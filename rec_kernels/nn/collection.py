@@ -1,0 +1,434 @@
+"""What collections of tables have in common: storage, state, the fused optimizer, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rec_kernels.nn import bounds
+from rec_kernels.nn.accumulate import Lookup, Pending, join
+from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.state import KINDS, StatePlaces
+from rec_kernels.nn.tables import (
+    EmbeddingConfig,
+    Storage,
+    Tables,
+    fit_formats,
+    format_tensor,
+    initialize,
+)
+from rec_kernels.ops.row_formats import row_bytes
+
+_ops = torch.ops.rec_kernels
+_OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class TableCollection(nn.Module):
+    """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
+
+    The arguments are ``rk.EmbeddingBagCollection``'s.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        *,
+        device: torch.device | str | None = None,
+        optimizer: Optimizer | None = None,
+        output_dtype: torch.dtype = torch.float32,
+        bounds_check: str = "error",
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        names = [t.name for t in tables]
+        if len(set(names)) != len(names):
+            raise ValueError(f"table names must differ, got {names}")
+        if bounds_check not in ("error", "ignore", "none"):
+            raise ValueError(f"bounds_check must be 'error', 'ignore' or 'none', got {bounds_check!r}")
+        if not isinstance(optimizer, (Optimizer, type(None))):
+            raise ValueError(
+                "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
+                f"got {optimizer!r}"
+            )
+        if rounding not in ("stochastic", "nearest"):
+            raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
+        if output_dtype not in _OUTPUT_DTYPES:
+            raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
+        self.tables, self.optimizer, self.bounds_check = list(tables), optimizer, bounds_check
+        self.rounding, self.seed, self.output_dtype = rounding, int(seed), output_dtype
+        self.embedding_bags = Tables(names)
+        self._storage = Storage(self.tables)
+        self._places = StatePlaces(self.tables, {} if optimizer is None else optimizer.state)
+        self._frozen_features: set[str] = set()
+        self._passes_frozen = False
+        self._name_outputs()
+        self._make_layout(device)
+        self._make_weights(device)
+        self._pending: Pending | None = None
+        self._convert = False
+        rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
+        self._reports = bounds.Reports(rows, bounds_check == "error")
+        self.register_load_state_dict_post_hook(_retie_after_load)
+
+    def _name_outputs(self) -> None:
+        self.feature_names = [f for t in self.tables for f in t.feature_names]
+        shared = {f for f in self.feature_names if self.feature_names.count(f) > 1}
+        self._output_keys = [f"{f}@{t.name}" if f in shared else f for t in self.tables for f in t.feature_names]
+        self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
+
+    def _make_layout(self, device: torch.device | str | None) -> None:
+        features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
+        columns = [sum(self._output_dims[:f]) for f in range(len(features))]
+        layout = {
+            "weight_offsets": [self._storage.starts[i] for i in features],
+            "row_offsets": [self._places.rows[i] for i in features],
+            "num_embeddings": [self.tables[i].num_embeddings for i in features],
+            "embedding_dims": self._output_dims,
+            "output_offsets": columns,
+            "table_ids": features,
+            "zeros": [0] * len(features),
+            "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
+        }
+        if self._places.is_elementwise:
+            layout["moment_offsets"] = [self._places.starts[i] for i in features]
+        for name, numbers in layout.items():
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+            self.register_buffer(f"_{name}", tensor, persistent=False)
+        means = [getattr(self.tables[i], "pooling", "sum") == "mean" for i in features]
+        frozen = [f in self._frozen_features for f in self.feature_names]
+        for name, flags in (("_mean", means), ("_frozen", frozen)):
+            self.register_buffer(name, torch.tensor(flags, dtype=torch.bool, device=device), persistent=False)
+        self.register_buffer("_seed", torch.tensor(self.seed, device=device), persistent=False)
+        nothing = torch.tensor(bounds.NOTHING_BAD, device=device)
+        self.register_buffer("_bad_position", nothing, persistent=False)
+        self._any_mean = any(means)
+        self._num_rows = self._places.rows[-1]
+
+    def _make_weights(self, device: torch.device | str | None) -> None:
+        storage = self._storage
+        self.register_buffer("_weights", _zeros(storage.starts[-1], storage.dtype, device), persistent=False)
+        trains = self.optimizer is None and not storage.is_bytes
+        for i, table in enumerate(self.tables):
+            weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
+            self.embedding_bags[table.name].weight = weight
+            self.embedding_bags[table.name].in_bytes = storage.is_bytes
+        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+        if self.optimizer is not None:
+            self.register_buffer(
+                "lr", torch.tensor(self.optimizer.lr, dtype=torch.float32, device=device), persistent=False
+            )
+            self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
+        for kind in KINDS:
+            flat = _zeros(self._places.size(kind), torch.float32, device) if kind in self._places.kinds else None
+            self.register_buffer(f"_{kind}", flat, persistent=False)
+        if "exp_avg" in self._places.kinds:
+            self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
+        self._tie_tables()
+        with torch.no_grad():
+            for table in self.tables:
+                initialize(self.embedding_bags[table.name].weight, table)
+        self._fused_optimizer = None
+        if self.optimizer is not None:
+            tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
+            self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
+
+    def _tie_tables(self) -> None:
+        """Makes every table's parameters views of the flat tensors, and names formats beside them."""
+        for i, table in enumerate(self.tables):
+            holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
+            grad = holder.weight.grad
+            if torch._has_compatible_shallow_copy_type(holder.weight, view):
+                holder.weight.data = view
+            else:
+                holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
+            if grad is not None and grad.device != view.device:
+                holder.weight.grad = grad.to(view.device)
+            if view.dtype == torch.uint8:
+                holder.register_buffer("format", format_tensor(table.format, view.device))
+            for kind in self._places.kinds:
+                holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+        # Moved, never cast: the flat tensors first, then the tables as views of them.
+        was_meta = self._weights.is_meta
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        device = self._weights.device
+        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+        if was_meta and not self._weights.is_meta:
+            # to_empty(): what no state_dict brings has to be made anew.
+            self._make_layout(device)
+        self._tie_tables()
+        if self._fused_optimizer is not None:
+            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
+        return self
+
+    def __setstate__(self, state: dict) -> None:
+        # Copying and unpickling give every parameter storage of its own.
+        super().__setstate__(state)
+        self._pending = None
+        self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
+        self._tie_tables()
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
+        # It is torch's own copy of what the caller gave.
+        fit_formats(state_dict, prefix, self.tables, convert=self._convert)
+        for name, own in super().state_dict().items():
+            given = state_dict.get(prefix + name, own)
+            if getattr(given, "shape", None) != own.shape:
+                found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
+                raise RuntimeError(
+                    f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
+                    "none of its tables was changed"
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
+        """As ``torch.nn.Module``'s.
+
+        Args:
+            convert: whether tables that the state has in another row format are converted, rounded to the nearest.
+                Otherwise they are refused. (``convert_formats()`` does so for a model that holds the collection.)
+
+        Raises:
+            RuntimeError: a wrong shape, or another format; no table was changed.
+        """
+        with self.convert_formats() if convert else contextlib.nullcontext():
+            return super().load_state_dict(state_dict, strict, assign)
+
+    @contextlib.contextmanager
+    def convert_formats(self) -> Iterator[None]:
+        """Within the block, a state whose tables are in other row formats is converted when it is loaded."""
+        self._convert = True
+        try:
+            yield
+        finally:
+            self._convert = False
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers.
+
+        Raises:
+            ValueError: the collection has none (``optimizer=None``).
+        """
+        if self._fused_optimizer is None:
+            raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
+        return self._fused_optimizer
+
+    def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
+        """The ops' output for bags of all features, in the collection's order; an update is prepared with it.
+
+        Args:
+            given: the bags. bag_starts: [F + 1] int64 where every bag has an output row of its own.
+        """
+        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts)
+        if self.output_dtype != torch.float32:
+            layout["output_dtype"] = self.output_dtype
+        if self.optimizer is None and not self._storage.is_bytes:
+            tables = [self.embedding_bags[t.name].weight for t in self.tables]
+            output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
+        elif self.optimizer is None or not torch.is_grad_enabled():
+            output, status = _ops.embedding_bag(self._weights, *bags, **layout)
+        else:
+            _refuse_data_parallel()
+            if self._pending is None:
+                state, options = (*self._state(), self._token), self._options()
+                output, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
+            else:
+                output, status = _ops.embedding_bag(self._weights, *bags, **layout)
+                output = self._pending.record(output, *bags, status, bag_starts)
+        if bounds.reports_late(status):
+            self._note(status, given, bag_starts)
+        return output
+
+    def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
+        if bounds.cannot_copy(status):
+            self._bad_position.copy_(torch.minimum(self._bad_position, status[0]))
+        else:
+            self._reports.add(status, given.values, given.offsets, bag_starts)
+
+    def freeze(self, *features: str) -> None:
+        """From now on, ids of these features give their tables no gradient; outputs stay as they are.
+
+        A table that other features share still learns from those. Captured CUDA graphs and compiled models follow if
+        ``freeze`` was called once, with any names or none, before. Not part of ``state_dict()``.
+
+        Raises:
+            KeyError: the collection has no such feature.
+        """
+        self._set_frozen(self._frozen_features | self._known(features))
+
+    def unfreeze(self, *features: str) -> None:
+        """The reverse of ``freeze``."""
+        self._set_frozen(self._frozen_features - self._known(features))
+
+    def _known(self, features: tuple[str, ...]) -> set[str]:
+        unknown = [f for f in features if f not in self.feature_names]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the collection's, {self.feature_names}")
+        return set(features)
+
+    def _set_frozen(self, features: set[str]) -> None:
+        self._frozen_features, self._passes_frozen = features, True
+        self._frozen.copy_(torch.tensor([f in features for f in self.feature_names], dtype=torch.bool))
+
+    def check(self) -> None:
+        """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
+
+        There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
+        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Of
+        lookups inside ``torch.compile`` and of replayed CUDA graphs only these two know, and not which one it was. On
+        the CPU there is nothing to do.
+
+        Raises:
+            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
+            on.
+        """
+        self._reports.check(self._bad_position)
+
+    def state_dict(self, *args: object, **options: object) -> dict[str, Tensor]:
+        """As ``torch.nn.Module``'s, after ``check()``."""
+        self.check()
+        return super().state_dict(*args, **options)
+
+    def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
+        one_row_each = bag_starts is not None
+        return {
+            "weight_offsets": self._weight_offsets,
+            "row_offsets": self._row_offsets,
+            "num_embeddings": self._num_embeddings,
+            "embedding_dims": self._embedding_dims,
+            "output_offsets": self._zeros if one_row_each else self._output_offsets,
+            # Without it the backward needs no coefficients.
+            "mean": self._mean if self._any_mean else None,
+            "output_dim": max(self._output_dims, default=0) if one_row_each else sum(self._output_dims),
+            "num_rows": self._num_rows,
+            "max_embedding_dim": max(self._output_dims, default=0),
+            "bag_starts": bag_starts,
+            "frozen": self._frozen if self._passes_frozen else None,
+            "bounds_check": self.bounds_check,
+        } | self._formats()
+
+    def _formats(self) -> dict[str, object]:
+        """What lookups have to know of rows that are not all float32."""
+        if not self._storage.is_bytes:
+            return {}
+        several = len(self._storage.formats) > 1
+        return {"formats": self._storage.formats, "format_of": self._format_of if several else None}
+
+    def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        return self._weights, self._sum, self.step, self.lr
+
+    def _options(self) -> dict[str, object]:
+        options = self.optimizer.options()
+        if self._places.is_elementwise:
+            options["moment_offsets"] = self._moment_offsets
+        if "exp_avg" in self._places.kinds:
+            options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
+        if not self._storage.is_bytes:
+            return options
+        return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Several micro-batches, one update: as if their rows had been one batch.
+
+        Within the block, lookups read the tables as they are, and backwards leave them alone. At its end, the fused
+        optimizer runs once with all gradients, and ``step`` counts one; without a backward nothing happens. Losses are
+        added up: divide them where the mean is meant. The update has the bits of one batch that holds, per feature,
+        micro-batch after micro-batch in the order of their backwards, if the pooled outputs' gradients are the same.
+        Until then, copies of every micro-batch's ids and of the gradient of its pooled output are kept.
+
+        An exception in the block drops what was collected: tables, state and ``step`` are as before the block.
+        Gradients of per-sample weights arrive in each backward. ``torch.compile`` breaks the graph at a lookup inside
+        a block.
+
+        Raises:
+            ValueError: the collection has no fused optimizer. RuntimeError: the block is inside another one of the same
+            collection. RuntimeError, from a backward: it is inside and its lookup was not, or the other way round.
+        """
+        if self.optimizer is None:
+            raise ValueError(
+                "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
+                "gradients add up by themselves until optimizer.zero_grad()"
+            )
+        if self._pending is not None:
+            raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
+        self._pending = pending = Pending(self._token)
+        try:
+            yield
+            if pending.lookups:
+                self._apply_update(join(pending.lookups, len(self.feature_names)))
+        finally:
+            pending.close()
+            self._pending = None
+
+    def _apply_update(self, lookup: Lookup) -> None:
+        with torch.no_grad():
+            _ops.embedding_bag_backward_fused_(
+                *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **self._options(), status=lookup.status
+            )
+
+    def memory_report(self) -> list[dict[str, object]]:
+        """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
+        return [
+            {
+                "name": t.name,
+                "num_embeddings": t.num_embeddings,
+                "embedding_dim": t.embedding_dim,
+                "format": t.format,
+                "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
+                "state_bytes": self._places.bytes(i),
+            }
+            for i, t in enumerate(self.tables)
+        ]
+
+
+def _refuse_data_parallel() -> None:
+    # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
+    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise RuntimeError(
+            "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
+            "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
+            "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
+        )
+
+
+@torch.library.register_fake("rec_kernels::_advise_huge_pages")
+def _(flat: Tensor) -> bool:
+    return False  # a fake tensor has no memory
+
+
+def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
+    flat = torch.empty(size, dtype=dtype, device=device)
+    if flat.device.type == "cpu":
+        _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
+    return flat.zero_()
+
+
+def _retie_after_load(collection: TableCollection, _) -> None:
+    # load_state_dict(assign=True) swaps parameters in that own their storage.
+    places = collection._places
+    with torch.no_grad():
+        for i, table in enumerate(collection.tables):
+            holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
+            if holder.weight.data_ptr() != flat.data_ptr():
+                flat.copy_(holder.weight)
+            for kind in places.kinds:
+                own = places.view(kind, collection._buffers[f"_{kind}"], i)
+                if holder._buffers[kind].data_ptr() != own.data_ptr():
+                    own.copy_(holder._buffers[kind])
+    collection._tie_tables()

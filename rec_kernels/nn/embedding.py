@@ -1,0 +1,104 @@
+"""EmbeddingCollection: lookups of many tables that are not pooled, in one kernel call."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, select_keys
+from rec_kernels.nn.tables import EmbeddingConfig, shown_format
+
+
+class EmbeddingCollection(TableCollection):
+    """A row for each id, in one kernel call for all tables: sequence embeddings.
+
+    Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
+    ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
+
+    Args:
+        tables: ``rk.EmbeddingConfig``. Their dimensions may differ.
+
+    The others are ``rk.EmbeddingBagCollection``'s.
+    """
+
+    tables: list[EmbeddingConfig]
+
+    def forward(self, features) -> dict[str, JaggedTensor]:
+        """Looks up a batch.
+
+        Args:
+            features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order.
+                Rows are multiplied by its weights, if it has any.
+
+        Returns:
+            feature -> ``rk.JaggedTensor`` of its rows: values [N_f, D_f] of ``output_dtype`` in the order of the ids,
+            offsets [B + 1]. A feature of two tables appears as ``feature@table``. On a GPU, where the rows of a feature
+            begin is read from ``features.offset_per_key()``, which waits for the device unless it is known already.
+
+        Raises:
+            As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature.
+        """
+        given = select_keys(features, self.feature_names)
+        rows = self._rows(given)
+        strides = given.strides or [(given.offsets.shape[0] - 1) // max(len(self.feature_names), 1)] * len(
+            self.feature_names
+        )
+        bags = list(itertools.accumulate(strides, initial=0))
+        bounds = _bounds(features, self.feature_names, given, bags)
+        output = {}
+        for f, (key, dim) in enumerate(zip(self._output_keys, self._output_dims, strict=True)):
+            offsets = given.offsets[bags[f] : bags[f + 1] + 1]
+            output[key] = JaggedTensor(rows[bounds[f] : bounds[f + 1], :dim], offsets - offsets[:1])
+        return output
+
+    def rows(self, features) -> Tensor:
+        """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.
+
+        It asks the device for nothing: for ``torch.compile`` and CUDA graphs. Ids are in the order of the collection's
+        features.
+        """
+        return self._rows(select_keys(features, self.feature_names))
+
+    def _rows(self, given: SelectedKeys) -> Tensor:
+        """Every id as a bag of its own."""
+        count, offsets = given.values.shape[0], given.offsets
+        _check_offsets(offsets, count)
+        each = torch.arange(count + 1, device=offsets.device)
+        if given.strides is None:
+            batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
+            starts = offsets[::batch].long() if batch else offsets.long().expand(len(self.feature_names) + 1)
+        else:
+            starts = offsets[list(itertools.accumulate(given.strides, initial=0))].long()
+        return self._lookup(given._replace(offsets=each), starts.contiguous())
+
+    def extra_repr(self) -> str:
+        """Tables and optimizer, for printing."""
+        tables = ", ".join(
+            " ".join([f"{t.name}: {t.num_embeddings} x {t.embedding_dim}", *shown_format(t)]) for t in self.tables
+        )
+        return f"{tables}; optimizer={self.optimizer}"
+
+
+def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> list[int]:
+    """[F + 1]: where each feature's ids start."""
+    if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
+        return list(features.offset_per_key())
+    return given.offsets[bags].tolist()
+
+
+def _check_offsets(offsets: Tensor, count: int) -> None:
+    # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
+    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+        return
+    if offsets[0] != 0 or offsets[-1] != count:
+        raise ValueError(
+            f"offsets must start at 0 and end at {count}, the number of values, got {int(offsets[0])} and "
+            f"{int(offsets[-1])}"
+        )
+    falls = (offsets.diff() < 0).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        raise ValueError(f"offsets[{i}] = {int(offsets[i])} is below the offset before it, {int(offsets[i - 1])}")

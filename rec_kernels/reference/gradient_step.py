@@ -1,0 +1,48 @@
+"""Reference of what lies between a row's summed gradient and the optimizer: clipping and weight decay."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rec_kernels.reference import numerics
+
+
+@dataclass
+class GradientStep:
+    """The step's numbers, as ``embedding_bag_backward_fused_`` takes them; None: no limit."""
+
+    weight_decay: float = 0.0
+    weight_decay_mode: str = "l2"
+    clip_grad_value: float | None = None
+    clip_grad_norm: float | None = None
+
+    def apply(self, weight: Tensor, gradients: dict[int, Tensor]) -> dict[int, Tensor]:
+        """The gradients of one table's rows, clipped and with the decay that goes through them."""
+        return {row: self._of_row(weight[row], g) for row, g in gradients.items()}
+
+    def _of_row(self, weight: Tensor, g: Tensor) -> Tensor:
+        if self.clip_grad_value is not None:
+            g = g.clamp(-self.clip_grad_value, self.clip_grad_value)
+        if self.clip_grad_norm is not None:
+            limit = torch.tensor(self.clip_grad_norm)
+            norm = numerics.square_root(numerics.row_dot(g[None], g[None])[0])
+            g = g * (limit / norm) if norm > limit else g
+        if self.weight_decay and self.weight_decay_mode == "l2":
+            g = numerics.fused_multiply_add(torch.tensor(self.weight_decay), weight, g)
+        return g
+
+    @property
+    def decoupled(self) -> float:
+        """The decay that does not go through the gradient."""
+        return self.weight_decay if self.weight_decay_mode == "decoupled" else 0.0
+
+    def decay_(self, weight: Tensor, rows: list[int], lr: float) -> None:
+        """Shrinks rows by lr * weight_decay, for optimizers that scale the gradient."""
+        if not self.decoupled:
+            return
+        rate = -(torch.tensor(lr) * torch.tensor(self.decoupled))
+        for row in rows:
+            weight[row] = numerics.fused_multiply_add(rate, weight[row], weight[row])
