@@ -113,8 +113,9 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f
   }
 }
 
+// Told nothing, the compiler spills a little to make room for one more block on a multiprocessor.
 template <class Format, int G, int kBlocks, bool kWeighted>
-__global__ void __launch_bounds__(kThreads) pool_kernel(PoolArgs a) {
+__global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 1) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) {  // nothing can be looked up
     const int64_t size = a.bags.output_rows() * a.output_dim;
     const Vec4 nan = {{__builtin_nanf("")}};
