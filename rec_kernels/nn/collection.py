@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
@@ -28,7 +29,7 @@ _ops = torch.ops.rec_kernels
 _OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-class TableCollection(nn.Module):
+class TableCollection(Layout):
     """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
 
     The arguments are ``rk.EmbeddingBagCollection``'s.
@@ -77,40 +78,6 @@ class TableCollection(nn.Module):
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
         self.register_load_state_dict_post_hook(_retie_after_load)
-
-    def _name_outputs(self) -> None:
-        self.feature_names = [f for t in self.tables for f in t.feature_names]
-        shared = {f for f in self.feature_names if self.feature_names.count(f) > 1}
-        self._output_keys = [f"{f}@{t.name}" if f in shared else f for t in self.tables for f in t.feature_names]
-        self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
-
-    def _make_layout(self, device: torch.device | str | None) -> None:
-        features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
-        columns = [sum(self._output_dims[:f]) for f in range(len(features))]
-        layout = {
-            "weight_offsets": [self._storage.starts[i] for i in features],
-            "row_offsets": [self._places.rows[i] for i in features],
-            "num_embeddings": [self.tables[i].num_embeddings for i in features],
-            "embedding_dims": self._output_dims,
-            "output_offsets": columns,
-            "table_ids": features,
-            "zeros": [0] * len(features),
-            "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
-        }
-        if self._places.is_elementwise:
-            layout["moment_offsets"] = [self._places.starts[i] for i in features]
-        for name, numbers in layout.items():
-            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-            self.register_buffer(f"_{name}", tensor, persistent=False)
-        means = [getattr(self.tables[i], "pooling", "sum") == "mean" for i in features]
-        frozen = [f in self._frozen_features for f in self.feature_names]
-        for name, flags in (("_mean", means), ("_frozen", frozen)):
-            self.register_buffer(name, torch.tensor(flags, dtype=torch.bool, device=device), persistent=False)
-        self.register_buffer("_seed", torch.tensor(self.seed, device=device), persistent=False)
-        nothing = torch.tensor(bounds.NOTHING_BAD, device=device)
-        self.register_buffer("_bad_position", nothing, persistent=False)
-        self._any_mean = any(means)
-        self._num_rows = self._places.rows[-1]
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage = self._storage
@@ -233,9 +200,7 @@ class TableCollection(nn.Module):
         Args:
             given: the bags. bag_starts: [F + 1] int64 where every bag has an output row of its own.
         """
-        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts)
-        if self.output_dtype != torch.float32:
-            layout["output_dtype"] = self.output_dtype
+        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts) | self._output()
         if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self.tables]
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
@@ -302,31 +267,6 @@ class TableCollection(nn.Module):
         """As ``torch.nn.Module``'s, after ``check()``."""
         self.check()
         return super().state_dict(*args, **options)
-
-    def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
-        one_row_each = bag_starts is not None
-        return {
-            "weight_offsets": self._weight_offsets,
-            "row_offsets": self._row_offsets,
-            "num_embeddings": self._num_embeddings,
-            "embedding_dims": self._embedding_dims,
-            "output_offsets": self._zeros if one_row_each else self._output_offsets,
-            # Without it the backward needs no coefficients.
-            "mean": self._mean if self._any_mean else None,
-            "output_dim": max(self._output_dims, default=0) if one_row_each else sum(self._output_dims),
-            "num_rows": self._num_rows,
-            "max_embedding_dim": max(self._output_dims, default=0),
-            "bag_starts": bag_starts,
-            "frozen": self._frozen if self._passes_frozen else None,
-            "bounds_check": self.bounds_check,
-        } | self._formats()
-
-    def _formats(self) -> dict[str, object]:
-        """What lookups have to know of rows that are not all float32."""
-        if not self._storage.is_bytes:
-            return {}
-        several = len(self._storage.formats) > 1
-        return {"formats": self._storage.formats, "format_of": self._format_of if several else None}
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         return self._weights, self._sum, self.step, self.lr

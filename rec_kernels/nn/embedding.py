@@ -9,22 +9,12 @@ from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, select_keys
+from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingConfig, shown_format
 
 
-class EmbeddingCollection(TableCollection):
-    """A row for each id, in one kernel call for all tables: sequence embeddings.
-
-    Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
-    ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
-
-    Args:
-        tables: ``rk.EmbeddingConfig``. Their dimensions may differ.
-
-    The others are ``rk.EmbeddingBagCollection``'s.
-    """
-
-    tables: list[EmbeddingConfig]
+class SequenceLookups:
+    """Lookups that are not pooled, for modules with ``rec_kernels.nn.layout.Layout`` and a ``_lookup``."""
 
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
@@ -73,6 +63,29 @@ class EmbeddingCollection(TableCollection):
         else:
             starts = offsets[list(itertools.accumulate(given.strides, initial=0))].long()
         return self._lookup(given._replace(offsets=each), starts.contiguous())
+
+
+class ServedEmbeddings(SequenceLookups, ServedTables):
+    """What ``EmbeddingCollection.for_serving`` returns."""
+
+
+class EmbeddingCollection(SequenceLookups, TableCollection):
+    """A row for each id, in one kernel call for all tables: sequence embeddings.
+
+    Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
+    ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
+
+    Args:
+        tables: ``rk.EmbeddingConfig``. Their dimensions may differ.
+
+    The others are ``rk.EmbeddingBagCollection``'s.
+    """
+
+    tables: list[EmbeddingConfig]
+
+    def for_serving(self) -> ServedEmbeddings:
+        """As ``rk.EmbeddingBagCollection``'s, with ``forward`` and ``rows``."""
+        return ServedEmbeddings(self)
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""

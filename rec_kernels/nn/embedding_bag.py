@@ -9,44 +9,14 @@ from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
+from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingBagConfig, shown_format
 
 _ops = torch.ops.rec_kernels
 
 
-class EmbeddingBagCollection(TableCollection):
-    """Pooled lookups of many tables in one kernel call, optionally with the optimizer fused into the backward.
-
-    Args:
-        tables: the tables; several features may share one.
-        device: where weights and state live.
-        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.RowwiseAdam`` or ``rk.LAMB``:
-            each backward updates the touched rows at once, and no gradient of a table is ever stored. None: tables are
-            ordinary parameters with dense torch gradients.
-        output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
-            end; gradients come back in the same type and are used as float32.
-        bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
-            "ignore" (left out) or "none" (not checked: only for trusted input).
-        rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
-            a format's step are not lost) or "nearest".
-        seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
-            Collections of one model should differ in it: both count their tables from 0.
-
-    All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
-    bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
-    ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
-    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
-    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``, float32 [E, D] or, if row-wise, [E].
-    ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
-    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
-    Dense parameters elsewhere in the model are the user's optimizer's business.
-
-    Raises:
-        ValueError: no unique table names, unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no
-            64-bit int.
-    """
-
-    tables: list[EmbeddingBagConfig]
+class PooledLookups:
+    """Lookups of bags, for modules with ``rec_kernels.nn.layout.Layout`` and a ``_lookup``."""
 
     def forward(self, features) -> KeyedTensor:
         """Looks up a batch.
@@ -107,6 +77,53 @@ class EmbeddingBagCollection(TableCollection):
         batch = places.shape[1]
         blocks = zip(wide.to(rows.dtype).split(batch), self._output_dims, strict=True)
         return torch.cat([block[:, :dim] for block, dim in blocks], dim=1)
+
+
+class ServedEmbeddingBags(PooledLookups, ServedTables):
+    """What ``EmbeddingBagCollection.for_serving`` returns."""
+
+
+class EmbeddingBagCollection(PooledLookups, TableCollection):
+    """Pooled lookups of many tables in one kernel call, optionally with the optimizer fused into the backward.
+
+    Args:
+        tables: the tables; several features may share one.
+        device: where weights and state live.
+        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.RowwiseAdam`` or ``rk.LAMB``:
+            each backward updates the touched rows at once, and no gradient of a table is ever stored. None: tables are
+            ordinary parameters with dense torch gradients.
+        output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
+            end; gradients come back in the same type and are used as float32.
+        bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
+            "ignore" (left out) or "none" (not checked: only for trusted input).
+        rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
+            a format's step are not lost) or "nearest".
+        seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
+            Collections of one model should differ in it: both count their tables from 0.
+
+    All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
+    bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
+    ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
+    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
+    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``, float32 [E, D] or, if row-wise, [E].
+    ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
+    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
+    Dense parameters elsewhere in the model are the user's optimizer's business.
+
+    Raises:
+        ValueError: no unique table names, unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no
+            64-bit int.
+    """
+
+    tables: list[EmbeddingBagConfig]
+
+    def for_serving(self) -> ServedEmbeddingBags:
+        """A module with the same ``forward`` and ``by_feature`` and nothing else, which shares the tables' memory.
+
+        For ``torch.export`` and inference: its tables are one buffer, which a saved program has once. On a GPU, bad ids
+        and offsets are left out of sums, as ever, and nobody is told.
+        """
+        return ServedEmbeddingBags(self)
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""

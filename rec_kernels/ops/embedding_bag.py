@@ -410,3 +410,8 @@ _register_autograd("embedding_bag", _setup, _backward)
 _register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
 # Only torch's own registration takes gradients of a list.
 torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
+
+# Under autocast, per-sample weights that come in half precision are widened; sums stay float32.
+for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
+    for _device in ("cpu", "cuda"):
+        torch.library.register_autocast(f"rec_kernels::{_op}", _device, torch.float32)

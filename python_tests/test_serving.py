@@ -1,0 +1,126 @@
+"""Modules for lookups only: torch.export, saved programs, autocast."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree
+
+import rec_kernels as rk
+
+KEYS = ["f", "g", "h", "k"]
+TABLES = [
+    rk.EmbeddingBagConfig(500, 8, name="a", feature_names=["f", "g"]),
+    rk.EmbeddingBagConfig(300, 16, name="b", feature_names=["h"], format="int8", pooling="mean"),
+    rk.EmbeddingBagConfig(300, 16, name="c", feature_names=["k"], format="bf16"),
+]
+SEQUENCES = [
+    rk.EmbeddingConfig(t.num_embeddings, 8, name=t.name, feature_names=t.feature_names, format=t.format) for t in TABLES
+]
+
+
+def batch(size: int, seed: int = 0) -> rk.KeyedJaggedTensor:
+    """Bags of 0 to 3 ids."""
+    g = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (len(KEYS) * size,), generator=g)
+    return rk.KeyedJaggedTensor(KEYS, torch.randint(0, 300, (int(lengths.sum()),), generator=g), lengths=lengths)
+
+
+class Model(nn.Module):
+    """Tables and one layer."""
+
+    def __init__(self, tables: nn.Module) -> None:
+        super().__init__()
+        self.tables, self.top = tables, nn.Linear(48, 2)
+
+    def forward(self, batch: rk.KeyedJaggedTensor) -> tuple[torch.Tensor, rk.KeyedTensor]:
+        """The scores, and what they were made from."""
+        embedded = self.tables(batch)
+        return self.top(embedded.values()), embedded
+
+
+def collection() -> rk.EmbeddingBagCollection:
+    torch.manual_seed(0)
+    return rk.EmbeddingBagCollection(TABLES, optimizer=rk.Adam(lr=0.1))
+
+
+def test_for_serving() -> None:
+    """The same lookups in the same memory, and nothing else."""
+    trained = collection()
+    served, given = trained.for_serving(), batch(5)
+    assert torch.equal(served(given).values(), trained(given).values())
+    trained(given).values().square().sum().backward()
+    assert torch.equal(served(given).values(), trained(given).values())
+    assert served._weights.data_ptr() == trained._weights.data_ptr()
+    assert not list(served.parameters())
+    assert list(served.state_dict()) == ["_weights"]
+    assert all(torch.equal(t, trained.by_feature(given)[k]) for k, t in served.by_feature(given).items())
+    sequences = rk.EmbeddingCollection(SEQUENCES, optimizer=rk.SGD(lr=0.1))
+    for key, t in sequences.for_serving()(given).items():
+        assert torch.equal(t.values(), sequences(given)[key].values())
+    assert torch.equal(sequences.for_serving().rows(given), sequences.rows(given))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict: bool) -> None:
+    """A program for any batch, saved and loaded: the bits of the module, the tables once."""
+    model = Model(collection().for_serving()).eval()
+    dim = torch.export.Dim.DYNAMIC
+    shapes = {"batch": [{0: dim}, {0: dim}, None, None]}
+    with torch.no_grad():
+        program = torch.export.export(model, (batch(5),), dynamic_shapes=shapes, strict=strict)
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        assert file.tell() < model.tables._weights.numel() + 40_000
+        file.seek(0)
+        loaded = torch.export.load(file).module()
+        for size in (5, 9, 2):
+            (scores, embedded), (expected, other) = loaded(batch(size, size)), model(batch(size, size))
+            assert torch.equal(scores, expected)
+            assert torch.equal(embedded["k"], other["k"])
+            assert embedded.keys() == other.keys()
+
+
+def test_containers_are_trees() -> None:
+    """Every tensor is a leaf, and comes back to its place."""
+    full = rk.KeyedJaggedTensor(
+        ["f", "g"],
+        torch.arange(3),
+        lengths=torch.tensor([1, 1, 1]),
+        weights=torch.ones(3),
+        stride_per_key=[1, 2],
+        inverse_indices=(["f", "g"], torch.zeros(2, 4).long()),
+    )
+    for container in (full, batch(2), full["g"], rk.KeyedTensor(["a"], [2], torch.zeros(3, 2))):
+        leaves, spec = _pytree.tree_flatten(container)
+        assert all(x is None or isinstance(x, (torch.Tensor, str)) for x in leaves)
+        doubled = _pytree.tree_map_only(torch.Tensor, lambda t: t * 2, container)
+        assert type(doubled) is type(container)
+        again = _pytree.tree_unflatten(leaves, spec)
+        assert torch.equal(again.values(), container.values())
+        assert torch.equal(doubled.values(), container.values() * 2)
+    assert again.keys() == ["a"]
+    assert _pytree.tree_map(lambda t: t, full).stride_per_key() == [1, 2]
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
+def test_autocast(optimizer) -> None:
+    """Per-sample weights in half precision are widened, and have a gradient; sums are float32 as without autocast."""
+    tables = [rk.EmbeddingBagConfig(50, 8, name="a", feature_names=["f", "g"])]
+    torch.manual_seed(0)
+    ours = rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+    weights = torch.rand(4).bfloat16().requires_grad_(True)
+    given = {"lengths": torch.tensor([2, 0, 1, 1])}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = ours(rk.KeyedJaggedTensor(["f", "g"], torch.arange(4), weights=weights, **given)).values()
+        score = nn.Linear(16, 1)(output)
+    wide = rk.KeyedJaggedTensor(["f", "g"], torch.arange(4), weights=weights.detach().float(), **given)
+    assert score.dtype == torch.bfloat16
+    assert output.dtype == torch.float32
+    assert torch.equal(output, ours(wide).values())
+    score.float().sum().backward()
+    assert weights.grad.dtype == torch.bfloat16
+    assert weights.grad.any()

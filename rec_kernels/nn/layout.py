@@ -1,0 +1,108 @@
+"""Where the tables of a collection lie, in the arguments of the ops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn import bounds
+from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.state import StatePlaces
+from rec_kernels.nn.tables import EmbeddingConfig, Storage
+
+_ops = torch.ops.rec_kernels
+
+
+class Layout(nn.Module):
+    """A module with tables. Its makers set the attributes below, then call ``_name_outputs`` and ``_make_layout``."""
+
+    tables: list[EmbeddingConfig]
+    bounds_check: str
+    output_dtype: torch.dtype
+    seed: int
+    _storage: Storage
+    _places: StatePlaces
+    _frozen_features: set[str]
+    _passes_frozen: bool
+
+    def _name_outputs(self) -> None:
+        self.feature_names = [f for t in self.tables for f in t.feature_names]
+        shared = {f for f in self.feature_names if self.feature_names.count(f) > 1}
+        self._output_keys = [f"{f}@{t.name}" if f in shared else f for t in self.tables for f in t.feature_names]
+        self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
+
+    def _make_layout(self, device: torch.device | str | None) -> None:
+        features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
+        columns = [sum(self._output_dims[:f]) for f in range(len(features))]
+        layout = {
+            "weight_offsets": [self._storage.starts[i] for i in features],
+            "row_offsets": [self._places.rows[i] for i in features],
+            "num_embeddings": [self.tables[i].num_embeddings for i in features],
+            "embedding_dims": self._output_dims,
+            "output_offsets": columns,
+            "table_ids": features,
+            "zeros": [0] * len(features),
+            "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
+        }
+        if self._places.is_elementwise:
+            layout["moment_offsets"] = [self._places.starts[i] for i in features]
+        for name, numbers in layout.items():
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+            self.register_buffer(f"_{name}", tensor, persistent=False)
+        means = [getattr(self.tables[i], "pooling", "sum") == "mean" for i in features]
+        frozen = [f in self._frozen_features for f in self.feature_names]
+        for name, flags in (("_mean", means), ("_frozen", frozen)):
+            self.register_buffer(name, torch.tensor(flags, dtype=torch.bool, device=device), persistent=False)
+        for name, number in (("_seed", self.seed), ("_bad_position", bounds.NOTHING_BAD)):
+            self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
+        self._any_mean = any(means)
+        self._num_rows = self._places.rows[-1]
+
+    def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
+        one_row_each = bag_starts is not None
+        return {
+            "weight_offsets": self._weight_offsets,
+            "row_offsets": self._row_offsets,
+            "num_embeddings": self._num_embeddings,
+            "embedding_dims": self._embedding_dims,
+            "output_offsets": self._zeros if one_row_each else self._output_offsets,
+            # Without it the backward needs no coefficients.
+            "mean": self._mean if self._any_mean else None,
+            "output_dim": max(self._output_dims, default=0) if one_row_each else sum(self._output_dims),
+            "num_rows": self._num_rows,
+            "max_embedding_dim": max(self._output_dims, default=0),
+            "bag_starts": bag_starts,
+            "frozen": self._frozen if self._passes_frozen else None,
+            "bounds_check": self.bounds_check,
+        } | self._formats()
+
+    def _output(self) -> dict[str, object]:
+        return {} if self.output_dtype == torch.float32 else {"output_dtype": self.output_dtype}
+
+    def _formats(self) -> dict[str, object]:
+        """What lookups have to know of rows that are not all float32."""
+        if not self._storage.is_bytes:
+            return {}
+        several = len(self._storage.formats) > 1
+        return {"formats": self._storage.formats, "format_of": self._format_of if several else None}
+
+
+class ServedTables(Layout):
+    """The tables of a collection for lookups only: one buffer, no parameter, no optimizer, no state.
+
+    Args:
+        source: the collection, whose memory it shares.
+    """
+
+    def __init__(self, source: Layout) -> None:
+        super().__init__()
+        self.tables, self.bounds_check, self.output_dtype = source.tables, source.bounds_check, source.output_dtype
+        self.seed, self._storage, self._places = source.seed, source._storage, source._places
+        self._frozen_features, self._passes_frozen = set(), False
+        self._name_outputs()
+        self._make_layout(source._weights.device)
+        self.register_buffer("_weights", source._weights)
+
+    def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
+        layout = self._layout(bag_starts) | self._output()
+        return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]

@@ -1,0 +1,53 @@
+"""The jagged containers as trees of tensors: inputs and outputs of ``torch.export`` and of ``torch.utils._pytree``."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree
+
+from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+# Attributes that are tensors, or None, or (of inverse indices) hold one; the others are the same for every batch.
+_TENSORS = {
+    JaggedTensor: ("_values", "_offsets", "_weights"),
+    KeyedJaggedTensor: ("_values", "_offsets", "_weights", "_inverse"),
+    KeyedTensor: ("_values",),
+}
+_OTHERS = {JaggedTensor: (), KeyedJaggedTensor: ("_keys", "_strides"), KeyedTensor: ("_keys", "_lengths")}
+
+
+def _register(kind: type) -> None:
+    tensors, others = _TENSORS[kind], _OTHERS[kind]
+
+    def flatten(x: object) -> tuple[list, list]:
+        # Lists, which saving a program and loading it leaves what they are.
+        return [getattr(x, name) for name in tensors], [getattr(x, name) for name in others]
+
+    def unflatten(leaves: list, context: list) -> object:
+        # Without the checks of the constructor: leaves may be anything that stands for a tensor.
+        x = kind.__new__(kind)
+        for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
+            setattr(x, name, value)
+        if kind is KeyedJaggedTensor:
+            x._offset_per_key = None
+        return x
+
+    def with_keys(x: object) -> tuple[list, list]:
+        leaves, context = flatten(x)
+        return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(tensors, leaves, strict=True)], context
+
+    _pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"rec_kernels.{kind.__name__}",
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+def register() -> None:
+    """Makes the containers known, once, when the package is imported."""
+    for kind in _TENSORS:
+        _register(kind)
+    # A saved program holds example inputs. They are tensors and names; loading them runs nothing.
+    torch.serialization.add_safe_globals(list(_TENSORS))
