@@ -32,14 +32,21 @@ struct Vec {
   static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
   static Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  // In halves: an access that is masked still waits for every cache line it could touch, and the next row's is not the
+  // reader's to fetch.
   static Vec load_partial(const float* p, int n) {
     show_sanitizer(p, n);
-    return {_mm512_maskz_loadu_ps(mask(n), p)};
+    const auto half = static_cast<__mmask8>(mask(n > 8 ? n - 8 : n));
+    if (n <= 8) return {_mm512_zextps256_ps512(_mm256_maskz_loadu_ps(half, p))};
+    return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_maskz_loadu_ps(half, p + 8), 1)};
   }
   void store(float* p) const { _mm512_storeu_ps(p, v); }
   void store_partial(float* p, int n) const {
     show_sanitizer(p, n);
-    _mm512_mask_storeu_ps(p, mask(n), v);
+    const __m256 low = _mm512_castps512_ps256(v);
+    if (n <= 8) return _mm256_mask_storeu_ps(p, static_cast<__mmask8>(mask(n)), low);
+    _mm256_storeu_ps(p, low);
+    _mm256_mask_storeu_ps(p + 8, static_cast<__mmask8>(mask(n - 8)), _mm512_extractf32x8_ps(v, 1));
   }
   Vec first(int n) const { return {_mm512_maskz_mov_ps(mask(n), v)}; }
 };
