@@ -32,10 +32,11 @@ struct Vec {
   static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
   static Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  // In halves: an access that is masked still waits for every cache line it could touch, and the next row's is not the
+  // In parts: an access that is masked still waits for every cache line it could touch, and the next row's is not the
   // reader's to fetch.
   static Vec load_partial(const float* p, int n) {
     show_sanitizer(p, n);
+    if (n <= 4) return {_mm512_zextps128_ps512(_mm_maskz_loadu_ps(static_cast<__mmask8>(mask(n)), p))};
     const auto half = static_cast<__mmask8>(mask(n > 8 ? n - 8 : n));
     if (n <= 8) return {_mm512_zextps256_ps512(_mm256_maskz_loadu_ps(half, p))};
     return {_mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps(p)), _mm256_maskz_loadu_ps(half, p + 8), 1)};

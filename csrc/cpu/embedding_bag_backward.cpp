@@ -42,7 +42,7 @@ class LongRuns {
     for (size_t i = 0; i < runs_.size(); ++i)
       if (runs_[i].count > kChunk) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
     if (floats == 0) return false;
-    buffers_.emplace_back(new float[static_cast<size_t>(floats)]);
+    buffers_.emplace_back(floats);
     float* out = buffers_.back().get();
     for (size_t i = 0; i < runs_.size(); ++i) {
       LongRun& run = runs_[i];
@@ -68,7 +68,7 @@ class LongRuns {
   int64_t max_dim_;
   std::vector<LongRun> runs_;
   std::vector<Origin> origins_;  // of each run
-  std::vector<std::unique_ptr<float[]>> buffers_;
+  std::vector<Scratch<float>> buffers_;
 };
 
 // Runs [begin, end) of a table.
@@ -115,7 +115,7 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
   int64_t workers = 1;
   const std::vector<Piece> pieces = cut(o.tables, &workers);
   const int64_t floats = scratch_floats(in.max_dim);
-  std::unique_ptr<float[]> scratch(new float[static_cast<size_t>(workers * floats)]);
+  const Scratch<float> scratch(workers * floats);
   parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
     const Piece& p = pieces[static_cast<size_t>(i)];
     finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);

@@ -107,10 +107,8 @@ Plan plan_tables(const BagInput& in) {
 class TableSorter {
  public:
   TableSorter(const BagInput& in, const Plan& plan, Occurrences* out) : in_(in), plan_(plan), out_(*out) {
-    const auto count = static_cast<size_t>(out_.count);
-    out_.entries.reset(new uint64_t[count]);
-    other_.reset(new uint64_t[count]);
-    out_.starts.reset(new int64_t[count + plan.tables.size()]);
+    out_.entries = Scratch<uint64_t>(out_.count);
+    out_.other = Scratch<uint64_t>(out_.count + static_cast<int64_t>(plan.tables.size()));
     base_ = in.bags.num_bags ? in.bags.offset(0) : 0;
   }
 
@@ -119,13 +117,13 @@ class TableSorter {
     const Table& table = plan_.tables[static_cast<size_t>(number)];
     const Feature& first = feature(table.first);
     const RowSort sort(table.count, bit_width(static_cast<uint64_t>(first.num_embeddings)), out_.payload_bits);
-    uint64_t *sorted = out_.entries.get() + table.begin, *other = other_.get() + table.begin;
+    uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
     Bounds bounds;
     write(table, sort.first_buffer(sorted, other), workers, &bounds);
     if (bounds.position < 0) return bounds.position;  // of an offset: the entries make no sense
     sort.sort(sorted, other, workers);
     TableRuns& runs = out_.tables[static_cast<size_t>(number)];
-    int64_t* starts = out_.starts.get() + table.begin + number;
+    auto* starts = reinterpret_cast<int64_t*>(other);  // one more than there are entries
     runs.feature = &first;
     runs.starts = starts;
     // Where every bag has a row of the gradient of its own, bags are counted from the first of all.
@@ -221,7 +219,6 @@ class TableSorter {
   const BagInput& in_;
   const Plan& plan_;
   Occurrences& out_;
-  std::unique_ptr<uint64_t[]> other_;
   int64_t base_;
 };
 
@@ -238,8 +235,8 @@ void choose_payload(const BagInput& in, Occurrences* out) {
   check_value(out->payload_bits + bit_width(static_cast<uint64_t>(most_rows)) <= 64, "too many rows (", most_rows,
               ") and ids (", out->count, ") for one call: their numbers must fit in 64 bits together");
   if (!weighted) return;
-  out->bag_of.reset(new uint32_t[static_cast<size_t>(out->count)]);
-  out->coefficients.reset(new float[static_cast<size_t>(out->count)]);
+  out->bag_of = Scratch<uint32_t>(out->count);
+  out->coefficients = Scratch<float>(out->count);
 }
 
 // Tables that would keep one thread busy while the others wait are sorted by all threads together, the rest one to a
