@@ -6,15 +6,17 @@ import functools
 
 import torch
 from embedding_bag_cases import EPS, LR, wide_floats
-from embedding_bag_format_cases import STEP, EncodedCase
+from embedding_bag_format_cases import SEED, STEP, EncodedCase
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
+from rec_kernels.reference import row_formats
 from rec_kernels.reference.gradient_step import GradientStep
 
 ELEMENTWISE = ("adagrad", "adam", "rowwise_adam", "lamb")
 BETAS = (0.9, 0.99)
 State = dict[str, Tensor]
+_STREAMS = {"exp_avg": 1, "exp_avg_sq": 2, "sum": 2}  # of the noise that rounds a kind of state
 
 
 def reference_step(
@@ -41,10 +43,11 @@ class MomentCase:
     Args:
         encoded: the call; tables of fp32 may be among the others.
         optimizer: one of ``ELEMENTWISE``.
+        half: whether state for every element is bfloat16.
     """
 
-    def __init__(self, encoded: EncodedCase, optimizer: str) -> None:
-        self.encoded, self.case, self.optimizer = encoded, encoded.case, optimizer
+    def __init__(self, encoded: EncodedCase, optimizer: str, *, half: bool = False) -> None:
+        self.encoded, self.case, self.optimizer, self.half = encoded, encoded.case, optimizer, half
         self.starts, at = {}, 3
         for table in reversed(range(len(self.case.tables))):
             self.starts[table] = at
@@ -56,7 +59,7 @@ class MomentCase:
         flat = torch.full((self.size,), torch.nan)
         for table, view in enumerate(self.split(flat)):
             view.copy_(wide_floats(*view.shape, seed=seed + table))
-        return flat
+        return flat.bfloat16() if self.half else flat
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views of the tables: [E, D] of state for elements, [E] of state for rows."""
@@ -110,10 +113,26 @@ class MomentCase:
 
     def expected(self, rounding: str, scale: float = 1.0, step: GradientStep | None = None) -> tuple[Tensor, State]:
         """Bytes and state after the update, from gradients multiplied by ``scale`` that then take ``step``."""
-        weights, state = self.case.weights.clone(), {name: t.clone() for name, t in self.state.items()}
+        weights, state = self.case.weights.clone(), {name: t.float() for name, t in self.state.items()}
+        state = {name: t.clone() for name, t in state.items()}
         self._update_floats(weights, state, scale, step or GradientStep())
         updated, flat = self.case.split(weights), self.encoded.flat.clone()
         tables = self.encoded.split(flat)
         for table, row in self.case.row_gradients:
             tables[table][row] = self.encoded.encode_row(table, row, updated[table][row], rounding)
-        return flat, state
+        return flat, self._rounded(state, rounding) if self.half else state
+
+    def _rounded(self, state: State, rounding: str) -> State:
+        """State after an update as it is kept: rows that the update touched are rounded, each kind with its stream."""
+        kept = {name: t.clone() for name, t in self.state.items()}
+        for name, t in state.items():
+            if kept[name].dtype == torch.float32:
+                kept[name].copy_(t)
+                continue
+            views, places = self.split(t), self.split(kept[name])
+            for table, row in self.case.row_gradients:
+                number = {"table": self.encoded.table_id(table), "first_row": row, "stream": _STREAMS[name]}
+                how = {"rounding": rounding, "seed": SEED, "step": STEP} | number
+                encoded = row_formats.quantize_rows(views[table][row][None], "bf16", **how)
+                places[table][row] = encoded.view(torch.bfloat16)[0]
+        return kept

@@ -15,9 +15,17 @@ import rec_kernels as rk
 from rec_kernels.testing import same_bits
 
 
-def check(encoded: EncodedCase, optimizer: str, roundings: list[str] = ROUNDINGS, scale: float = 1.0, **options):
+def check(
+    encoded: EncodedCase,
+    optimizer: str,
+    roundings: list[str] = ROUNDINGS,
+    scale: float = 1.0,
+    *,
+    half: bool = False,
+    **options,
+) -> None:
     """Bytes, state and step on every backend."""
-    case = MomentCase(encoded, optimizer)
+    case = MomentCase(encoded, optimizer, half=half)
     for rounding in roundings:
         flat, state = case.expected(rounding, scale)
         for backend in every_backend():
@@ -25,7 +33,8 @@ def check(encoded: EncodedCase, optimizer: str, roundings: list[str] = ROUNDINGS
             where = (backend.name, encoded.formats, optimizer, rounding)
             assert encoded.same_tables(found, flat), where
             for name, expected in state.items():
-                assert same_bits(found_state[name], expected), (*where, name)
+                assert found_state[name].dtype == expected.dtype
+                assert same_bits(found_state[name].float(), expected.float()), (*where, name)
             assert step.item() == STEP + 1, where
 
 
@@ -41,6 +50,22 @@ def encoded_cases(draw) -> EncodedCase:
 def test_any_case(encoded: EncodedCase, optimizer: str) -> None:
     """Tables, features, formats, pooling, weights, integer widths, padding and unused ids as they come."""
     check(encoded, optimizer)
+
+
+@settings(max_examples=40)
+@given(encoded_cases(), st.sampled_from(ELEMENTWISE))
+def test_any_case_in_bfloat16(encoded: EncodedCase, optimizer: str) -> None:
+    """State that is rounded, with noise of its own."""
+    check(encoded, optimizer, half=True)
+
+
+@pytest.mark.parametrize("optimizer", ELEMENTWISE)
+@pytest.mark.parametrize("dim", [1, 4, 33, 129, 300, 1030])
+def test_widths_in_bfloat16(dim: int, optimizer: str) -> None:
+    """As test_widths."""
+    formats = ["fp32", "int8"]
+    case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
+    check(EncodedCase(case, formats), optimizer, half=True)
 
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)

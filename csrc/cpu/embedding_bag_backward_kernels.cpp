@@ -238,7 +238,7 @@ FloatRows float_rows(const RowTarget& t, const Feature& f) {
   return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
 }
 EncodedRows encoded_rows(const RowTarget& t, const Feature& f, float* scratch) {
-  return {f, t, scratch + f.embedding_dim};
+  return {f, t, scratch + 3 * f.embedding_dim};
 }
 
 template <class Optimizer>
@@ -271,14 +271,16 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   const int64_t D = f.embedding_dim, first = t.moment_offsets[table.feature - a.features];
   const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
   OptimizerState state = t.state;
-  if (state.sum) state.sum += first;
-  if (state.exp_avg) state.exp_avg += first;
-  if (state.exp_avg_sq) state.exp_avg_sq += o.needs_mean_square() ? f.row_offset : first;
+  if (state.sum) state.sum = state.moment(state.sum, first);
+  if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
+  if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
+  else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
+  const MomentRows moments{D, state, t, f.table_id, scratch + D};
   if (f.format == RowFormat::kFp32)
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, state, float_rows(t, f)}, table, scratch, begin,
-                end);
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
+                begin, end);
   else
-    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, t.gradient_step, state, encoded_rows(t, f, scratch)}, table,
+    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, t.gradient_step, moments, encoded_rows(t, f, scratch)}, table,
                 scratch, begin, end);
 }
 

@@ -178,6 +178,49 @@ struct UpdateTarget {
   }
 };
 
+// State for every element of a table's rows. open() gives a row's as floats, which close() takes back.
+struct MomentRows {
+  int64_t D;
+  OptimizerState state;  // of the table
+  bool stochastic;
+  RowRounding rounding;
+  float* held;  // [2, D] for rows that are not floats
+
+  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, int64_t table_id, float* held)
+      : D(D), state(state), stochastic(t.stochastic), rounding(t.rounding), held(held) {
+    rounding.noise.table = static_cast<uint32_t>(table_id);
+  }
+  void prefetch(int64_t row, bool second_by_row) const {
+    const auto ask = [&](float* moments) {
+      if (moments) prefetch_bytes(state.moment(moments, row * D), D * state.moment_bytes());
+    };
+    ask(state.sum);
+    ask(state.exp_avg);
+    if (second_by_row) prefetch_line(state.exp_avg_sq + row);
+    else ask(state.exp_avg_sq);
+  }
+  // `stream` is that of the moments' noise.
+  float* open(float* moments, uint32_t stream, int64_t row) const {
+    if (!moments || !state.bf16) return moments ? moments + row * D : nullptr;
+    float* own = held + (stream - kFirstMomentStream) * D;
+    kernels().decode[static_cast<int>(RowFormat::kBf16)](place(moments, row), D, own);
+    return own;
+  }
+  void close(float* moments, uint32_t stream, int64_t row) const {
+    if (!moments || !state.bf16) return;
+    RowRounding how = rounding;
+    how.noise.stream = stream;
+    const auto encode = (stochastic ? kernels().stochastic : kernels().nearest)[static_cast<int>(RowFormat::kBf16)];
+    encode(held + (stream - kFirstMomentStream) * D, 1, D, how, {place(moments, row), row, nullptr});
+  }
+
+ private:
+  static const RowFormatKernels& kernels() { return RowFormatKernels::table<CpuIsa::RK_ISA>; }
+  uint8_t* place(float* moments, int64_t row) const {
+    return reinterpret_cast<uint8_t*>(state.moment(moments, row * D));
+  }
+};
+
 // An optimizer with state for every element: from the row's gradient in memory.
 template <class Rows>
 struct ElementwiseTarget {
@@ -185,16 +228,12 @@ struct ElementwiseTarget {
   int64_t D;
   Elementwise optimizer;
   GradientStep step;
-  OptimizerState state;  // of the table
+  MomentRows moments;
   Rows rows;
 
   void prefetch(int64_t row) const {
     rows.prefetch(row);
-    if (state.sum) prefetch_bytes(state.sum + row * D, D * 4);
-    if (state.exp_avg) prefetch_bytes(state.exp_avg + row * D, D * 4);
-    if (!state.exp_avg_sq) return;
-    if (optimizer.needs_mean_square()) prefetch_line(state.exp_avg_sq + row);
-    else prefetch_bytes(state.exp_avg_sq + row * D, D * 4);
+    moments.prefetch(row, optimizer.needs_mean_square());
   }
 
   static bool takes_whole_rows() { return true; }
@@ -204,8 +243,11 @@ struct ElementwiseTarget {
     if (step.is_active()) take_step(step, w, D, g);
     const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),
                                                  [](float x) { return Vec::broadcast(x); });
-    float* first = optimizer.has_first() ? state.exp_avg + row * D : nullptr;
-    float* second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) + row * D : nullptr;
+    const OptimizerState& state = moments.state;
+    float* const all_first = optimizer.has_first() ? state.exp_avg : nullptr;
+    float* const all_second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) : nullptr;
+    float* const first = moments.open(all_first, kFirstMomentStream, row);
+    float* const second = moments.open(all_second, kSecondMomentStream, row);
     const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
     const Vec factor = Vec::broadcast(-optimizer.lr), decay = Vec::broadcast(step.weight_decay);
     for_vectors(D, [&](int64_t c, int n) {
@@ -219,6 +261,8 @@ struct ElementwiseTarget {
       else store_vector(r, g + c, n);
     });
     if (!at_once) add_scaled(optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
+    moments.close(all_first, kFirstMomentStream, row);
+    moments.close(all_second, kSecondMomentStream, row);
     rows.close(row);
   }
   void flush() { rows.flush(); }
@@ -226,7 +270,7 @@ struct ElementwiseTarget {
  private:
   float row_divisor(int64_t row, const float* g) const {
     if (!optimizer.needs_mean_square()) return 1.0f;
-    float* second = state.exp_avg_sq + row;
+    float* second = moments.state.exp_avg_sq + row;
     *second = optimizer.row_moment(*second, row_dot(g, g, D) / static_cast<float>(D));
     return optimizer.row_divisor(*second);
   }

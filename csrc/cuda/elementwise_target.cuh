@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/embedding_bag_finish.cuh"
+#include "cuda/row_codec.cuh"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -12,23 +13,46 @@ struct RowState {
   Elementwise optimizer;
   float divisor;          // row-wise Adam's
   float *first, *second;  // [D], or null
+  bool bf16, stochastic;  // what first and second are, and how they are rounded
+  RowRounding rounding;
+  int64_t number;  // of the row in its table
+
+  // Columns c .. c+3 of moments, which are `aligned`.
+  __device__ __forceinline__ Vec4 load(const float* moments, int64_t c, int64_t D, bool aligned) const {
+    if (!bf16) return load_columns(moments, c, D, aligned);
+    return ColumnReader<Bf16>(reinterpret_cast<const uint8_t*>(moments), D, aligned).read(c);
+  }
+  template <int G>
+  __device__ __forceinline__ void store(float* moments, uint32_t stream, int64_t c, int64_t D, bool aligned,
+                                        const Group<G>& group, const Vec4& x) const {
+    if (!bf16) return store_columns(moments, c, D, aligned, x);
+    RowRounding how = rounding;
+    how.noise.stream = stream;
+    auto* out = reinterpret_cast<uint8_t*>(moments);
+    if (stochastic) ColumnWriter<Bf16, true, G>{group, how, number, D, out, aligned}.write(c, x);
+    else ColumnWriter<Bf16, false, G>{group, how, number, D, out, aligned}.write(c, x);
+  }
+  __device__ __forceinline__ bool is_aligned(const float* moments, int64_t D) const {
+    if (!bf16) return rows_aligned(moments, D);
+    return columns_aligned<Bf16>(reinterpret_cast<const uint8_t*>(moments), D);
+  }
 
   // The gradients g of the columns from `column` on become directions. State advances if this is the last time.
   template <int G, int kBlocks>
   __device__ __forceinline__ void direct(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
                                          bool last) const {
     const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
-    const bool aligned_first = rows_aligned(first, D), aligned_second = rows_aligned(second, D);
+    const bool aligned_first = is_aligned(first, D), aligned_second = is_aligned(second, D);
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
       if (c >= D) continue;
       Vec4 m = {}, v = {};
-      if (first) m = load_columns(first, c, D, aligned_first);
-      if (second) v = load_columns(second, c, D, aligned_second);
+      if (first) m = load(first, c, D, aligned_first);
+      if (second) v = load(second, c, D, aligned_second);
       for (int j = 0; j < 4; ++j) g[k].v[j] = numbers.direction(optimizer.kind, g[k].v[j], &m.v[j], &v.v[j]);
       if (!last) continue;
-      if (first) store_columns(first, c, D, aligned_first, m);
-      if (second) store_columns(second, c, D, aligned_second, v);
+      if (first) store(first, kFirstMomentStream, c, D, aligned_first, group, m);
+      if (second) store(second, kSecondMomentStream, c, D, aligned_second, group, v);
     }
   }
 };
@@ -48,9 +72,10 @@ struct ElementwiseTarget : Base {
   __device__ void expect_state(int64_t feature, const Feature& f, int64_t row, int lane) const {
     if (4 * lane >= f.embedding_dim) return;
     const int64_t place = place_of(feature, f, row) + 4 * lane;
-    if (u.state.sum) prefetch(u.state.sum + place);
-    if (u.state.exp_avg) prefetch(u.state.exp_avg + place);
-    if (u.state.exp_avg_sq) prefetch(u.state.exp_avg_sq + (needs_mean_square() ? row : place));
+    const OptimizerState& s = u.state;
+    if (s.sum) prefetch(s.moment(s.sum, place));
+    if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
+    if (s.exp_avg_sq) prefetch(needs_mean_square() ? s.exp_avg_sq + row : s.moment(s.exp_avg_sq, place));
   }
   // The divisor of row-wise Adam.
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
@@ -63,8 +88,16 @@ struct ElementwiseTarget : Base {
   __device__ RowState state_of(int64_t feature, const Feature& f, int64_t row, float divisor) const {
     const Elementwise o = optimizer();
     const int64_t place = place_of(feature, f, row);
-    float* second = u.state.sum ? u.state.sum : u.state.exp_avg_sq;
-    return {o, divisor, o.has_first() ? u.state.exp_avg + place : nullptr, o.has_second() ? second + place : nullptr};
+    const OptimizerState& s = u.state;
+    float* second = s.sum ? s.sum : s.exp_avg_sq;
+    return {o,
+            divisor,
+            o.has_first() ? s.moment(s.exp_avg, place) : nullptr,
+            o.has_second() ? s.moment(second, place) : nullptr,
+            s.bf16,
+            u.stochastic,
+            {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), u.stochastic},
+            row - f.row_offset};
   }
 
   // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.

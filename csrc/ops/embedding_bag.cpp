@@ -23,12 +23,14 @@ void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor
 
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
 
-void check_state(const OptionalTensor& t, bool wanted, Optimizer optimizer, const Tensor& weights, const char* name) {
+// `per_element`: state that may be bfloat16.
+void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimizer optimizer, const Tensor& weights,
+                 const char* name) {
   check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
               kOptimizerNames[static_cast<int>(optimizer)], "\"");
   if (!t) return;
   check_rank(*t, 1, name);
-  check_dtype(*t, ScalarType::Float, name);
+  if (!per_element || t->scalar_type() != ScalarType::BFloat16) check_dtype(*t, ScalarType::Float, name);
   check_contiguous(*t, name);
   check_same_device(*t, weights, name, "weights");
 }
@@ -190,8 +192,10 @@ void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int6
 }
 
 OptimizerState UpdateState::pointers() const {
-  const auto pointer = [](const OptionalTensor& t) { return t ? t->mutable_data_ptr<float>() : nullptr; };
-  return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq)};
+  const auto pointer = [](const OptionalTensor& t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };
+  const bool bf16 = (sum && sum->scalar_type() == ScalarType::BFloat16) ||
+                    (exp_avg && exp_avg->scalar_type() == ScalarType::BFloat16);
+  return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq), bf16};
 }
 
 void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state, const Tensor& step,
@@ -204,14 +208,17 @@ void check_update(const Tensor& weights, const TableLayout& layout, const Update
   check_same_device(lr, weights, "lr", "weights");
   const bool elementwise = is_elementwise(optimizer), adagrad = optimizer == Optimizer::kAdagrad;
   const bool moments = elementwise && !adagrad;
-  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, optimizer, weights, "sum");
-  check_state(state.exp_avg, moments, optimizer, weights, "exp_avg");
-  check_state(state.exp_avg_sq, moments, optimizer, weights, "exp_avg_sq");
-  check_state(state.beta_powers, moments, optimizer, weights, "beta_powers");
+  const bool rowwise = optimizer == Optimizer::kRowwiseAdam;
+  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, adagrad, optimizer, weights, "sum");
+  check_state(state.exp_avg, moments, true, optimizer, weights, "exp_avg");
+  check_state(state.exp_avg_sq, moments, !rowwise, optimizer, weights, "exp_avg_sq");
+  check_state(state.beta_powers, moments, false, optimizer, weights, "beta_powers");
   check_value(!moments || state.beta_powers->numel() == 2, "beta_powers must have 2 elements, got ",
               moments ? state.beta_powers->numel() : 0);
-  check_value(!moments || optimizer == Optimizer::kRowwiseAdam || state.exp_avg_sq->numel() == state.exp_avg->numel(),
+  check_value(!moments || rowwise || state.exp_avg_sq->numel() == state.exp_avg->numel(),
               "exp_avg_sq must have as many elements as exp_avg");
+  check_value(!moments || rowwise || state.exp_avg_sq->scalar_type() == state.exp_avg->scalar_type(),
+              "exp_avg_sq must have exp_avg's dtype");
   for (const double beta : {beta1, beta2})  // as float32, which 0.99999999 is too close to 1 for
     check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
                 beta1, " and ", beta2);

@@ -15,7 +15,19 @@ struct OptimizerState {
   float* sum;         // Adagrad, per element; row-wise Adagrad, per row
   float* exp_avg;     // the Adam family, per element
   float* exp_avg_sq;  // per element; row-wise Adam: per row
+  bool bf16;          // state per element is bfloat16; state per row never is
+
+  // A place in state per element.
+  template <class State>
+  RK_HOST_DEVICE State* moment(State* state, int64_t element) const {
+    if (!bf16) return state + element;
+    return reinterpret_cast<State*>(reinterpret_cast<uintptr_t>(state) + static_cast<uintptr_t>(element) * 2);
+  }
+  RK_HOST_DEVICE int64_t moment_bytes() const { return bf16 ? 2 : 4; }
 };
+
+// Streams of the noise with which moments are rounded; the weights' is 0.
+constexpr uint32_t kFirstMomentStream = 1, kSecondMomentStream = 2;
 
 inline namespace RK_ISA {
 

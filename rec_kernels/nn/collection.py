@@ -67,7 +67,8 @@ class TableCollection(Layout):
         self.rounding, self.seed, self.output_dtype = rounding, int(seed), output_dtype
         self.embedding_bags = Tables(names)
         self._storage = Storage(self.tables)
-        self._places = StatePlaces(self.tables, {} if optimizer is None else optimizer.state)
+        kinds = {} if optimizer is None else optimizer.state
+        self._places = StatePlaces(self.tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
         self._frozen_features: set[str] = set()
         self._passes_frozen = False
         self._name_outputs()
@@ -94,7 +95,8 @@ class TableCollection(Layout):
             )
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
         for kind in KINDS:
-            flat = _zeros(self._places.size(kind), torch.float32, device) if kind in self._places.kinds else None
+            known = kind in self._places.kinds
+            flat = _zeros(self._places.size(kind), self._places.dtype(kind), device) if known else None
             self.register_buffer(f"_{kind}", flat, persistent=False)
         if "exp_avg" in self._places.kinds:
             self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
@@ -277,7 +279,7 @@ class TableCollection(Layout):
             options["moment_offsets"] = self._moment_offsets
         if "exp_avg" in self._places.kinds:
             options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
-        if not self._storage.is_bytes:
+        if not self._storage.is_bytes and getattr(self.optimizer, "state_dtype", torch.float32) == torch.float32:
             return options
         return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
 

@@ -82,9 +82,27 @@ class RowwiseAdagrad(_Common):
     state: ClassVar[State] = {"sum": False}
 
 
+@dataclass(frozen=True, kw_only=True, repr=False)
+class _Elementwise(_Common):
+    """What optimizers with state for every element have.
+
+    Args:
+        state_dtype: of that state: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the collection's
+            ``rounding`` says, stochastically by default, so that small contributions are not lost. State per row stays
+            float32.
+    """
+
+    state_dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.state_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"state_dtype must be torch.float32 or torch.bfloat16, got {self.state_dtype}")
+
+
 @dataclass(frozen=True, repr=False)
-class Adagrad(_Common):
-    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a float32 ``v`` per element.
+class Adagrad(_Elementwise):
+    """Adagrad: ``v += g^2``, ``w -= lr * g / (sqrt(v) + eps)``, a ``v`` per element.
 
     Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 2011.
     """
@@ -96,11 +114,11 @@ class Adagrad(_Common):
 
 
 @dataclass(frozen=True, repr=False)
-class Adam(_Common):
+class Adam(_Elementwise):
     """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
-    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. Two float32 per
+    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. Two numbers per
     element. Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
     """
 
@@ -123,7 +141,7 @@ class Adam(_Common):
 
 @dataclass(frozen=True, repr=False)
 class RowwiseAdam(Adam):
-    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one float32 per element and row."""
+    """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row."""
 
     op_name: ClassVar[str] = "rowwise_adam"
     state: ClassVar[State] = {"exp_avg": True, "exp_avg_sq": False}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from rec_kernels.nn.tables import EmbeddingConfig
@@ -12,15 +13,18 @@ KINDS = ("sum", "exp_avg", "exp_avg_sq")
 
 
 class StatePlaces:
-    """The places of the tables in flat float32 tensors.
+    """The places of the tables in flat tensors.
 
     Args:
         tables: the tables, in this order.
         kinds: name of a kind -> whether it has an element for every element of a table, and not only for every row.
+        dtype: of state for every element; state for rows is float32.
     """
 
-    def __init__(self, tables: list[EmbeddingConfig], kinds: dict[str, bool]) -> None:
-        self.kinds, self._tables = kinds, tables
+    def __init__(
+        self, tables: list[EmbeddingConfig], kinds: dict[str, bool], dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.kinds, self._tables, self._dtype = kinds, tables, dtype
         self.starts = table_starts([t.num_embeddings * t.embedding_dim for t in tables])
         self.rows = [0]
         for table in tables:
@@ -30,6 +34,10 @@ class StatePlaces:
     def is_elementwise(self) -> bool:
         """Whether some kind has an element for every element of a table."""
         return any(self.kinds.values())
+
+    def dtype(self, kind: str) -> torch.dtype:
+        """Of the flat tensor."""
+        return self._dtype if self.kinds[kind] else torch.float32
 
     def size(self, kind: str) -> int:
         """Elements of the flat tensor."""
@@ -46,4 +54,5 @@ class StatePlaces:
     def bytes(self, i: int) -> int:
         """Bytes of table i's state."""
         table = self._tables[i]
-        return sum(4 * table.num_embeddings * (table.embedding_dim if each else 1) for each in self.kinds.values())
+        sizes = {kind: table.embedding_dim if each else 1 for kind, each in self.kinds.items()}
+        return sum(self.dtype(kind).itemsize * table.num_embeddings * size for kind, size in sizes.items())

@@ -79,6 +79,7 @@ def quantize_rows(
     step: int = 0,
     table: int = 0,
     first_row: int = 0,
+    stream: int = 0,
     scale_rule: str | None = None,
     raise_not_finite: bool = True,
 ) -> Tensor:
@@ -88,7 +89,7 @@ def quantize_rows(
         x: float32, float16 or bfloat16 [N, D] on the CPU, D >= 1.
         format: one of ROW_FORMATS.
         rounding: "nearest" (ties to even) or "stochastic".
-        seed, step, table, first_row: of the random words (``philox.row_words``); "nearest" draws none.
+        seed, step, table, first_row, stream: of the random words (``philox.row_words``); "nearest" draws none.
         scale_rule: "floor" or "rceil" for block formats, by default "floor" with "nearest" and "rceil" with
             "stochastic"; the other formats have no such choice.
         raise_not_finite: whether an integer format refuses NaN and Inf; otherwise their row decodes to NaN.
@@ -109,7 +110,7 @@ def quantize_rows(
     values = x.detach().float().contiguous().numpy()
     words = None
     if rounding == "stochastic":
-        words = row_words(seed, step, table, first_row, rows, columns).numpy()
+        words = row_words(seed, step, table, first_row, rows, columns, stream).numpy()
     if format in FLOAT_BYTES:
         encoded = _quantize_float(values, format, words)
     elif format in INTEGER_BITS:
