@@ -49,6 +49,11 @@ def cpu_backends() -> Iterator[Backend]:
     yield from _counted(_cpu)
 
 
+def host_backends() -> Iterator[Backend]:
+    """Those that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
+    yield from _counted(_cpu, _emulated)
+
+
 def device_backends() -> Iterator[Backend]:
     """Those that run the CUDA kernels: emulated, and on a GPU where there is one."""
     yield from _counted(_emulated, _cuda)
