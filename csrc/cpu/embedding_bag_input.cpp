@@ -112,6 +112,11 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     read_one_table(layout, rows, columns, &in);
   }
   in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, features, include_last_offset);
+  if (in.bags.num_bags == 0) {  // no bag, and so no kernel, reads the one offset there is
+    Bounds bounds;
+    bounds.position = in.bags.bad_offset(0, 0);
+    in.raise(bounds);
+  }
   return in;
 }
 

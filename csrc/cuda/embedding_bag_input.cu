@@ -86,10 +86,12 @@ __device__ bool fits(const Moments& moments, const Feature& f, int64_t offset) {
 // One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
 // kernels trust what passes here, and do nothing where something does not.
 __global__ void __launch_bounds__(kThreads)
-    start_kernel(Features features, int64_t num_features, int64_t weights, int64_t output_dim, int64_t num_rows,
-                 int64_t max_dim, bool updates, Moments moments, int64_t* status) {
+    start_kernel(Features features, int64_t num_features, Bags bags, int64_t weights, int64_t output_dim,
+                 int64_t num_rows, int64_t max_dim, bool updates, Moments moments, int64_t* status) {
   if (threadIdx.x == 0) {
-    status[0] = kNoBadPosition;
+    // Without a bag, no other kernel reads the one offset there is.
+    const bool bad = bags.num_bags == 0 && bags.bad_offset(0, 0) != kNoBadPosition;
+    status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
     status[1] = 0;
   }
   __syncthreads();
@@ -139,8 +141,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
 Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
                   const Moments& moments) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, weights, in.output_dim,
-         in.num_rows, in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
+  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.num_features, in.bags, weights,
+         in.output_dim, in.num_rows, in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
   return status;
 }
 
