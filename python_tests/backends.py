@@ -110,6 +110,22 @@ def build(target: str, **options: str) -> Path:
     return BUILD / f"lib{target}.so"
 
 
+def sanitized_environment() -> dict[str, str]:
+    """The environment of a process that loads libraries built with AddressSanitizer.
+
+    Raises:
+        FileNotFoundError: the compiler has no such sanitizer.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    found = []
+    for name in ("libasan.so", "libubsan.so"):
+        done = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        found.append(done.stdout.strip())
+        if not Path(found[-1]).is_absolute():
+            raise FileNotFoundError(f"{compiler} has no {name}")
+    return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
 @functools.cache
 def emulated() -> object:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""

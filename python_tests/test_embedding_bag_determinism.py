@@ -13,7 +13,7 @@ import torch
 from backends import BUILD, device_backends, emulated, every_backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS, Call, Results, differences, select
 from embedding_bag_cases import make_case
-from embedding_bag_format_cases import every_format_once
+from embedding_bag_format_cases import EncodedCase, every_format_once
 
 from rec_kernels.testing import bag_lengths, use_threads
 
@@ -53,7 +53,9 @@ def test_threads() -> None:
             assert not differences(call.everything(), expected), threads
 
 
-def mixed_call(largest: int = 40, *, weighted: bool = True, most: int = 150, seed: int = 3) -> Call:
+def mixed_call(
+    largest: int = 40, *, weighted: bool = True, most: int = 150, floats: bool = False, seed: int = 3
+) -> Call:
     """All formats, two tables of two features each; empty bags, mean and sum, rows with more than a chunk."""
     dims = [largest, 5, 16, 3, largest - 7, 8, 12, largest // 2]
     tables = [(2 + t % 3, d) for t, d in enumerate(dims)]
@@ -61,7 +63,7 @@ def mixed_call(largest: int = 40, *, weighted: bool = True, most: int = 150, see
     lengths = [most, 0, 3, *[(5 * i) % 4 for i in range(3 * len(features) - 3)]]
     mean = [f % 3 == 1 for f in range(len(features))]
     case = make_case(tables, features, lengths, mean=mean, weighted=weighted, seed=seed)
-    return Call(every_format_once(case, seed))
+    return Call(EncodedCase(case, ["fp32"] * len(tables)) if floats else every_format_once(case, seed))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -76,18 +78,18 @@ def test_backends(weighted: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 @pytest.mark.parametrize("largest", [16, 100])
-def test_launch_shape(largest: int, optimizer: str) -> None:
-    """Lanes that share a row, columns that a lane keeps, blocks of the grid; which of them goes first.
+@pytest.mark.parametrize(("most", "floats"), [(4, False), (70, False), (70, True)])
+def test_launch_shape(most: int, floats: bool, largest: int, optimizer: str) -> None:
+    """Lanes that share a row, columns that a lane keeps, blocks of the grid (1, 2 or 3); which of them goes first.
 
     The kernels choose the first two by ``max_embedding_dim`` and the third by the number of ids, of which those that no
     bag names change nothing else.
     """
-    call = mixed_call(largest, most=100)
-    assert hot(call) > CHUNK // 2
+    call = mixed_call(largest, most=most, floats=floats)
     case, expected = call.case, call.everything(optimizers=[optimizer])
     ids, factors = case.values, case.per_sample_weights
     for backend in device_backends():
-        for widest, unused in ((largest, 700), (32, 0), (64, 700), (128, 0), (256, 700), (512, 0)):
+        for widest, unused in ((largest, 0), (largest, 700), (32, 0), (64, 700), (128, 0), (256, 700), (512, 0)):
             case.values = torch.cat([ids, ids.new_full((unused,), -7)])
             case.per_sample_weights = torch.cat([factors, torch.full((unused,), torch.nan)])
             if widest >= largest:
