@@ -73,14 +73,14 @@ class Ours:
 
     def __init__(self, optimizer: str, pooling: str, _: bool) -> None:
         options = {} if optimizer == "EXACT_SGD" else {"eps": EPS}
+        keys = [[k for k, of in zip(KEYS, FEATURES, strict=True) if of == t] for t in range(len(TABLES))]
         tables = [
-            rk.EmbeddingBagConfig(
-                e, d, name=f"t{t}", feature_names=[k for k, of in zip(KEYS, FEATURES, strict=True) if of == t],
-                pooling=pooling, init=lambda w, t=t: w.copy_(initial()[t]),
-            )
+            rk.EmbeddingBagConfig(e, d, name=f"t{t}", feature_names=keys[t], pooling=pooling)
             for t, (e, d) in enumerate(TABLES)
-        ]  # fmt: skip
+        ]
         self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, **options))
+        for weight, first in zip(self.tables(), initial(), strict=True):
+            weight.copy_(first)
 
     def forward(self, batch: Batch, factors: Tensor | None) -> Tensor:
         """[B, sum of D]."""
