@@ -49,6 +49,11 @@ def cpu_backends() -> Iterator[Backend]:
     yield from _counted(_cpu)
 
 
+def host_backends() -> Iterator[Backend]:
+    """Those that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
+    yield from _counted(_cpu, _emulated)
+
+
 def device_backends() -> Iterator[Backend]:
     """Those that run the CUDA kernels: emulated, and on a GPU where there is one."""
     yield from _counted(_emulated, _cuda)
@@ -103,6 +108,22 @@ def build(target: str, **options: str) -> Path:
         if done.returncode:
             raise RuntimeError(f"{target} cannot be built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
     return BUILD / f"lib{target}.so"
+
+
+def sanitized_environment() -> dict[str, str]:
+    """The environment of a process that loads libraries built with AddressSanitizer.
+
+    Raises:
+        FileNotFoundError: the compiler has no such sanitizer.
+    """
+    compiler = os.environ.get("CXX", "c++")
+    found = []
+    for name in ("libasan.so", "libubsan.so"):
+        done = subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        found.append(done.stdout.strip())
+        if not Path(found[-1]).is_absolute():
+            raise FileNotFoundError(f"{compiler} has no {name}")
+    return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
 @functools.cache

@@ -1,5 +1,8 @@
 """Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
 
+`--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids go to the emulated
+kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py makes and checks them).
+
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
 test-gpu` runs it under memcheck (accesses outside of memory) and racecheck (races in shared memory).
 """
@@ -14,8 +17,9 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import embedding_bag_fuzz
 import torch
-from backends import OnCuda
+from backends import Backend, OnCuda, build, emulated, sanitized_environment
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
@@ -175,11 +179,31 @@ def run_under_sanitizer() -> int:
     return 0
 
 
+def fuzz(count: int, first: int) -> int:
+    """Checks calls on the emulated kernels, in a process that has the sanitizers; its exit status."""
+    if "REC_KERNELS_TEST_LIBRARY" not in os.environ:
+        library = {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
+        command = [sys.executable, __file__, "--fuzz", str(count), "--seed", str(first)]
+        return subprocess.run(command, env=sanitized_environment() | library).returncode
+    backend = Backend("cuda_emulated", emulated())
+    calls = [embedding_bag_fuzz.bad_call(seed) for seed in range(first, first + count)]
+    for call in calls:
+        embedding_bag_fuzz.check(call, backend)
+    wrong = sum(call.complaint is not None for call in calls)
+    print(f"{count} calls, {wrong} of them wrong: every result is right, every fault is noted")
+    return 0
+
+
 def main() -> int:
     """The command."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sanitizer", action="store_true", help="within compute-sanitizer, where it is installed")
-    if parser.parse_args().sanitizer:
+    parser.add_argument("--fuzz", type=int, metavar="N", help="N wrong calls of the emulated kernels")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them (default: 0)")
+    options = parser.parse_args()
+    if options.fuzz is not None:
+        return fuzz(options.fuzz, options.seed)
+    if options.sanitizer:
         return run_under_sanitizer()
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():

@@ -1,13 +1,11 @@
 """The emulator of CUDA kernels finds what it promises to find, and the real kernels run clean under the sanitizers."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from backends import ROOT, build
+from backends import ROOT, build, sanitized_environment
 
 NONE, LANE_MISSING, OTHER_COLLECTIVE, LANE_NOT_IN_MASK, BARRIER_MISSED = range(5)
 MISALIGNED, UNWRITTEN_SHARED, RACE, OUTSIDE, OUTSIDE_SHARED = range(5, 10)
@@ -22,14 +20,7 @@ def planted():
 @pytest.fixture(scope="module")
 def asan() -> dict[str, str]:
     """The environment of a process that loads sanitized libraries."""
-    compiler = os.environ.get("CXX", "c++")
-    names = ("libasan.so", "libubsan.so")
-    found = [
-        subprocess.run([compiler, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip()
-        for name in names
-    ]
-    assert all(Path(path).is_absolute() for path in found), f"{compiler} has no {names}"
-    return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+    return sanitized_environment()
 
 
 def run(code: str, environment: dict[str, str]) -> subprocess.CompletedProcess:

@@ -1,8 +1,9 @@
-"""sanitize_cuda.py without a GPU: its selection is whole and right, and it finds and heeds compute-sanitizer."""
+"""sanitize_cuda.py without a GPU: its selection is whole and right, it finds and heeds compute-sanitizer, it fuzzes."""
 
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,3 +110,19 @@ def test_a_machine_without_the_tool_gets_a_message(
     monkeypatch.setenv("PATH", "")
     assert run_under_sanitizer() == 0
     assert "left out" in capsys.readouterr().out
+
+
+def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
+    """No kernel reads or writes outside of a tensor, whatever the bags say; calls of other seeds than elsewhere."""
+    command = [sys.executable, sanitize_cuda.__file__, "--fuzz", "300", "--seed", "1000"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.startswith("300 calls, ")
+
+
+def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here of the CPU's ops, which raise where a device is expected to note."""
+    monkeypatch.setenv("REC_KERNELS_TEST_LIBRARY", "not asked for")
+    monkeypatch.setattr(sanitize_cuda, "emulated", lambda: torch.ops.rec_kernels)
+    with pytest.raises(AssertionError, match=r"cuda_emulated: BadCall\(sample=Sample\("):
+        sanitize_cuda.fuzz(30, 0)

@@ -129,6 +129,11 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   in.bags =
       read_bags(in.values, in.offsets, in.per_sample_weights, options, in.bag_starts, features, include_last_offset);
   if (in.bags.starts) check_bag_starts(in.bags);
+  if (in.bags.num_bags == 0) {  // no bag, and so no kernel, reads the one offset there is
+    Bounds bounds;
+    bounds.position = in.bags.bad_offset(0, 0);
+    in.raise(bounds);
+  }
   return in;
 }
 

@@ -90,7 +90,9 @@ __global__ void __launch_bounds__(kThreads)
     start_kernel(Features features, Bags bags, int64_t weights, int64_t output_dim, int64_t num_rows, int64_t max_dim,
                  bool updates, Moments moments, int64_t* status) {
   if (threadIdx.x == 0) {
-    status[0] = kNoBadPosition;
+    // Without a bag, no other kernel reads the one offset there is.
+    const bool bad = bags.num_bags == 0 && bags.bad_offset(0, 0) != kNoBadPosition;
+    status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
     status[1] = 0;
   }
   __syncthreads();

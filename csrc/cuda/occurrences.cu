@@ -159,11 +159,12 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
               places,
               N,
               N / kChunk + N / (kChunk + 1) + 1};
+  // Also where there are no ids: this is what reads the offsets.
+  write_entries(in, {in.features, in.bags, keys, payloads, bag_of, coefficients, left_out, status}, stream);
   if (N == 0) {
     launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, places);
     return out;
   }
-  write_entries(in, {in.features, in.bags, keys, payloads, bag_of, coefficients, left_out, status}, stream);
   sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), like, stream);
   const dim3 grid = blocks_for(N + 1, 1);
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);

@@ -1,0 +1,88 @@
+"""An encoded case on backends, op by op, against the reference, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from backends import Backend
+from embedding_bag_cases import Case
+from embedding_bag_format_cases import INT64_MAX, STEP, EncodedCase
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from torch import Tensor
+
+from rec_kernels.testing import same_bits
+
+Backends = Callable[[], Iterator[Backend]]
+
+
+def expected_status(case: Case) -> list[int]:
+    """The position of the first id of a bag that is outside of its table, and how many there are."""
+    sizes = torch.tensor([case.tables[t][0] for t in case.features]).repeat_interleave(case.batch)
+    limits, first = sizes.repeat_interleave(case.offsets.diff().long()), int(case.offsets[0])
+    ids = case.values[first : first + len(limits)].long()
+    bad = ((ids < 0) | (ids >= limits)).nonzero().flatten() + first
+    return [int(bad[0]) if len(bad) else INT64_MAX, len(bad)]
+
+
+def check_lookups(encoded: EncodedCase, backends: Backends, **options) -> None:
+    """Output, status and the gradient of per_sample_weights."""
+    case, layout = encoded.case, encoded.layout | options
+    output, factors, status = case.expected_output(), case.expected_factor_gradient(), expected_status(case)
+    values, offsets, _ = case.jagged
+    for backend in backends():
+        found, noted = backend.ops.embedding_bag(encoded.flat, *case.jagged, **layout)
+        assert same_bits(found, output), ("output", backend.name)
+        assert noted.tolist() == status, ("status", backend.name)
+        found = backend.ops.embedding_bag_backward_per_sample_weights(
+            case.grad, encoded.flat, values, offsets, **layout
+        )
+        assert same_bits(found, factors), ("gradient of per_sample_weights", backend.name)
+
+
+def check_gradients(case: Case, backends: Backends, **options) -> None:
+    """Dense and sparse gradients of the tables, which are float32 to them."""
+    dense, touched = case.expected_dense_gradient(), sorted(case.row_gradients)
+    row_grads = torch.cat([torch.zeros(0), *(case.row_gradients[key] for key in touched)])
+    given = (case.grad, list(case.weights.shape), *case.jagged)
+    for backend in backends():
+        found = backend.ops.embedding_bag_backward_dense(*given, **case.layout, **options)
+        assert same_bits(found, dense), ("dense gradient", backend.name)
+        rows, found, counts = backend.ops.embedding_bag_backward_sparse(*given, **case.layout, **options)
+        assert rows.tolist() == [row for _, row in touched], ("rows of the sparse gradient", backend.name)
+        assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.features], backend.name
+        assert same_bits(found, row_grads), ("sparse gradient", backend.name)
+
+
+def check_update(
+    encoded: EncodedCase, optimizer: str, rounding: str, backends: Backends, grad_scale: float = 1.0, **options
+) -> None:
+    """Bytes, state and step after a fused update; what no id names, and what lies between tables, stays."""
+    scale = (1 / torch.tensor(grad_scale)).item()
+    if grad_scale != 1:
+        options["grad_scale"] = torch.tensor(grad_scale)
+    if optimizer in ELEMENTWISE:
+        moments = MomentCase(encoded, optimizer)
+        update, (flat, state) = functools.partial(moments.update, rounding), moments.expected(rounding, scale)
+    else:
+        flat, state = encoded.expected_update(optimizer, rounding, scale)
+        update = functools.partial(encoded.update, optimizer, rounding)
+    for backend in backends():
+        found, found_state, step = update(backend.ops, **options)
+        assert encoded.same_tables(found, flat), ("rows", changed_tables(encoded, found, flat), backend.name)
+        assert not differing(found_state, state), ("state", differing(found_state, state), backend.name)
+        assert step.item() == STEP + 1, backend.name
+
+
+def changed_tables(encoded: EncodedCase, found: Tensor, expected: Tensor) -> list[tuple]:
+    """Those with other bytes; none: it is the bytes between them."""
+    kinds = zip(encoded.case.tables, encoded.formats, encoded.split(found), encoded.split(expected), strict=True)
+    return [(*shape, format) for shape, format, a, b in kinds if not torch.equal(a, b)]
+
+
+def differing(found: Tensor | dict[str, Tensor], expected: Tensor | dict[str, Tensor]) -> list[str]:
+    """Names of the state that has other bits."""
+    if isinstance(found, Tensor):
+        found, expected = {"sum": found}, {"sum": expected}
+    return [name for name, t in expected.items() if not same_bits(found[name], t)]

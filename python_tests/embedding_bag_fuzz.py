@@ -1,0 +1,256 @@
+"""Jagged input with anything wrong in it: seeded calls, what is wrong with each, and what the ops must make of it."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+from backends import Backend
+from embedding_bag_call_cases import ALL_OPTIMIZERS
+from embedding_bag_cases import EPS, LR
+from embedding_bag_checks import Backends, check_gradients, check_lookups, check_update, expected_status
+from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase
+from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from embedding_bag_samples import Sample
+from torch import Tensor
+
+from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.testing import same_bits
+
+INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+FORWARDS = ("embedding_bag", "embedding_bag_fused")
+BACKWARDS = ("dense", "sparse", "per_sample_weights", "fused_")
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What must be said of a call.
+
+    ``noted`` is what a device writes to ``status``; None: the host has seen it, and raises there as well.
+    """
+
+    error: type[Exception]
+    message: str
+    noted: int | None
+
+
+@dataclass
+class BadCall:
+    """A sample, and numbers that are written over its offsets and ids: (place, number). ``cut`` offsets are missing."""
+
+    sample: Sample
+    offsets: list[tuple[int, int]] = field(default_factory=list)
+    values: list[tuple[int, int]] = field(default_factory=list)
+    cut: int = 0
+
+    @functools.cached_property
+    def encoded(self) -> EncodedCase:
+        """The call."""
+        encoded = self.sample.encoded()
+        case = encoded.case
+        _ = case.grad, encoded.layout, case.sum, case.weights  # whose shapes are those of the call before
+        for name in ("offsets", "values"):
+            for place, number in getattr(self, name):
+                getattr(case, name)[place] = number
+        case.offsets = case.offsets[: len(case.offsets) - self.cut].clone()
+        return encoded
+
+    @functools.cached_property
+    def complaint(self) -> Complaint | None:
+        """The first thing that is wrong: the number of offsets, an offset, an id that may not be ignored."""
+        case, features = self.encoded.case, len(self.sample.features)
+        count = len(case.offsets)
+        if count == 0 or (count - 1) % features:
+            found = "none" if count == 0 else f"{count} for {features} features"
+            return Complaint(ValueError, f"offsets must have num_features * batch + 1 elements, got {found}", None)
+        return _bad_offset(case.offsets.tolist(), len(case.values), case.batch) or self._bad_id()
+
+    def _bad_id(self) -> Complaint | None:
+        case = self.encoded.case
+        position, _ = expected_status(case)
+        if position == INT64_MAX or self.sample.bounds_check != "error":
+            return None
+        bag = int((case.offsets[:-1] <= position).nonzero()[-1])  # of several that start there, the one that has ids
+        feature, limit = bag // case.batch, case.tables[case.features[bag // case.batch]][0]
+        place = f"values[{position}] = {int(case.values[position])} (feature {feature}, bag {bag % case.batch})"
+        text = f"{place} is out of range: ids of this feature must be in [0, {limit})"
+        return Complaint(IndexError, text, position)
+
+    @property
+    def options(self) -> dict[str, str]:
+        """Of every op."""
+        return {"bounds_check": self.sample.bounds_check}
+
+    def forward(self, op: str, ops=torch.ops.rec_kernels) -> tuple[Tensor, Tensor]:
+        """Output and status."""
+        encoded, jagged = self.encoded, self.encoded.case.jagged
+        if op == "embedding_bag":
+            return ops.embedding_bag(encoded.flat, *jagged, **encoded.layout, **self.options)
+        state = (encoded.flat, None, torch.tensor(STEP), torch.tensor(LR), torch.empty(0))
+        options = self.options | {"optimizer": "sgd", "eps": EPS}
+        return ops.embedding_bag_fused(*state, *jagged, **encoded.layout, **options)
+
+    def backward(self, op: str, ops=torch.ops.rec_kernels) -> Tensor | tuple[Tensor, ...]:
+        """The gradient, or of "fused_" bytes, step and all state."""
+        encoded, case = self.encoded, self.encoded.case
+        values, offsets, _ = case.jagged
+        if op == "fused_":
+            return self._update(ops)
+        if op == "per_sample_weights":
+            given, layout = (case.grad, encoded.flat, values, offsets), encoded.layout
+        else:
+            given, layout = (case.grad, list(case.weights.shape), *case.jagged), case.layout
+        return getattr(ops, f"embedding_bag_backward_{op}")(*given, **layout, **self.options)
+
+    @functools.cached_property
+    def moments(self) -> MomentCase | None:
+        """With state for every element, if the sample's optimizer has it."""
+        optimizer = self.sample.optimizer
+        return MomentCase(self.encoded, optimizer) if optimizer in ELEMENTWISE else None
+
+    def _update(self, ops) -> tuple[Tensor, ...]:
+        sample = self.sample
+        if self.moments is None:
+            flat, state, step = self.encoded.update(sample.optimizer, sample.rounding, ops, **self.options)
+            return flat, step, state
+        flat, state, step = self.moments.update(sample.rounding, ops, **self.options)
+        return (flat, step, *state.values())
+
+    def before(self) -> tuple[Tensor, ...]:
+        """What "fused_" starts from."""
+        state = [self.encoded.case.sum] if self.moments is None else self.moments.state.values()
+        return (self.encoded.flat, torch.tensor(STEP), *state)
+
+
+def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
+    for i, offset in enumerate(offsets):
+        bag = max(i - 1, 0)
+        where = (bag // batch, bag % batch) if batch else (0, 0)
+        place = f"offsets[{i}] = {offset} (feature {where[0]}, bag {where[1]})"
+        if i > 0 and offset < offsets[i - 1]:
+            text = f"{place} is below the offset before it, {offsets[i - 1]}"
+        elif not 0 <= offset <= ids:
+            text = f"{place} must be in [0, {ids}], the number of values"
+        else:
+            continue
+        return Complaint(ValueError, text, INT64_MIN + 1 + i)
+    return None
+
+
+def _sample(r: random.Random) -> Sample:
+    bounds_check = r.choice(["error", "error", "ignore", "none"])
+    # Bad offsets hand a feature the ids of another one, which "none" trusts: they must fit every table.
+    rows = [1, 2, 5, 40] if bounds_check != "none" else [5]
+    tables = [(r.choice(rows), r.choice([1, 3, 16, 33, 130]), r.choice(BAG_FORMATS)) for _ in range(r.randint(1, 3))]
+    features = [(r.randrange(len(tables)), r.choice(["sum", "mean"])) for _ in range(r.randint(1, 4))]
+    batch = r.choice([0, 1, 2, 3, 5, 5])
+    return Sample(
+        tables,
+        features,
+        [[r.choice([0, 1, 2, 4, r.choice([3, 70])]) for _ in range(batch)] for _ in features],
+        weighted=r.random() < 0.5,
+        padding_idx=r.choice([-1, 0, 3]),
+        bounds_check=bounds_check,
+        ids=r.choice([32, 64]),
+        offsets=r.choice([32, 64]),
+        gaps=r.choice([0, 1]),
+        optimizer=r.choice(ALL_OPTIMIZERS),
+        rounding=r.choice(ROUNDINGS),
+        seed=r.randrange(1000),
+    )
+
+
+def _number(r: random.Random, bits: int, near: list[int]) -> int:
+    """One near a limit, one at an end of the type, or any."""
+    low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+    ends = [low, low + 1, high, high - 1, -(2**31), 2**31 - 1]
+    wide = [2**31, 2**32, -(2**32), 2**32 + 1, 2**40] if bits == 64 else []
+    return r.choice([r.choice(near), r.choice(near), r.choice(ends + wide), r.randint(low, high)])
+
+
+def bad_call(seed: int) -> BadCall:
+    """A call with nothing to three numbers wrong; some of them turn out to be harmless."""
+    r = random.Random(seed)
+    call = BadCall(_sample(r))
+    sample, offsets = call.sample, call.encoded.case.offsets.tolist()
+    ids, features = offsets[-1], len(sample.features)
+    if features > 1 and r.random() < 0.1:
+        fewer = [n for n in range(1, len(offsets) + 1) if n == len(offsets) or (len(offsets) - n - 1) % features]
+        return replace(call, cut=r.choice(fewer))
+    of_offsets, of_ids = [], []
+    names = r.choice(["ids", "ids", "offsets", "offsets", "ids offsets"]).split()
+    for _ in range(r.choice([0, 1, 1, 1, 2, 3])):
+        if r.choice(names) == "offsets":
+            i = r.choice([0, len(offsets) - 1, *(r.randrange(len(offsets)) for _ in range(4))])
+            near = [-1, 1, ids + 1, ids, offsets[max(i - 1, 0)] - 1, offsets[min(i + 1, len(offsets) - 1)] + 1]
+            of_offsets.append((i, _number(r, sample.offsets, near)))
+        elif ids and sample.bounds_check != "none":
+            near = [-1, *(e for e, _, _ in sample.tables), *(e + 1 for e, _, _ in sample.tables)]
+            of_ids.append((r.randrange(ids), _number(r, sample.ids, near)))
+    return replace(call, offsets=of_offsets, values=of_ids)
+
+
+def check(call: BadCall, backend: Backend) -> None:
+    """One call on one backend; a failure says which call it was."""
+    try:
+        if call.complaint is None:
+            check_right(call, backend)
+        elif call.complaint.noted is None or backend.kind == "cpu":
+            check_raises(call, backend)
+        else:
+            check_status(call, backend)
+    except Exception as error:
+        raise AssertionError(f"{backend.name}: {call}: {call.complaint}: {error!r}") from error
+
+
+def check_right(call: BadCall, backend: Backend) -> None:
+    """A call that nothing is wrong with gives what the reference says, ids that are ignored left out."""
+    here = one(backend)
+    check_lookups(call.encoded, here, **call.options)
+    check_gradients(call.encoded.case, here, **call.options)
+    check_update(call.encoded, call.sample.optimizer, call.sample.rounding, here, **call.options)
+
+
+def one(backend: Backend) -> Backends:
+    """That backend alone."""
+    return lambda: iter([backend])
+
+
+def raised(function: Callable[[], object]) -> Exception | None:
+    """What a call raises."""
+    try:
+        function()
+    except (IndexError, ValueError, RuntimeError) as error:
+        return error
+    return None
+
+
+def check_raises(call: BadCall, backend: Backend) -> None:
+    """Every op says the same, and nothing has changed."""
+    before = [t.clone() for t in call.before()]
+    for run, names in ((call.forward, FORWARDS), (call.backward, BACKWARDS)):
+        for op in names:
+            error = raised(lambda run=run, op=op: run(op, backend.ops))
+            assert type(error) is call.complaint.error, (op, error)
+            assert str(error).startswith(call.complaint.message), (op, error)
+    assert all(map(same_bits, call.before(), before)), "an op that raised has changed something"
+
+
+def check_status(call: BadCall, backend: Backend) -> None:
+    """On a device nothing is raised: the status has it, no update happens, every result is finite."""
+    complaint, ops = call.complaint, backend.ops
+    for op in FORWARDS:
+        output, status = call.forward(op, ops)
+        assert status[0].item() == complaint.noted, (op, status)
+        assert output.isfinite().all(), op
+    assert all(map(same_bits, call.backward("fused_", ops), call.before())), "the update changed something"
+    assert call.backward("per_sample_weights", ops).isfinite().all()
+    if complaint.error is IndexError:  # gradients have no status; they leave the id out
+        check_gradients(call.encoded.case, one(backend), **call.options)
+        return
+    assert not call.backward("dense", ops).any(), "a dense gradient of bad offsets"
+    error = raised(lambda: call.backward("sparse", ops))  # whose size the host must know
+    assert "the layout or the offsets are not valid" in str(error), error

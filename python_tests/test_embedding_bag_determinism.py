@@ -1,0 +1,200 @@
+"""The promises of docs/numerics.md, "Promises": on what the bits of embedding_bag and its updates do not depend."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import BUILD, device_backends, emulated, every_backend
+from embedding_bag_call_cases import ALL_OPTIMIZERS, Call, Results, differences, select
+from embedding_bag_cases import make_case
+from embedding_bag_format_cases import EncodedCase, every_format_once
+
+from rec_kernels.testing import bag_lengths, use_threads
+
+EMULATED = "librec_kernels_emulated.so"
+CHUNK = 64  # of docs/numerics.md, "Row gradients"
+PIECE = 32768  # floats that a thread takes at a time, or more than that (csrc/cpu)
+
+
+def hot(call: Call) -> int:
+    """Occurrences of the row that has the most in one feature."""
+    counts = [torch.bincount(call.case.values[call.ids_of(f)].long()).max() for f in range(len(call.features))]
+    return int(max(counts))
+
+
+def threaded_call() -> Call:
+    """Tables of all formats; the first two features' rows are sorted by all threads together, one of them is hot."""
+    tables = [(3000, 24), *[(500 + 10 * t, 9 + 3 * t) for t in range(7)]]
+    features, batch = [0, *range(8), 0], 1600
+    generator = torch.Generator().manual_seed(1)
+    lengths = [bag_lengths(batch, 14 if t == 0 else 2, generator, empty=0.1) for t in features]
+    mean = [f % 4 == 1 for f in range(len(features))]
+    case = make_case(tables, features, torch.cat(lengths).tolist(), mean=mean, weighted=True, seed=2)
+    case.values[torch.rand(len(case.values), generator=generator) < 0.3] = 5
+    return Call(every_format_once(case))
+
+
+def test_threads() -> None:
+    """Number of threads: each of them has work to do, up to a row whose sum has chunks of chunks."""
+    call = threaded_call()
+    most = len(call.case.values[call.ids_of(0)]) * 24
+    assert most > 5 * PIECE
+    assert hot(call) > CHUNK * CHUNK
+    with use_threads(1):
+        expected = call.everything()
+    for threads in (2, 3, 5):
+        with use_threads(threads):
+            assert not differences(call.everything(), expected), threads
+
+
+def mixed_call(
+    largest: int = 40, *, weighted: bool = True, most: int = 150, floats: bool = False, seed: int = 3
+) -> Call:
+    """All formats, two tables of two features each; empty bags, mean and sum, rows with more than a chunk."""
+    dims = [largest, 5, 16, 3, largest - 7, 8, 12, largest // 2]
+    tables = [(2 + t % 3, d) for t, d in enumerate(dims)]
+    features = [0, 1, 2, 3, 2, 4, 5, 6, 7, 0]
+    lengths = [most, 0, 3, *[(5 * i) % 4 for i in range(3 * len(features) - 3)]]
+    mean = [f % 3 == 1 for f in range(len(features))]
+    case = make_case(tables, features, lengths, mean=mean, weighted=weighted, seed=seed)
+    return Call(EncodedCase(case, ["fp32"] * len(tables)) if floats else every_format_once(case, seed))
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_backends(weighted: bool) -> None:
+    """Instruction set, and CPU or CUDA: every optimizer and every format."""
+    call = mixed_call(weighted=weighted)
+    assert hot(call) > CHUNK
+    expected = call.everything()
+    for backend in every_backend():
+        assert not differences(call.everything(backend.ops), expected), backend.name
+
+
+@pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
+@pytest.mark.parametrize("largest", [16, 100])
+@pytest.mark.parametrize(("most", "floats"), [(4, False), (70, False), (70, True)])
+def test_launch_shape(most: int, floats: bool, largest: int, optimizer: str) -> None:
+    """Lanes that share a row, columns that a lane keeps, blocks of the grid (1, 2 or 3); which of them goes first.
+
+    The kernels choose the first two by ``max_embedding_dim`` and the third by the number of ids, of which those that no
+    bag names change nothing else.
+    """
+    call = mixed_call(largest, most=most, floats=floats)
+    case, expected = call.case, call.everything(optimizers=[optimizer])
+    ids, factors = case.values, case.per_sample_weights
+    for backend in device_backends():
+        for widest, unused in ((largest, 0), (largest, 700), (32, 0), (64, 700), (128, 0), (256, 700), (512, 0)):
+            case.values = torch.cat([ids, ids.new_full((unused,), -7)])
+            case.per_sample_weights = torch.cat([factors, torch.full((unused,), torch.nan)])
+            if widest >= largest:
+                found = call.everything(backend.ops, [optimizer], max_embedding_dim=widest)
+                assert not differences(found, expected), (backend.name, widest)
+
+
+def test_launch_shape_of_long_sums() -> None:
+    """The same of sums of three levels."""
+    call = mixed_call(16, most=CHUNK * CHUNK + 70)
+    assert hot(call) > CHUNK * 20
+    expected = call.update("adam")
+    for backend in device_backends():
+        for widest in (16, 64, 128, 256, 512):
+            assert not differences(call.update("adam", backend.ops, max_embedding_dim=widest), expected), backend.name
+
+
+def shuffled(tables: list[int], generator: torch.Generator) -> list[int]:
+    """The features in a random order, in which those of one table keep theirs."""
+    order = torch.randperm(len(tables), generator=generator).tolist()
+    for table in set(tables):
+        slots = [i for i, f in enumerate(order) if tables[f] == table]
+        for slot, f in zip(slots, sorted(order[i] for i in slots), strict=True):
+            order[slot] = f
+    return order
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_order_of_features(weighted: bool) -> None:
+    """Order of the features in the call, where those that share a table keep theirs; order of the tables in memory."""
+    call, generator = mixed_call(weighted=weighted), torch.Generator().manual_seed(4)
+    expected = call.everything()
+    for number in range(4):
+        features = shuffled(call.case.features, generator)
+        tables = torch.randperm(8, generator=generator).tolist() if number % 2 else list(range(8))
+        moved = select(call, features, tables)
+        assert moved.features != call.features
+        for backend in every_backend():
+            found = moved.everything(backend.ops)
+            assert found.keys() == expected.keys()
+            assert not differences(found, expected), (backend.name, features, tables)
+
+
+def test_order_of_features_that_share_a_table() -> None:
+    """This one counts: docs/numerics.md adds a row's occurrences up by feature."""
+    call = mixed_call()
+    features = [9, *range(1, 9), 0]
+    changed = differences(select(call, features, list(range(8))).everything(), call.everything())
+    assert ("dense", 0) in changed
+    assert {number for what, number in changed} == {0}  # table 0
+    assert not {what for what, number in changed} & {"output", "gradient of factors", "rows"}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_other_tables_of_the_call(weighted: bool) -> None:
+    """A table by itself, and beside one other: what it has beside all of them, whose pooling, width, format differ."""
+    call = mixed_call(weighted=weighted)
+    expected = call.everything()
+    for table in range(8):
+        for tables in ([table], [table, (table + 3) % 8]):
+            features = [f for f, t in enumerate(call.case.features) if t in tables]
+            part = select(call, features, tables)
+            for backend in every_backend():
+                assert not differences(part.everything(backend.ops), expected), (backend.name, tables)
+
+
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+@pytest.mark.parametrize("offsets", [torch.int32, torch.int64])
+def test_integer_widths(ids: torch.dtype, offsets: torch.dtype) -> None:
+    """Ids and offsets of 32 or 64 bits, each on its own."""
+    call = mixed_call()
+    assert call.case.values.dtype == call.case.offsets.dtype == torch.int64
+    expected = call.everything()
+    call.case.values, call.case.offsets = call.case.values.to(ids), call.case.offsets.to(offsets)
+    for backend in every_backend():
+        assert not differences(call.everything(backend.ops), expected), backend.name
+
+
+def digest(results: Results) -> str:
+    """The bits of results, in short."""
+    found = hashlib.sha256()
+    for key in sorted(results):
+        found.update(repr((key, results[key].shape)).encode())
+        found.update(results[key].contiguous().numpy().tobytes())
+    return found.hexdigest()
+
+
+def digests() -> list[str]:
+    """Of a large call on the CPU, and of a small one on the CPU and with the emulated kernels."""
+    small = mixed_call()
+    return [digest(r) for r in (threaded_call().everything(), small.everything(), small.everything(emulated()))]
+
+
+def test_runs() -> None:
+    """Run to run: within a process, and in another one with other memory, threads and addresses."""
+    expected = digests()
+    assert expected[1] == expected[2]
+    assert digests() == expected
+    here = Path(__file__).parent
+    code = "import test_embedding_bag_determinism as t; print(*t.digests())"
+    changes = {
+        "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
+        "OMP_NUM_THREADS": "3",
+        "MALLOC_PERTURB_": "85",  # what glibc fills new memory with, and memory that was given back
+        "REC_KERNELS_TEST_LIBRARY": os.environ.get("REC_KERNELS_TEST_LIBRARY") or str(BUILD / EMULATED),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | changes, capture_output=True, text=True)
+    assert done.stdout.split() == expected, done.stderr
