@@ -35,7 +35,8 @@ def draw(document: dict, folder: Path) -> str:
         handles, labels = axes[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper right", ncols=len(labels), frameon=False)
         about = document["machine"]
-        title = f"{heading}, ms\n{about['cpu']}, {about['threads']} threads"
+        threads = "1 thread" if about["threads"] == 1 else f"{about['threads']} threads"
+        title = f"{heading}\n{about['cpu']}, {threads}"
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         paths.append(folder / f"tuning-{direction}.png")
         figure.savefig(paths[-1], dpi=DPI)
@@ -44,6 +45,8 @@ def draw(document: dict, folder: Path) -> str:
 
 def _panel(axes, document: dict, sweep: str, direction: str) -> None:
     """Measured points, the model's line and FBGEMM's points over the values of a parameter."""
+    from matplotlib.ticker import LogLocator
+
     rows = [row for row in document["points"] if row["sweep"] in ("base", sweep)]
     named = [(Point.read({**row, "sweep": sweep}).value, row) for row in rows]
     if sweep == "format":
@@ -57,10 +60,14 @@ def _panel(axes, document: dict, sweep: str, direction: str) -> None:
             axes.set_yscale("log")
             axes.set_xticks(places, [f"{value:,}" for value in places], rotation=45, ha="right")
             axes.minorticks_off()
+            # At least a few labels where all lies within a power of ten.
+            axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
     rows = [row for _, row in named]
     style = {"linestyle": "none" if sweep == "format" else "-", "marker": "_" if sweep == "format" else None}
-    axes.plot(places, [row[direction]["ours"]["ms"] for row in rows], "o", color=OURS, label="measured")
+    faces = [OURS if row["model"]["fitted"] else "white" for row in rows]
+    ours = [row[direction]["ours"]["ms"] for row in rows]
+    axes.scatter(places, ours, 36, faces, edgecolors=OURS, zorder=3, label="measured (hollow: not fitted to)")
     axes.plot(
         places, [row["model"][direction]["ms"] for row in rows], color=OURS, markersize=14, label="model", **style
     )
