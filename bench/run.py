@@ -82,8 +82,8 @@ def table(groups: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
-def machine(args: argparse.Namespace) -> dict[str, object]:
-    """Where and with what the figures were taken."""
+def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
+    """Where and with what the figures were taken; ``threads``: 0 for torch's choice."""
     import torch
 
     import rec_kernels
@@ -97,11 +97,11 @@ def machine(args: argparse.Namespace) -> dict[str, object]:
     ).stdout.strip()
     about = rec_kernels.build_info()
     return {
-        "command": "python -m bench.run " + " ".join(sys.argv[1:]),
+        "command": " ".join([command, *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "commit": commit,
         "cpu": cpu or platform.processor(),
-        "threads": args.threads or torch.get_num_threads(),
+        "threads": threads or torch.get_num_threads(),
         **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
     }
 
@@ -115,7 +115,7 @@ def main() -> None:
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
     groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
-    about = machine(args)
+    about = machine(args.threads)
     print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
     print(table(groups))
     output = args.output or RESULTS / f"cpu-{about['threads']}threads.json"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,19 @@ from torch import Tensor
 #: Batches of ids a benchmark cycles through: a training step never sees the same ids twice in a row, and rows of the
 #: last batch would otherwise still be in the cache.
 BATCHES = 6
+
+
+@functools.lru_cache(maxsize=2)
+def _zipf_shares(rows: int, exponent: float) -> np.ndarray:
+    """[rows]: how often the first k ranks are drawn, together."""
+    shares = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
+    return shares / shares[-1]
+
+
+@functools.lru_cache(maxsize=32)
+def _places(rows: int, table: int) -> np.ndarray:
+    """[rows]: where in a table each rank is."""
+    return np.random.default_rng(table).permutation(rows)
 
 
 @dataclass(frozen=True)
@@ -30,9 +44,8 @@ class Workload:
         rng, n = np.random.default_rng(seed), self.batch * self.bag
         if self.zipf is None:
             return torch.from_numpy(rng.integers(0, self.rows, self.tables * n))
-        shares = np.cumsum(1.0 / np.arange(1, self.rows + 1) ** self.zipf)
-        ranks = np.searchsorted(shares / shares[-1], rng.random((self.tables, n)))
-        places = [np.random.default_rng(t).permutation(self.rows) for t in range(self.tables)]
+        ranks = np.searchsorted(_zipf_shares(self.rows, self.zipf), rng.random((self.tables, n)))
+        places = [_places(self.rows, t) for t in range(self.tables)]
         return torch.from_numpy(
             np.concatenate([p[np.minimum(r, self.rows - 1)] for p, r in zip(places, ranks, strict=True)])
         )

@@ -13,11 +13,11 @@ from bench.shapes import BATCHES, WORKLOADS, Workload
 
 
 class Subject:
-    """One workload. Benchmarks derive from it and build what they time when it is first asked for."""
+    """A workload and its batches. Benchmarks derive from it and build what they time when it is first asked for."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, batches: int = BATCHES) -> None:
         self.workload = workload
-        self.batches = [workload.ids(seed) for seed in range(BATCHES)]
+        self.batches = [workload.ids(seed) for seed in range(batches)]
         self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
         self._built: dict[object, object] = {}
 

@@ -10,6 +10,8 @@ import pytest
 
 # The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
 WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3
+# Of a turn: a median of fewer is no median.
+LEAST_CALLS = 3
 
 
 def turned(names: Iterable[str], config: pytest.Config) -> list[str]:
@@ -35,3 +37,29 @@ def time_calls(benchmark, function: Callable[[int], object], inputs: int, rounds
         drop_result(next(turn))
     benchmark.extra_info["bytes"] = num_bytes
     benchmark.pedantic(drop_result, setup=lambda: ((next(turn),), {}), rounds=rounds)
+
+
+def take_turns(
+    functions: dict[str, Callable[[int], object]], inputs: int, *, turns: int, seconds: float, first: int = 0
+) -> dict[str, list[float]]:
+    """Seconds of the calls of several functions of the numbers 0 .. inputs - 1, measured within one another's reach.
+
+    Args:
+        functions: name -> function; each goes through the inputs in turn.
+        turns: how often each has its turn, one function after the other.
+        seconds: how long a turn lasts, at the least; it has at least ``LEAST_CALLS`` calls.
+        first: the number of the function that begins; every turn begins with the next one.
+    """
+    names, found = list(functions), {name: [] for name in functions}
+    numbers = {name: itertools.cycle(range(inputs)) for name in names}
+    for turn in range(first, first + turns):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            # Not counted: it finds the caches full of what the function before has left there.
+            functions[name](next(numbers[name]))
+            end, calls = time.perf_counter() + seconds, []
+            while len(calls) < LEAST_CALLS or time.perf_counter() < end:
+                number, start = next(numbers[name]), time.perf_counter()
+                functions[name](number)
+                calls.append(time.perf_counter() - start)
+            found[name] += calls
+    return found

@@ -1,0 +1,142 @@
+"""The sweeps: a base workload, and one parameter at a time moved away from it; and the bytes that a point must move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import rec_kernels as rk
+from bench.shapes import Workload
+
+#: Tables of 256 MB each, so that rows come from memory; rows of a width that the bare loops know (bench/limits.py).
+BASE = Workload("base", tables=4, batch=2048, rows=1_000_000, dim=64, bag=20)
+#: The same in small, for tests of the program. Its figures mean nothing.
+QUICK_BASE = Workload("base", tables=2, batch=64, rows=2000, dim=16, bag=4)
+
+Value = int | float | str | None
+#: Sweep -> the values of its parameter besides the base's. Together with FBGEMM's, tables stay below 9 GB.
+SWEEPS: dict[str, tuple[Value, ...]] = {
+    "tables": (1, 2, 8, 12, 16),
+    "batch": (128, 256, 512, 1024, 4096, 8192),
+    "bag": (1, 2, 5, 10, 50, 100),
+    "dim": (8, 16, 32, 128, 256),
+    "zipf": (0.6, 0.8, 1.0, 1.2, 1.4),
+    "format": ("bf16", "fp16", "int8", "int4", "mx9", "mx6", "mx4"),
+}
+QUICK_SWEEPS: dict[str, tuple[Value, ...]] = {
+    "tables": (1, 4),
+    "batch": (16, 256),
+    "bag": (1, 16),
+    "dim": (8, 64),
+    "zipf": (0.8, 1.2),
+    "format": ("bf16", "int8", "mx9"),
+}
+
+OFFSET_BYTES = ID_BYTES = 8
+STATE_BYTES = 4  # of row-wise Adagrad
+LINE_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Point:
+    """A workload in a row format; ``sweep`` names what is moved away from the base, "base" for the base itself."""
+
+    sweep: str
+    workload: Workload
+    format: str = "fp32"
+
+    @classmethod
+    def read(cls, row: dict) -> Point:
+        """The reverse of ``about``."""
+        sizes = {name: row[name] for name in ("tables", "batch", "rows", "dim", "bag", "zipf")}
+        return cls(row["sweep"], Workload(row["sweep"], **sizes), row["format"])
+
+    def about(self) -> dict[str, object]:
+        """For a JSON file."""
+        sizes = {name: size for name, size in vars(self.workload).items() if name != "name"}
+        return {"sweep": self.sweep, **sizes, "format": self.format}
+
+    @property
+    def value(self) -> Value:
+        """Of the parameter that is moved; of the base, its name."""
+        return {"base": "base", "format": self.format}.get(self.sweep) or getattr(self.workload, self.sweep)
+
+    @property
+    def num_ids(self) -> int:
+        """N = T * B * L."""
+        return self.num_bags * self.workload.bag
+
+    @property
+    def num_bags(self) -> int:
+        """T * B."""
+        return self.workload.tables * self.workload.batch
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row in its format."""
+        return rk.row_bytes(self.format, self.workload.dim)
+
+
+def points(quick: bool = False) -> list[Point]:
+    """The base, then sweep by sweep; within a sweep in ascending order."""
+    base, sweeps = (QUICK_BASE, QUICK_SWEEPS) if quick else (BASE, SWEEPS)
+    found = [Point("base", base)]
+    for sweep, values in sweeps.items():
+        for value in values:
+            if sweep == "format":
+                found.append(Point(sweep, base, str(value)))
+            else:
+                found.append(Point(sweep, replace(base, name=f"{sweep}-{value}", **{sweep: value})))
+    return found
+
+
+def line_bytes(row_bytes: int) -> float:
+    """Bytes of the cache lines that a row touches, on average over the places where rows of a table begin."""
+    step = next(size for size in (64, 32, 16, 8, 4, 2, 1) if row_bytes % size == 0)
+    return row_bytes + LINE_BYTES - step
+
+
+def forward_bytes(point: Point, rows: float) -> dict[str, float]:
+    """What a lookup moves: part -> bytes.
+
+    Args:
+        point: fp32 outputs and int64 ids and offsets.
+        rows: how many rows are read: N ("all": a row for every id), or the distinct rows U ("unique": what comes from
+            memory if a row that was read once stays in the cache).
+    """
+    return {
+        "ids": ID_BYTES * point.num_ids,
+        "offsets": OFFSET_BYTES * (point.num_bags + 1),
+        "rows": point.row_bytes * rows,
+        "output": 4 * point.workload.dim * point.num_bags,
+    }
+
+
+def backward_bytes(point: Point, unique_rows: float, gradient_rows: float) -> dict[str, float]:
+    """What the backward with fused row-wise Adagrad moves: part -> bytes. Its sorting of the ids is not counted.
+
+    Args:
+        point: as above.
+        unique_rows: distinct rows U, each read and written once, with its state.
+        gradient_rows: how many rows of the gradient [T * B, D] are read: N, one for every id ("all"), or T * B
+            ("unique").
+    """
+    return {
+        "ids": ID_BYTES * point.num_ids,
+        "offsets": OFFSET_BYTES * (point.num_bags + 1),
+        "gradient": 4 * point.workload.dim * gradient_rows,
+        "rows": 2 * point.row_bytes * unique_rows,
+        "state": 2 * STATE_BYTES * unique_rows,
+    }
+
+
+def moved(point: Point, unique_rows: float) -> dict[str, dict[str, float]]:
+    """Bytes of a lookup and of a whole step, counted both ways: {"forward" or "step": {"all" or "unique": bytes}}."""
+    forward = {
+        "all": sum(forward_bytes(point, point.num_ids).values()),
+        "unique": sum(forward_bytes(point, unique_rows).values()),
+    }
+    backward = {
+        "all": sum(backward_bytes(point, unique_rows, point.num_ids).values()),
+        "unique": sum(backward_bytes(point, unique_rows, point.num_bags).values()),
+    }
+    return {"forward": forward, "step": {count: forward[count] + backward[count] for count in forward}}

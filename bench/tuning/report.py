@@ -1,0 +1,163 @@
+"""What comes out: tables in markdown, the parts of docs/tuning.md, and the way to the pictures."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from bench.tuning import model
+from bench.tuning.points import Point
+
+#: A part of the page that is made from a run's file.
+PART = re.compile(r"(<!-- generated: tuning (\w+) -->\n).*?(<!-- end generated -->)", re.DOTALL)
+NAMES = {
+    "base": "base",
+    "tables": "T, tables",
+    "batch": "B, bags of a table",
+    "bag": "L, ids of a bag",
+    "dim": "D, columns",
+    "zipf": "Zipf exponent",
+    "format": "row format",
+}
+DIRECTIONS = {"forward": "Lookup (forward)", "step": "Training step (forward, backward, row-wise Adagrad)"}
+
+
+def label(point: Point) -> str:
+    """ "batch 512"."""
+    return "base" if point.sweep == "base" else f"{point.sweep} {point.value}"
+
+
+def curves(document: dict, direction: str) -> str:
+    """The measured points of a direction beside the model and FBGEMM."""
+    lines = [
+        "| | unique rows | MB, all | MB, unique | ms | GB/s, unique | model, ms | error | FBGEMM, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in document["points"]:
+        ours, moved, found = row[direction]["ours"], row["bytes"][direction], row["model"][direction]
+        name = label(Point.read(row)) + ("" if row["model"]["fitted"] else " *")
+        cells = [
+            f"{row['unique_rows']:,.0f}",
+            *(f"{moved[count] / 1e6:.3g}" for count in ("all", "unique")),
+            _ms(ours["ms"]),
+            f"{moved['unique'] / ours['ms'] / 1e6:.1f}",
+            _ms(found["ms"]),
+            f"{found['error']:+.0%}",
+            _peer(row[direction].get("fbgemm")),
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join(lines)
+
+
+def _ms(ms: float) -> str:
+    return f"{ms:.3f}" if ms < 10 else f"{ms:.1f}"
+
+
+def _peer(found: dict | None) -> str:
+    return f"{_ms(found['ms'])} ({found['over_ours']:.2f}x)" if found else ""
+
+
+def errors(document: dict) -> str:
+    """Mean absolute relative errors of the model."""
+    lines = ["| | forward | step |", "|---|---:|---:|"]
+    for name, found in document["model"]["errors"].items():
+        lines.append(f"| {NAMES.get(name, name)} | {found['forward']:.0%} | {found['step']:.0%} |")
+    return "\n".join(lines)
+
+
+def prices(document: dict) -> str:
+    """Rates and constants, and what becomes of them at the base."""
+    rates, constants = document["rates"], document["model"]["constants_ns"]
+    lines = ["| measured rate | GB/s |", "|---|---:|"]
+    lines += [f"| {name} | {rates[name]:.1f} |" for name in ("gather", "cached", "stream", "update")]
+    lines += ["", "| format | decode, ns a column | encode, ns a column |", "|---|---:|---:|"]
+    lines += [f"| `{f}` | {rates['decode'][f]:.3f} | {rates['encode'][f]:.3f} |" for f in rates["decode"]]
+    lines += ["", "| fitted constant | lookup | backward |", "|---|---:|---:|"]
+    for name, unit in (("call", "us"), ("bag", "ns"), ("id", "ns"), ("row", "ns")):
+        cells = [_constant(constants[d].get(name), unit) for d in DIRECTIONS]
+        lines.append(f"| {name}, {unit} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    return "\n".join([*lines, "", *_example(document)])
+
+
+def _constant(ns: float | None, unit: str) -> str:
+    return "" if ns is None else f"{ns / (1000 if unit == 'us' else 1):.3g}"
+
+
+def _example(document: dict) -> list[str]:
+    row = document["points"][0]
+    point, rates = Point.read(row), model.Rates(**document["rates"])
+    constants = document["model"]["constants_ns"]
+    forward = model.forward_cost(point, row["unique_rows"], rates, constants["forward"]["id"])
+    backward = model.backward_cost(point, row["unique_rows"], rates)
+    step = model.step_cost(forward.total(constants["forward"]), backward)
+    sizes = f"N = {point.num_ids:,} ids, U = {row['unique_rows']:,.0f} rows and T * B = {point.num_bags:,} bags"
+    lines = [
+        f"At the base, {sizes}:",
+        "",
+        "| part | lookup, ms | step, ms |",
+        "|---|---:|---:|",
+    ]
+    both = [cost.parts(constants[d]) for cost, d in ((forward, "forward"), (step, "step"))]
+    for name in dict.fromkeys([*both[0], *both[1]]):
+        cells = [f"{parts[name] / 1e6:.3f}" if parts.get(name) else "" for parts in both]
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    totals = [f"{sum(parts.values()) / 1e6:.3f}" for parts in both]
+    real = [f"{row[d]['ours']['ms']:.3f}" for d in DIRECTIONS]
+    return [*lines, f"| together | {' | '.join(totals)} |", f"| measured | {' | '.join(real)} |"]
+
+
+def tables(document: dict) -> str:
+    """Everything, for the terminal."""
+    found = [f"{heading}\n\n{curves(document, d)}" for d, heading in DIRECTIONS.items()]
+    return "\n\n".join([*found, prices(document), errors(document)])
+
+
+def parts(document: dict, file: str, pictures: dict[str, str]) -> dict[str, str]:
+    """The parts of the page by name.
+
+    Args:
+        document: of a run, with its model.
+        file: the run's file, and
+        pictures: direction -> its picture, as the page links to them; only those that exist.
+    """
+    about = document["machine"]
+    where = (
+        f"[{Path(file).name}]({file}): {about['cpu']} ({about['cpu_isa']}), {about['threads']} threads, torch "
+        f"{about['torch']}, {about['date']}, commit {about['commit']}; medians of {about['passes']} passes, "
+        f"{about['seconds']} s: `{about['command']}`."
+    )
+    of_direction = [
+        "\n\n".join(
+            [f"#### {heading}", *([f"![{heading}]({pictures[d]})"] if d in pictures else []), curves(document, d)]
+        )
+        for d, heading in DIRECTIONS.items()
+    ]
+    return {
+        "curves": "\n\n".join([where, *of_direction]) + "\n",
+        "prices": prices(document) + "\n",
+        "errors": errors(document) + "\n",
+    }
+
+
+def page_with(text: str, document: dict, page: Path, file: Path) -> str:
+    """The text of a page, its parts made anew.
+
+    Raises:
+        ValueError: it has another part, or none.
+    """
+    links = {d: Path("images") / f"tuning-{d}.png" for d in DIRECTIONS}
+    pictures = {d: link.as_posix() for d, link in links.items() if (page.parent / link).exists()}
+    made = parts(document, Path(os.path.relpath(file.resolve(), page.resolve().parent)).as_posix(), pictures)
+    named = [match[2] for match in PART.finditer(text)]
+    if sorted(named) != sorted(made):
+        raise ValueError(
+            f"{page} must have the generated parts {', '.join(made)}, and has {', '.join(named) or 'none'}"
+        )
+    return PART.sub(lambda match: match[1] + made[match[2]] + match[3], text)
+
+
+def renew(page: Path, document: dict, file: Path) -> None:
+    """Writes ``page_with`` to the page."""
+    page.write_text(page_with(page.read_text(), document, page, file))

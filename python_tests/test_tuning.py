@@ -1,0 +1,286 @@
+"""bench.tuning: its bytes against hand-counted cases, its model against planted constants, its command and its page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from backends import ROOT
+
+sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
+
+import rec_kernels as rk
+from bench.shapes import Workload
+from bench.timing import LEAST_CALLS, take_turns
+from bench.tuning import __main__ as command
+from bench.tuning import model, pictures, points, report
+from bench.tuning.points import Point
+from rec_kernels.testing import use_threads
+
+PAGE = ROOT / "docs" / "tuning.md"
+RECORDED = ROOT / "bench" / "results" / "tuning-2threads.json"
+RATES = {
+    "gather": 40.0,
+    "cached": 200.0,
+    "stream": 45.0,
+    "update": 50.0,
+    "decode": dict.fromkeys(rk.ROW_FORMATS, 0.05),
+    "encode": dict.fromkeys(rk.ROW_FORMATS, 0.3),
+}
+PLANTED = {
+    "forward": {"call": 20_000.0, "bag": 4.0, "id": 2.5},
+    "step": {"call": 70_000.0, "id": 9.0, "row": 12.0},
+}
+needs_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler for the bare loops"
+)
+
+
+def planted_document() -> dict:
+    """A run in which every time is what the model says with ``PLANTED``."""
+    rates, rows = model.Rates(**RATES), []
+    for point in points.points():
+        w = point.workload
+        unique = w.tables * w.rows * -math.expm1(-w.batch * w.bag / w.rows) / (1 + (w.zipf or 0) ** 4)
+        lookup = model.forward_cost(point, unique, rates, PLANTED["forward"]["id"]).total(PLANTED["forward"])
+        step = model.step_cost(lookup, model.backward_cost(point, unique, rates)).total(PLANTED["step"])
+        row = point.about() | {"unique_rows": unique, "bytes": points.moved(point, unique)}
+        for direction, ns in (("forward", lookup), ("step", step)):
+            row[direction] = {"ours": {"ms": ns / 1e6}, "fbgemm": {"ms": 2 * ns / 1e6, "over_ours": 2.0}}
+        rows.append(row)
+    machine = {"cpu": "none", "cpu_isa": "v4", "threads": 2, "torch": "2", "date": "2000-01-01", "commit": "0"}
+    about = machine | {"passes": 1, "seconds": 1, "command": "python -m bench.tuning"}
+    document = {"machine": about, "rates": RATES, "points": rows}
+    model.add_model(document, [Point.read(row) for row in rows])
+    return document
+
+
+def test_bytes_by_hand() -> None:
+    """Two tables, three bags each, two ids a bag, four columns, five distinct rows."""
+    point = Point("base", Workload("tiny", tables=2, batch=3, rows=10, dim=4, bag=2))
+    assert (point.num_ids, point.num_bags, point.row_bytes) == (12, 6, 16)
+    forward = points.forward_bytes(point, rows=12)
+    assert forward == {"ids": 96, "offsets": 56, "rows": 192, "output": 96}
+    backward = points.backward_bytes(point, unique_rows=5, gradient_rows=12)
+    assert backward == {"ids": 96, "offsets": 56, "gradient": 192, "rows": 160, "state": 40}
+    assert points.moved(point, 5) == {
+        "forward": {"all": 440, "unique": 440 - 7 * 16},
+        "step": {"all": 440 + 544, "unique": 440 - 7 * 16 + 544 - 6 * 16},
+    }
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8", "mx6"])
+def test_bytes_are_those_of_the_other_benchmarks(format: str) -> None:
+    """Besides offsets, which they leave out."""
+    point = Point("format", Workload("x", tables=3, batch=5, rows=100, dim=32, bag=7), format)
+    w, offsets = point.workload, 8 * (3 * 5 + 1)
+    forward = sum(points.forward_bytes(point, point.num_ids).values())
+    backward = sum(points.backward_bytes(point, 60, point.num_ids).values())
+    assert forward == w.forward_bytes(point.row_bytes) + offsets
+    assert backward == w.backward_bytes(60, point.row_bytes) + offsets
+
+
+@pytest.mark.parametrize("row_bytes", [4, 12, 32, 36, 64, 72, 128, 144, 256, 1024])
+def test_line_bytes(row_bytes: int) -> None:
+    """The mean over the first rows of a table that begins with a cache line."""
+    first = [i * row_bytes for i in range(64)]
+    lines = [(begin + row_bytes - 1) // 64 - begin // 64 + 1 for begin in first]
+    assert points.line_bytes(row_bytes) == 64 * statistics.fmean(lines)
+
+
+def test_page_knows_the_bytes_of_rows() -> None:
+    """The table of r: each formula, calculated for 64 columns."""
+    heads, _, cells = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in re.search(r"\| fp32 \|.*\n.*\n.*\n", PAGE.read_text())[0].splitlines()
+    )
+    for formats, formula in zip(heads, cells, strict=True):
+        spelled = re.sub(r"(\d+) D", r"\1 * 64", formula).replace("D", "64")
+        for format in formats.split(", "):
+            assert eval(spelled) == rk.row_bytes(format, 64), format
+
+
+def test_points_move_one_parameter() -> None:
+    """Every point but the base differs from it in its sweep's parameter only, and survives a JSON file."""
+    for quick in (False, True):
+        base, *others = points.points(quick)
+        assert base.sweep == "base"
+        for point in others:
+            moved = {name for name, value in point.about().items() if value != base.about()[name]}
+            assert moved == {"sweep", point.sweep}
+        for point in (base, *others):
+            again = Point.read(json.loads(json.dumps(point.about())))
+            assert again.about() == point.about()
+            assert again.value == point.value
+
+
+def test_turns() -> None:
+    """Every turn begins with the next function; its first call of each is not counted."""
+    called: list[tuple[str, int]] = []
+    functions = {name: lambda i, name=name: called.append((name, i)) for name in "ab"}
+    found = take_turns(functions, 3, turns=2, seconds=0.0, first=1)
+    assert [len(found[name]) for name in "ab"] == [2 * LEAST_CALLS] * 2
+    each = 1 + LEAST_CALLS
+    assert [name for name, _ in called] == ["b"] * each + ["a"] * 2 * each + ["b"] * each
+    assert [i for name, i in called if name == "a"] == [i % 3 for i in range(2 * each)]
+
+
+def test_fit_finds_planted_constants() -> None:
+    """From the points that it is fitted to, to all others."""
+    document = planted_document()
+    for direction, constants in PLANTED.items():
+        assert document["model"]["constants_ns"][direction] == pytest.approx(constants, rel=1e-6)
+    for row in document["points"]:
+        assert abs(row["model"]["forward"]["error"]) < 1e-6
+        assert abs(row["model"]["step"]["error"]) < 1e-6
+    fitted = [row["model"]["fitted"] for row in document["points"]]
+    assert 0.25 < statistics.fmean(fitted) < 0.5
+
+
+def test_fit_has_no_negative_price() -> None:
+    """What would be negative is 0, and the rest is fitted again: 10 a call, 3 an id."""
+    costs = [model.Cost({"known": 100.0}, {"call": 1, "bag": n * n, "id": n}) for n in (1.0, 2.0, 5.0)]
+    times = [100.0 + 10 + 3 * n - 0.01 * n * n for n in (1.0, 2.0, 5.0)]
+    found = model.fit(costs, times)
+    assert found["bag"] == 0
+    assert found["call"] == pytest.approx(10, abs=0.5)
+    assert found["id"] == pytest.approx(3, abs=0.2)
+    assert model.fit(costs, [50.0] * 3) == {"call": 0.0, "bag": 0.0, "id": 0.0}
+
+
+def test_errors_by_hand() -> None:
+    """Means of magnitudes; the base belongs to no sweep."""
+    rows = [
+        {"sweep": sweep, "model": {"fitted": fitted, "forward": {"error": error}, "step": {"error": -2 * error}}}
+        for sweep, fitted, error in (("base", True, 0.3), ("bag", True, -0.1), ("bag", False, 0.2))
+    ]
+    found = {name: of_group["forward"] for name, of_group in model.errors(rows).items()}
+    expected = {"bag": 0.15, "points fitted to": 0.2, "other points": 0.2, "all points": 0.2}
+    assert found == pytest.approx(expected)
+    assert model.errors(rows)["bag"]["step"] == pytest.approx(0.3)
+
+
+@needs_compiler
+def test_quick_run(tmp_path: Path) -> None:
+    """The command: every sweep measured, a model, and two pictures."""
+    pytest.importorskip("matplotlib")
+    output, images = tmp_path / "tuning.json", tmp_path / "images"
+    arguments = ["--quick", "--threads", "1", "--output", str(output), "--pictures", str(images)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    subprocess.run(
+        [sys.executable, "-m", "bench.tuning", *arguments], cwd=ROOT, env=environment, check=True, capture_output=True
+    )
+    document = json.loads(output.read_text())
+    assert {row["sweep"] for row in document["points"]} == {"base", *points.QUICK_SWEEPS}
+    for row in document["points"]:
+        assert 0 < row["unique_rows"] <= row["tables"] * row["batch"] * row["bag"]
+        for direction in ("forward", "step"):
+            assert 0 < row["bytes"][direction]["unique"] <= row["bytes"][direction]["all"]
+            assert row[direction]["ours"]["ms"] > 0
+            assert row["model"][direction]["ms"] > 0
+            assert math.isfinite(row["model"][direction]["error"])
+    for direction in ("forward", "step"):
+        picture = (images / f"tuning-{direction}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG")
+        assert len(picture) < 150_000
+
+
+@needs_compiler
+def test_run_without_peer_and_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without FBGEMM its column stays empty; without matplotlib there is a message."""
+    output = tmp_path / "tuning.json"
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    arguments = ["--quick", "--sweep", "bag", "--output", str(output), "--pictures", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench.tuning", *arguments])
+    with use_threads(torch.get_num_threads()):
+        command.main()
+    assert "no pictures: matplotlib is not installed" in capsys.readouterr().out
+    rows = json.loads(output.read_text())["points"]
+    assert [row["sweep"] for row in rows] == ["base", "bag", "bag"]
+    assert all(list(row[direction]) == ["ours"] for row in rows for direction in ("forward", "step"))
+
+
+def test_peer_takes_part() -> None:
+    """Where it is installed: its training of float32 rows, its lookups of the formats that it has."""
+    pytest.importorskip("fbgemm_gpu")
+    from bench.subject import Subject
+    from bench.tuning import measure
+
+    tables, base = measure.Tables(), points.points(quick=True)[0]
+    for format, who in (("fp32", {"ours", "fbgemm"}), ("int8", {"ours", "fbgemm"}), ("mx9", {"ours"})):
+        point = Point("format", base.workload, format)
+        subject, built = Subject(point.workload, 1), tables.at(point)
+        assert set(measure.calls(subject, built, "forward")) == who
+        assert set(measure.calls(subject, built, "step")) == (who if format == "fp32" else {"ours"})
+
+
+def test_quick_needs_an_output(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Figures that mean nothing never go where results are."""
+    monkeypatch.setattr(sys, "argv", ["bench.tuning", "--quick"])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert "--quick needs --output" in capsys.readouterr().err
+
+
+def test_page_is_renewed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--docs writes the parts from a file, and only those; a second time changes nothing."""
+    page, file = tmp_path / "docs" / "tuning.md", tmp_path / "results" / "run.json"
+    page.parent.mkdir()
+    file.parent.mkdir()
+    page.write_text(PAGE.read_text())
+    file.write_text(json.dumps(planted_document()))
+    monkeypatch.setattr(sys, "argv", ["bench.tuning", "--docs", str(page), "--output", str(file)])
+    command.main()
+    text = page.read_text()
+    assert "Not measured yet" not in text
+    assert "[run.json](../results/run.json)" in text
+    assert "images/tuning" not in text  # there are none
+    assert report.PART.sub("", text) == report.PART.sub("", PAGE.read_text())
+    command.main()
+    assert page.read_text() == text
+
+
+def test_page_without_its_parts_is_refused() -> None:
+    """The message names what is missing."""
+    with pytest.raises(ValueError, match="must have the generated parts curves, prices, errors, and has none"):
+        report.page_with("# Tuning\n", planted_document(), PAGE, RECORDED)
+
+
+def test_every_panel_is_drawn(tmp_path: Path) -> None:
+    """All six parameters, also of a run with FBGEMM in every point."""
+    pytest.importorskip("matplotlib")
+    assert "tuning-forward.png" in pictures.draw(planted_document(), tmp_path / "new")
+    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["tuning-forward.png", "tuning-step.png"]
+
+
+@pytest.mark.skipif(not RECORDED.exists(), reason="no run has been recorded")
+def test_page_has_the_recorded_run() -> None:
+    """Tables and model of the page are those of the file, and the file's model is that of its points."""
+    recorded = json.loads(RECORDED.read_text())
+    again = copy.deepcopy(recorded)
+    model.add_model(again, [Point.read(row) for row in again["points"]])
+    for direction, constants in recorded["model"]["constants_ns"].items():
+        assert again["model"]["constants_ns"][direction] == pytest.approx(constants, rel=1e-6)
+    text = PAGE.read_text()
+    assert report.page_with(text, recorded, PAGE, RECORDED) == text
+
+
+def test_page_examples_run() -> None:
+    """The python blocks of the page."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), {"__name__": "example"})
