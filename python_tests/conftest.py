@@ -15,7 +15,7 @@ from hypothesis import settings
 # Compiled graphs that torch keeps on disk name arguments of ops by position: those of other schemas are of no use here.
 _HERE = Path(__file__).resolve().parent
 _SCHEMAS = hashlib.sha256((_HERE / "schemas.json").read_bytes()).hexdigest()[:16]
-os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(_HERE.parent / "build" / f"inductor-{_SCHEMAS}"))
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_HERE.parent / "build" / f"inductor-{_SCHEMAS}")
 
 # The same examples in every run and no time limit per example: a test fails because of the code or not at all.
 settings.register_profile("rec_kernels", derandomize=True, deadline=None, database=None, print_blob=True)
