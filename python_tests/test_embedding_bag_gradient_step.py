@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import pytest
 import torch
-from backends import every_backend
+from backends import cpu_backends, device_backends, every_backend
 from embedding_bag_cases import OPTIMIZERS, cases, make_case
 from embedding_bag_format_cases import ROUNDINGS, EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
@@ -160,3 +160,18 @@ def test_frozen_features_have_no_gradient() -> None:
             case.grad, shape, *case.jagged, **case.layout, frozen=frozen
         )
         assert counts.tolist() == [0, len(rows), 0]
+
+
+def test_frozen_features_are_checked() -> None:
+    """Offsets of a frozen feature must be good, too: nothing is updated otherwise."""
+    case = make_case([(5, 18), (3, 7)], [0, 1], [2, 1, 3, 1], seed=3)
+    case.offsets[1] = 5
+    frozen = torch.tensor([True, False])
+    for backend in cpu_backends():
+        with pytest.raises(ValueError, match=r"offsets\[2\] = 3 \(feature 0, bag 1\) is below"):
+            case.update("rowwise_adagrad", backend.ops, frozen=frozen)
+    for backend in device_backends():
+        weights, state, step = case.update("rowwise_adagrad", backend.ops, frozen=frozen)
+        assert same_bits(weights, case.weights)
+        assert same_bits(state, case.sum)
+        assert step == 6

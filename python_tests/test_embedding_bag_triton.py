@@ -406,17 +406,6 @@ def test_bad_argument(name: str, change: Callable, message: str) -> None:
         assert all(same_bits(given_[n], t) for n, t in before.items())
 
 
-def test_other_device_and_other_arguments() -> None:
-    """One tensor on another device is refused; so are rows of bytes, and an argument that the op does not have."""
-    table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
-    with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
-        triton.embedding_bag(table, values, offsets.to("meta"))
-    with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
-        triton.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
-    with pytest.raises(TypeError, match="weight_ofsets"):
-        triton.embedding_bag(table, values, offsets, weight_ofsets=None)
-
-
 def _train() -> list[Tensor]:
     """Weights and state of a module after two updates, and the gradients of one with torch's."""
     torch.manual_seed(1)

@@ -11,6 +11,7 @@ from test_embedding_bag_bounds import late, message
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
@@ -473,3 +474,68 @@ def test_optimizers_in_words() -> None:
     assert repr(rk.SGD(lr=0.5)) == "SGD(lr=0.5)"
     shown = repr(rk.Adam(weight_decay=0.1, clip_grad_norm=2.0))
     assert shown == "Adam(lr=0.001, weight_decay=0.1, clip_grad_norm=2.0)"
+
+
+def test_inverse_indices_are_checked() -> None:
+    """A bag that the feature does not have is an error, never a neighbour's bag; a GPU tells later."""
+    few, _ = deduplicated()
+    for bad in (2, -1, 2**40):
+        few.inverse_indices_or_none()[1][0, 3] = bad
+        with pytest.raises(IndexError, match=rf"inverse_indices of 'f' have {bad} at row 3: .* \[0, 2\)"):
+            bags(rk.SGD(lr=0.5))(few)
+    few.inverse_indices_or_none()[1][0, 3] = 2
+    collection = bags(rk.SGD(lr=0.5))
+    collection.check()
+    with late():
+        ids = torch.tensor([0, -1])
+        collection._note(torch.tensor([1, 1]), SelectedKeys(ids, torch.arange(3), None, None), None)
+        assert "values[1] = -1 (feature 1, bag 0)" in _two_features_of(collection)
+
+
+def _two_features_of(collection: rk.EmbeddingBagCollection) -> str:
+    collection._reports._num_embeddings = [50, 50]
+    return message(collection.check)
+
+
+def test_empty_full_batch() -> None:
+    """A batch of no rows, of features that have bags."""
+    few, _ = deduplicated()
+    none = rk.KeyedJaggedTensor(
+        few.keys(),
+        few.values(),
+        offsets=few.offsets(),
+        stride_per_key=[2, 3, 4],
+        inverse_indices=(few.keys(), torch.zeros(3, 0).long()),
+    )
+    assert bags()(none).values().shape == (0, 32)
+
+
+def test_batches_in_one_memory() -> None:
+    """Offsets that are overwritten, as a captured graph's are, are read anew."""
+    collection, given = _four_features(), batch(("f", "g", "h", "k"), 1)
+    kjt = rk.KeyedJaggedTensor(list("abcd"), given.values().clone(), offsets=given.offsets().clone())
+    collection(kjt)
+    moved = given.offsets().clone()
+    moved[1:-1] = 0  # every id in the last bag
+    kjt.offsets().copy_(moved)
+    assert [len(t.values()) for t in collection(kjt).values()] == [0, 0, 0, len(given.values())]
+    assert [len(kjt[k].values()) for k in "abcd"] == [0, 0, 0, len(given.values())]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_accumulate_with_half_outputs(dtype: torch.dtype) -> None:
+    """Gradients of half-precision outputs, collected: the bits of one batch."""
+    one, several = (bags(rk.Adam(lr=0.1), output_dtype=dtype) for _ in range(2))
+    given = deduplicated()[1]
+    one(given).values().sum().backward()
+    with several.accumulate():
+        several(given).values().sum().backward()
+    assert_same(one, several)
+
+
+def test_freeze_inside_accumulate() -> None:
+    """The one update of a block has one set of frozen features."""
+    collection = bags(rk.SGD(lr=0.5))
+    with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
+        collection.freeze("f")
+    assert not collection._passes_frozen

@@ -96,7 +96,7 @@ def test_containers_are_trees() -> None:
     )
     for container in (full, batch(2), full["g"], rk.KeyedTensor(["a"], [2], torch.zeros(3, 2))):
         leaves, spec = _pytree.tree_flatten(container)
-        assert all(x is None or isinstance(x, (torch.Tensor, str)) for x in leaves)
+        assert all(x is None or isinstance(x, torch.Tensor) for x in leaves)
         doubled = _pytree.tree_map_only(torch.Tensor, lambda t: t * 2, container)
         assert type(doubled) is type(container)
         again = _pytree.tree_unflatten(leaves, spec)
@@ -124,3 +124,33 @@ def test_autocast(optimizer) -> None:
     score.float().sum().backward()
     assert weights.grad.dtype == torch.bfloat16
     assert weights.grad.any()
+
+
+@pytest.mark.parametrize("kind", [rk.Adagrad, rk.Adam, rk.RowwiseAdam])
+def test_autocast_leaves_state_alone(kind) -> None:
+    """State in bfloat16 is updated as without autocast."""
+    tables = [rk.EmbeddingBagConfig(50, 8, name="a", feature_names=["f", "g"], init=lambda w: w.fill_(1.0))]
+    found, expected = (
+        rk.EmbeddingBagCollection(tables, optimizer=kind(lr=0.1, state_dtype=torch.bfloat16)) for _ in range(2)
+    )
+    given = rk.KeyedJaggedTensor(["f", "g"], torch.arange(4), lengths=torch.tensor([2, 0, 1, 1]))
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = found(given).values().square().sum()
+        loss.backward()
+        expected(given).values().square().sum().backward()
+    for (name, a), b in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+        assert a.any()
+
+
+def test_served_tables_are_moved_never_cast() -> None:
+    """As the collection's own: half() and bfloat16() leave them as they are; meta and back makes the layout anew."""
+    served, given = collection().for_serving(), batch(3)
+    expected = served(given).values()
+    for cast in (nn.Module.half, nn.Module.bfloat16, nn.Module.double):
+        assert torch.equal(cast(served)(given).values(), expected)
+    rows = served._weights.clone()
+    empty = served.to("meta").to_empty(device="cpu")
+    empty._weights.copy_(rows)
+    assert torch.equal(empty(given).values(), expected)

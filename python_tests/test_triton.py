@@ -27,7 +27,9 @@ def run(*arguments: str, interpret: bool = False) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("op", "comparisons"), [("embedding_bag", 200), ("fake_quantize", 500)])
+@pytest.mark.parametrize(
+    ("op", "comparisons"), [("embedding_bag", 200), ("embedding_bag_options", 5), ("fake_quantize", 500)]
+)
 def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
     """test_<op>_triton.py, on CPU tensors; its comparisons count here."""
     tests = f"python_tests/test_{op}_triton.py"

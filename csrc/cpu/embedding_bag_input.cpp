@@ -71,15 +71,18 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
     in->max_dim = f.embedding_dim > in->max_dim ? f.embedding_dim : in->max_dim;
     in->num_rows = f.row_offset + f.num_embeddings > in->num_rows ? f.row_offset + f.num_embeddings : in->num_rows;
   }
-  const int64_t wanted = layout.bag_starts ? in->max_dim : column;
-  check_value(wanted == layout.output_dim, "output_dim = ", layout.output_dim, " must be ", wanted,
-              layout.bag_starts ? ", the largest of embedding_dims" : ", the sum of embedding_dims");
+  if (layout.bag_starts)
+    check_value(layout.output_dim >= in->max_dim, "output_dim = ", layout.output_dim, " must be ", in->max_dim,
+                ", the largest of embedding_dims, or more");
+  else
+    check_value(layout.output_dim == column, "output_dim = ", layout.output_dim, " must be ", column,
+                ", the sum of embedding_dims");
   check_value(layout.num_rows == 0 || layout.num_rows >= in->num_rows, "num_rows = ", layout.num_rows, " must be 0 or ",
               in->num_rows, ", the most of row_offsets + num_embeddings, or more");
   check_value(layout.max_embedding_dim == 0 || layout.max_embedding_dim >= in->max_dim,
               "max_embedding_dim = ", layout.max_embedding_dim, " must be 0 or ", in->max_dim,
               ", the largest of embedding_dims, or more");
-  in->output_dim = wanted;
+  in->output_dim = layout.output_dim;
 }
 
 void check_bag_starts(const Bags& b) {
@@ -108,7 +111,6 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   BagInput in{as_contiguous(values),
               as_contiguous(offsets),
               std::nullopt,
-              std::nullopt,
               nullptr,
               features,
               0,
@@ -125,9 +127,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   } else {
     read_one_table(layout, rows, columns, &in);
   }
-  if (layout.bag_starts) in.bag_starts = as_contiguous(*layout.bag_starts);
-  in.bags =
-      read_bags(in.values, in.offsets, in.per_sample_weights, options, in.bag_starts, features, include_last_offset);
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout.bag_starts, features,
+                      include_last_offset);
   if (in.bags.starts) check_bag_starts(in.bags);
   if (in.bags.num_bags == 0) {  // no bag, and so no kernel, reads the one offset there is
     Bounds bounds;

@@ -13,7 +13,7 @@ namespace rec_kernels {
 struct BagInput {
   Tensor values;
   Tensor offsets;
-  OptionalTensor per_sample_weights, bag_starts;
+  OptionalTensor per_sample_weights;
   std::unique_ptr<Feature[]> features;
   int64_t num_features;
   int64_t num_rows;  // linear rows: above every row number

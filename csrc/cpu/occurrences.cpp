@@ -137,9 +137,12 @@ class TableSorter {
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      if (feature(place).frozen) continue;
       const int64_t f = plan_.features[static_cast<size_t>(place)], first_bag = in_.bags.first_bag(f);
       const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
+      if (feature(place).frozen) {
+        all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
+        continue;
+      }
       const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
       std::vector<Bounds> bounds(static_cast<size_t>(workers));
       parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {

@@ -72,7 +72,7 @@ inline void add_scaled(float factor, const float* y, int64_t D, float* x) {
 
 // Clips the gradient g of a row w, and adds the decay that goes through it.
 inline void take_step(const GradientStep& step, const float* w, int64_t D, float* g) {
-  if (step.clip_value < INFINITY)
+  if (step.clip_value < __builtin_inff())
     for (int64_t c = 0; c < D; ++c) g[c] = step.clipped(g[c]);
   const float factor = step.clips_norm() ? clip_factor(step, row_dot(g, g, D)) : 1.0f;
   if (factor != 1.0f)

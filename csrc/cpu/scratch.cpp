@@ -15,12 +15,22 @@ constexpr size_t kLine = 64, kHugePage = size_t{2} << 20;
 
 size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-// Blocks that nobody uses, the one that was used last behind.
+#if defined(__SANITIZE_ADDRESS__)
+constexpr bool kKeeps = false;  // a block that is larger than what was asked for hides what lies behind its end
+#else
+constexpr bool kKeeps = true;
+#endif
+
+// Blocks that nobody uses, the one that was used last behind. Nobody waits for the lock: a process that was forked
+// while another thread held it does without the pool.
 class Pool {
  public:
+  Pool() { blocks_.reserve(kMostBlocks); }
+
   // The smallest block that is large enough and not far too large; or none.
   ScratchBlock take(size_t bytes) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock()) return {};
     auto best = blocks_.end();
     for (auto b = blocks_.begin(); b != blocks_.end(); ++b)
       if (b->size >= bytes && b->size / 4 <= bytes && (best == blocks_.end() || b->size <= best->size)) best = b;
@@ -31,19 +41,23 @@ class Pool {
     return block;
   }
 
-  // Keeps the block, and returns those that have to go for it, the longest unused first.
-  std::vector<ScratchBlock> keep(ScratchBlock block) {
-    const std::lock_guard<std::mutex> lock(mutex_);
+  // Keeps the block, for which those have to go that were not used for longest; or false. Allocates nothing.
+  bool keep(ScratchBlock block) {
+    const std::unique_lock<std::mutex> lock(mutex_, std::try_to_lock);
+    if (!lock.owns_lock() || block.size > kMostScratchKept) return false;
+    auto first = blocks_.begin();
+    for (; kept_ + block.size > kMostScratchKept || blocks_.end() - first == kMostBlocks; ++first) {
+      kept_ -= first->size;
+      std::free(first->memory);
+    }
+    blocks_.erase(blocks_.begin(), first);
     blocks_.push_back(block);
     kept_ += block.size;
-    auto first = blocks_.begin();
-    for (; kept_ > kMostScratchKept; ++first) kept_ -= first->size;
-    std::vector<ScratchBlock> gone(blocks_.begin(), first);
-    blocks_.erase(blocks_.begin(), first);
-    return gone;
+    return true;
   }
 
  private:
+  static constexpr std::ptrdiff_t kMostBlocks = 64;
   std::mutex mutex_;
   std::vector<ScratchBlock> blocks_;
   size_t kept_ = 0;
@@ -58,8 +72,9 @@ Pool& pool() {
 }  // namespace
 
 ScratchBlock take_scratch(size_t bytes) {
-  const bool huge = bytes >= kHugePage;
+  const bool huge = kKeeps && bytes >= kHugePage;
   const size_t unit = huge ? kHugePage : kLine, size = std::max(round_up(bytes, unit), unit);
+  if (!kKeeps) return {::operator new(bytes), bytes};
   ScratchBlock block = pool().take(size);
   if (block.memory) return block;
   block = {std::aligned_alloc(unit, size), size};
@@ -71,7 +86,8 @@ ScratchBlock take_scratch(size_t bytes) {
 }
 
 void give_scratch_back(ScratchBlock block) {
-  for (const ScratchBlock& gone : pool().keep(block)) std::free(gone.memory);
+  if (!kKeeps) ::operator delete(block.memory);
+  else if (!pool().keep(block)) std::free(block.memory);
 }
 
 }  // namespace rec_kernels

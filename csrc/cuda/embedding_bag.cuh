@@ -82,7 +82,7 @@ void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
   Tensor values, offsets;
-  OptionalTensor per_sample_weights, bag_starts;
+  OptionalTensor per_sample_weights;
   Features features;
   Bags bags;
   BagOptions options;

@@ -131,7 +131,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
   BagInput in{as_contiguous(values),
               as_contiguous(offsets),
-              std::nullopt,
+
               std::nullopt,
               Features{},
               Bags{},
@@ -151,9 +151,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     in.output_dim = in.max_dim = table.embedding_dim;
     in.num_rows = rows;
   }
-  if (layout.bag_starts) in.bag_starts = as_contiguous(*layout.bag_starts);
-  in.bags =
-      read_bags(in.values, in.offsets, in.per_sample_weights, options, in.bag_starts, features, include_last_offset);
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout.bag_starts, features,
+                      include_last_offset);
   return in;
 }
 

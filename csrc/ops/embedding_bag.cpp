@@ -1,5 +1,7 @@
 #include "ops/embedding_bag.h"
 
+#include <cmath>
+
 namespace rec_kernels {
 namespace {
 
@@ -61,7 +63,7 @@ GradientStep parse_gradient_step(double weight_decay, const std::string& mode, s
   const bool l2 = mode == "l2";
   check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
   check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
-              " must be a number of at least 0");
+              " must be at least 0, and finite as float32");
   step.weight_decay = static_cast<float>(weight_decay);
   step.decoupled = !l2;
   const auto limit = [](std::optional<double> clip, const char* name) {

@@ -11,14 +11,15 @@
 // feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by this op; an empty bag gives
 // zeros. With bag_starts [F + 1], features have batch sizes of their own: bags bag_starts[f] up to bag_starts[f + 1]
 // are f's, the output has a row for each bag, [bag_starts[F], output_dim], output_dim being the largest embedding_dim;
-// output_offsets are 0, and columns behind a feature's are zeros. Ids in ascending position, FP32: acc + v, or
-// fmaf(weight, v, acc); `mean` divides once by the number of ids that count. Columns outside every feature are not
-// written: there must be none. Ids equal to padding_idx are left out, of the sum, of n and of every gradient. Bounds.
-// "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are left out
-// and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when there is
-// none), and how many ids were left out for being out of range. Offsets are always checked. Gradients: of weights and
-// per_sample_weights. Occurrences of a row are summed in chunks of 64 in the order (feature, bag, position);
-// docs/numerics.md has the rule. Not differentiable in values and offsets.
+// output_offsets are 0, and columns behind a feature's are zeros. The sums are FP32 and may be rounded to half
+// precision at the end; backwards take FP32 gradients. The ids of `frozen` features are no occurrences: they give no
+// gradient. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides once by the number of ids
+// that count. Columns outside every feature are not written: there must be none. Ids equal to padding_idx are left out,
+// of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id by feature and bag, and
+// nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is int64 [2]: the smallest
+// bad position in `values` (INT64_MAX when there is none), and how many ids were left out for being out of range.
+// Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks
+// of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
 #pragma once
 
 #include <vector>
@@ -78,7 +79,7 @@ inline ElementwiseKind elementwise_kind(Optimizer o) {
 
 // State of a fused optimizer, as it arrives. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per
 // element; exp_avg_sq per element, for row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates.
-// Element-wise state of feature f's table starts at moment_offsets[f]; without a layout, at 0.
+// Element-wise state of feature f's table starts at moment_offsets[f]; without a layout, at 0. It may be bfloat16.
 struct UpdateState {
   const OptionalTensor &sum, &exp_avg, &exp_avg_sq, &beta_powers, &moment_offsets;
 
@@ -87,7 +88,7 @@ struct UpdateState {
   OptimizerState pointers() const;
 };
 
-// The gradient's way to the optimizer, as it arrives.
+// The gradient's way to the optimizer, clipping and weight decay, as it arrives.
 RK_EXPORT GradientStep parse_gradient_step(double weight_decay, const std::string& mode,
                                            std::optional<double> clip_value, std::optional<double> clip_norm);
 

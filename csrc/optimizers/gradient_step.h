@@ -2,8 +2,6 @@
 // weight decay (docs/numerics.md, "Clipping and weight decay").
 #pragma once
 
-#include <cmath>
-
 #include "core/host_device.h"
 
 namespace rec_kernels {
@@ -11,12 +9,12 @@ namespace rec_kernels {
 struct GradientStep {
   float weight_decay = 0.0f;
   bool decoupled = false;  // the decay acts on the weights, not through the gradient
-  float clip_value = INFINITY, clip_norm = INFINITY;
+  float clip_value = __builtin_inff(), clip_norm = __builtin_inff();
 
   RK_HOST_DEVICE bool is_active() const {
-    return weight_decay != 0.0f || clip_value < INFINITY || clip_norm < INFINITY;
+    return weight_decay != 0.0f || clip_value < __builtin_inff() || clip_norm < __builtin_inff();
   }
-  RK_HOST_DEVICE bool clips_norm() const { return clip_norm < INFINITY; }
+  RK_HOST_DEVICE bool clips_norm() const { return clip_norm < __builtin_inff(); }
   RK_HOST_DEVICE bool adds_decay() const { return weight_decay != 0.0f && !decoupled; }
   RK_HOST_DEVICE bool decays_weights() const { return weight_decay != 0.0f && decoupled; }
 

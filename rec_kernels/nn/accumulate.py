@@ -64,7 +64,7 @@ class Pending:
 
     @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
     def record(self, pooled: Tensor, *bags: Tensor | None) -> Tensor:
-        """``pooled``, [B, C] float32, the result of a lookup; its backward becomes part of the update.
+        """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
 
         Args:
             pooled: the lookup's output.
@@ -87,7 +87,7 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
-        ctx.pending.add(Lookup(grad, *saved))
+        ctx.pending.add(Lookup(grad.float(), *saved))
         return grad, None, None, *[None] * len(saved)
 
 

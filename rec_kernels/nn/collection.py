@@ -126,17 +126,9 @@ class TableCollection(Layout):
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        # Moved, never cast: the flat tensors first, then the tables as views of them.
-        was_meta = self._weights.is_meta
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
-        device = self._weights.device
-        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
-        if was_meta and not self._weights.is_meta:
-            # to_empty(): what no state_dict brings has to be made anew.
-            self._make_layout(device)
+        # The flat tensors first, then the tables as views of them.
+        super()._apply(fn, recurse)
+        self._token = torch.empty(0, dtype=torch.float32, device=self._weights.device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
@@ -229,11 +221,13 @@ class TableCollection(Layout):
     def freeze(self, *features: str) -> None:
         """From now on, ids of these features give their tables no gradient; outputs stay as they are.
 
-        A table that other features share still learns from those. Captured CUDA graphs and compiled models follow if
-        ``freeze`` was called once, with any names or none, before. Not part of ``state_dict()``.
+        A table that other features share still learns from those. Call it between a backward and the next forward.
+        Captured CUDA graphs and compiled models follow if ``freeze`` was called once, with any names or none, before.
+        Not part of ``state_dict()``.
 
         Raises:
-            KeyError: the collection has no such feature.
+            KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
+            one set of frozen features.
         """
         self._set_frozen(self._frozen_features | self._known(features))
 
@@ -248,6 +242,8 @@ class TableCollection(Layout):
         return set(features)
 
     def _set_frozen(self, features: set[str]) -> None:
+        if self._pending is not None:
+            raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
         self._frozen_features, self._passes_frozen = features, True
         self._frozen.copy_(torch.tensor([f in features for f in self.feature_names], dtype=torch.bool))
 

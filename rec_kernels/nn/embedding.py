@@ -29,7 +29,8 @@ class SequenceLookups:
             begin is read from ``features.offset_per_key()``, which waits for the device unless it is known already.
 
         Raises:
-            As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature.
+            As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature. On a GPU, of
+            the offsets only those where features begin are looked at.
         """
         given = select_keys(features, self.feature_names)
         rows = self._rows(given)
@@ -38,17 +39,18 @@ class SequenceLookups:
         )
         bags = list(itertools.accumulate(strides, initial=0))
         bounds = _bounds(features, self.feature_names, given, bags)
+        blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
         output = {}
-        for f, (key, dim) in enumerate(zip(self._output_keys, self._output_dims, strict=True)):
+        for f, (key, dim, block) in enumerate(zip(self._output_keys, self._output_dims, blocks, strict=True)):
             offsets = given.offsets[bags[f] : bags[f + 1] + 1]
-            output[key] = JaggedTensor(rows[bounds[f] : bounds[f + 1], :dim], offsets - offsets[:1])
+            output[key] = JaggedTensor(block[:, :dim], offsets - offsets[:1])
         return output
 
     def rows(self, features) -> Tensor:
         """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.
 
-        It asks the device for nothing: for ``torch.compile`` and CUDA graphs. Ids are in the order of the collection's
-        features.
+        For ``torch.compile`` and CUDA graphs: it asks the device for nothing if the keys of ``features`` are the
+        collection's ``feature_names`` in their order, and all of one batch size.
         """
         return self._rows(select_keys(features, self.feature_names))
 
@@ -104,7 +106,7 @@ def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> 
 
 def _check_offsets(offsets: Tensor, count: int) -> None:
     # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
-    if offsets.device.type != "cpu" or torch.compiler.is_compiling():
+    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
         return
     if offsets[0] != 0 or offsets[-1] != count:
         raise ValueError(

@@ -7,6 +7,7 @@ import itertools
 import torch
 from torch import Tensor
 
+from rec_kernels.nn import bounds
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
@@ -68,15 +69,29 @@ class PooledLookups:
         A lookup of ``rows`` as a table, for the sake of its backward: a bag that many rows of the batch share has its
         gradient summed in the order of docs/numerics.md.
         """
-        names, places = inverse
-        starts = torch.tensor(list(itertools.accumulate(strides[:-1], initial=0)), device=rows.device)
-        order = [names.index(f) for f in self.feature_names]
-        ids = (places[order].to(rows.device) + starts[:, None]).reshape(-1)
+        names, given = inverse
+        places = given[[names.index(f) for f in self.feature_names]].to(rows.device)
+        sizes = torch.tensor(strides, device=rows.device)[:, None]
+        good = (places >= 0) & (places < sizes)
+        _check_inverse(good, places, strides, self.feature_names)
+        # -1 where a GPU must not wait to raise: left out there, and reported as an id.
+        ids = torch.where(good, places + sizes.cumsum(0) - sizes, -1).reshape(-1)
         each = torch.arange(len(ids) + 1, device=rows.device)
-        wide, _ = _ops.embedding_bag(rows.float(), ids, each)
-        batch = places.shape[1]
-        blocks = zip(wide.to(rows.dtype).split(batch), self._output_dims, strict=True)
+        wide, status = _ops.embedding_bag(rows.float(), ids, each)
+        if bounds.reports_late(status):
+            self._note(status, SelectedKeys(ids, each, None, None), None)
+        blocks = zip(wide.to(rows.dtype).view(*places.shape, rows.shape[1]).unbind(), self._output_dims, strict=True)
         return torch.cat([block[:, :dim] for block, dim in blocks], dim=1)
+
+
+def _check_inverse(good: Tensor, places: Tensor, strides: list[int], keys: list[str]) -> None:
+    if places.device.type != "cpu" or type(places) is not Tensor or torch.compiler.is_compiling() or good.all():
+        return
+    f, b = (~good).nonzero()[0].tolist()
+    raise IndexError(
+        f"inverse_indices of {keys[f]!r} have {int(places[f, b])} at row {b}: they must be in [0, {strides[f]}), the "
+        "feature's bags"
+    )
 
 
 class ServedEmbeddingBags(PooledLookups, ServedTables):
@@ -96,8 +111,8 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
             end; gradients come back in the same type and are used as float32.
         bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
             "ignore" (left out) or "none" (not checked: only for trusted input).
-        rounding: how updated rows of a format other than fp32 are encoded: "stochastic" (unbiased: updates smaller than
-            a format's step are not lost) or "nearest".
+        rounding: how updated rows of a format other than fp32, and state in bfloat16, are encoded: "stochastic"
+            (unbiased: updates smaller than a format's step are not lost) or "nearest".
         seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
             Collections of one model should differ in it: both count their tables from 0.
 

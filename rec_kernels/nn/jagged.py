@@ -111,7 +111,8 @@ class KeyedJaggedTensor:
         self._keys, self._values, self._weights = list(keys), values, weights
         self._offsets = _to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
-        self._inverse, self._offset_per_key = inverse_indices, None
+        self._inverse_keys, self._inverse = inverse_indices or (None, None)
+        self._offset_per_key: tuple[int | None, list[int]] | None = None
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
@@ -137,7 +138,7 @@ class KeyedJaggedTensor:
         """Batch size B; of the full batch, where features have their own."""
         if self._strides is None:
             return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
-        return max(self._strides, default=0) if self._inverse is None else self._inverse[1].shape[1]
+        return max(self._strides, default=0) if self._inverse is None else self._inverse.shape[1]
 
     def stride_per_key(self) -> list[int]:
         """F batch sizes."""
@@ -149,14 +150,15 @@ class KeyedJaggedTensor:
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
         """The names and [F, B], or None."""
-        return self._inverse
+        return None if self._inverse is None else (self._inverse_keys, self._inverse)
 
     def offset_per_key(self) -> list[int]:
-        """[F + 1]: where each feature's ids start. Read from the device once, and kept."""
-        if self._offset_per_key is None:
+        """[F + 1]: where each feature's ids start. Read from the device, and kept until the offsets change."""
+        version = None if self._offsets.is_inference() else self._offsets._version
+        if self._offset_per_key is None or self._offset_per_key[0] != version or version is None:
             bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-            self._offset_per_key = self._offsets[bounds].tolist() if self._keys else [0]
-        return self._offset_per_key
+            self._offset_per_key = version, self._offsets[bounds].tolist() if self._keys else [0]
+        return self._offset_per_key[1]
 
     def __getitem__(self, key: str) -> JaggedTensor:
         i, strides = _place(key, self._keys), self.stride_per_key()
@@ -166,7 +168,7 @@ class KeyedJaggedTensor:
         return JaggedTensor(self._values[first:last], offsets - offsets[0], weights)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
-        inverse = None if self._inverse is None else (self._inverse[0], move(self._inverse[1]))
+        inverse = None if self._inverse is None else (self._inverse_keys, move(self._inverse))
         moved = KeyedJaggedTensor(
             self._keys,
             move(self._values),
@@ -175,7 +177,8 @@ class KeyedJaggedTensor:
             stride_per_key=self._strides,
             inverse_indices=inverse,
         )
-        moved._offset_per_key = self._offset_per_key
+        if self._offset_per_key is not None and not moved._offsets.is_inference():
+            moved._offset_per_key = moved._offsets._version, self.offset_per_key()
         return moved
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +60,18 @@ class Layout(nn.Module):
         self._any_mean = any(means)
         self._num_rows = self._places.rows[-1]
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
+        # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
+        was_meta = self._weights.is_meta
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+        if was_meta and not self._weights.is_meta:
+            # to_empty(): what no state_dict brings has to be made anew.
+            self._make_layout(self._weights.device)
+        return self
+
     def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
         one_row_each = bag_starts is not None
         return {
@@ -106,3 +120,6 @@ class ServedTables(Layout):
     def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
         layout = self._layout(bag_starts) | self._output()
         return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]
+
+    def _note(self, *_: object) -> None:
+        """Nobody is told what a lookup on a GPU has found."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -11,6 +10,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+_LARGEST = torch.finfo(torch.float32).max
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
 State = dict[str, bool]
 
@@ -35,8 +35,8 @@ class _Common:
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
             value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ValueError(f"{name} = {value} must be a number of at least 0")
+            if not 0 <= value <= _LARGEST:
+                raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
         if self.weight_decay_mode not in ("l2", "decoupled"):
             raise ValueError(f"weight_decay_mode must be 'l2' or 'decoupled', got {self.weight_decay_mode!r}")
         for name in ("clip_grad_value", "clip_grad_norm"):

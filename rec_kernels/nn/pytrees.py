@@ -7,13 +7,17 @@ from torch.utils import _pytree
 
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# Attributes that are tensors, or None, or (of inverse indices) hold one; the others are the same for every batch.
+# Attributes that are tensors or None; the others are the same for every batch.
 _TENSORS = {
     JaggedTensor: ("_values", "_offsets", "_weights"),
     KeyedJaggedTensor: ("_values", "_offsets", "_weights", "_inverse"),
     KeyedTensor: ("_values",),
 }
-_OTHERS = {JaggedTensor: (), KeyedJaggedTensor: ("_keys", "_strides"), KeyedTensor: ("_keys", "_lengths")}
+_OTHERS = {
+    JaggedTensor: (),
+    KeyedJaggedTensor: ("_keys", "_strides", "_inverse_keys"),
+    KeyedTensor: ("_keys", "_lengths"),
+}
 
 
 def _register(kind: type) -> None:

@@ -98,9 +98,7 @@ def embedding_bag(
         per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
             number of ids (torch refuses this combination).
         padding_idx: this id is left out of every bag; negative counts from the end.
-        format: row format of a uint8 ``weight``, which ``rk.quantize_rows`` makes: "fp16", "bf16", "int8", "int4",
-            "mx9", "mx6", "mx4" or "fp32".
-        embedding_dim: D of a uint8 ``weight``.
+        format, embedding_dim: of a uint8 ``weight``, rows that ``rk.quantize_rows`` made: one of ``rk.BAG_FORMATS``; D.
         output_dtype: torch.float32 (None), torch.float16 or torch.bfloat16: sums are float32, rounded once.
         max_norm, norm_type, scale_grad_by_freq: only the defaults; anything else raises NotImplementedError.
 
@@ -411,7 +409,27 @@ _register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
 # Only torch's own registration takes gradients of a list.
 torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
 
-# Under autocast, per-sample weights that come in half precision are widened; sums stay float32.
+
+def _register_autocast(op: str) -> None:
+    """Under autocast, per-sample weights in half precision are widened.
+
+    torch's own registration would widen every argument, also state that is kept in bfloat16, and update the copy.
+    """
+    overload, place = getattr(_ops, op).default, list(_signature(op)).index("per_sample_weights")
+
+    def kernel(*inputs):
+        factors = inputs[place] if len(inputs) > place else None
+        if factors is not None and factors.dtype in _NARROW:
+            inputs = (*inputs[:place], factors.float(), *inputs[place + 1 :])
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return overload(*inputs)
+
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        _implementations.impl(op, kernel, key)
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
 for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
-    for _device in ("cpu", "cuda"):
-        torch.library.register_autocast(f"rec_kernels::{_op}", _device, torch.float32)
+    _register_autocast(_op)

@@ -12,7 +12,7 @@ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
-- Row formats, ``bag_starts``, ``frozen``, clipping and weight decay are refused: they need the compiled library.
+- Row formats, ``bag_starts``, clipping and weight decay are refused: they need the compiled library.
 - One program sums all occurrences of a row: very hot rows are slow.
 - Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
 
@@ -128,6 +128,10 @@ def _sort(bags: BagInput) -> _Occurrences:
         kernels.occurrences_kernel[(bags.num_bags,)](
             factors=bags.factors, keys=keys, bag_of=bag_of, coefficients=coefficients, **bags.bags, **_EXACT
         )
+    if bags.frozen is not None and bags.num_bags:
+        # Where no bag was, bag_of may be anything; the key says already that nothing counts.
+        feature = (bag_of // bags.batch).clamp(0, bags.frozen.shape[0] - 1)
+        keys.masked_fill_(bags.frozen[feature], bags.num_rows)
     keys, order = torch.sort(keys, stable=True)
     return _Occurrences(keys, torch.searchsorted(keys, keys, right=True), order, bag_of, coefficients)
 

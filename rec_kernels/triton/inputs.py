@@ -39,7 +39,7 @@ def check_offered(a: SimpleNamespace) -> None:
             "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
             f"rows of bytes need {_COMPILED}"
         )
-    for name, default in (("bag_starts", None), ("frozen", None), *_STEP.items()):
+    for name, default in (("bag_starts", None), *_STEP.items()):
         given = getattr(a, name, default)
         if given is not default and given != default:
             raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")
@@ -96,6 +96,7 @@ class BagInput:
     padding_idx: int
     check_ids: bool
     raises: bool
+    frozen: Tensor | None  # [F] bool: features whose ids give no gradient
 
     @property
     def bags(self) -> dict[str, object]:
@@ -129,7 +130,14 @@ def check_weights(a: SimpleNamespace) -> None:
 def _check_layout(a: SimpleNamespace, bags: int) -> None:
     layout = {name: getattr(a, name) for name in LAYOUT}
     if a.embedding_dims is None:
-        others = [*layout.values(), a.mean, a.output_dim or None, a.num_rows or None, a.max_embedding_dim or None]
+        others = [
+            *layout.values(),
+            a.mean,
+            a.frozen,
+            a.output_dim or None,
+            a.num_rows or None,
+            a.max_embedding_dim or None,
+        ]
         unused = all(x is None for x in others)
         check(unused, "embedding_dims is missing: other layout arguments mean nothing without it")
         return
@@ -141,6 +149,8 @@ def _check_layout(a: SimpleNamespace, bags: int) -> None:
         check_tensor(t, name, (torch.int64,), shape=(features,), contiguous=True)
     if a.mean is not None:
         check_tensor(a.mean, "mean", (torch.bool,), shape=(features,), contiguous=True)
+    if a.frozen is not None:
+        check_tensor(a.frozen, "frozen", (torch.bool,), shape=(features,), contiguous=True)
     expected = "offsets must have num_features * batch + 1 elements"
     fits = bags % features == 0 if features else bags == 0
     check(fits, f"{expected}, got {a.offsets.shape[0]} for {features} features")
@@ -215,6 +225,7 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
         padding_idx=a.padding_idx,
         check_ids=a.bounds_check != "none",
         raises=a.bounds_check == "error",
+        frozen=a.frozen,
     )
 
 
