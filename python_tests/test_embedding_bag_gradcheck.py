@@ -1,0 +1,66 @@
+"""Gradients against numerical ones: of the definition in double precision, and of the ops against that definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import every_backend
+from embedding_bag_cases import Case, make_case
+from torch import Tensor
+
+from rec_kernels.testing import assert_same_sum
+
+
+def definition(case: Case, tables: list[Tensor], factors: Tensor | None) -> Tensor:
+    """docs/numerics.md, "Pooling", in the tensors' own precision and torch's own order: [B, sum of D]."""
+    columns = []
+    for f, t in enumerate(case.features):
+        bags = []
+        for b in range(case.batch):
+            first, last = case.offsets[f * case.batch + b : f * case.batch + b + 2].tolist()
+            ids = case.values[first:last]
+            rows = tables[t][ids] if factors is None else tables[t][ids] * factors[first:last, None]
+            bags.append(rows.sum(0) / (max(len(ids), 1) if case.mean[f] else 1))
+        columns.append(torch.stack(bags))
+    return torch.cat(columns, dim=1)
+
+
+def _case(weighted: bool) -> Case:
+    return make_case(
+        [(5, 3), (4, 2)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[False, True, True], weighted=weighted, seed=1
+    )
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gradcheck(weighted: bool) -> None:
+    """The definition in double precision: its gradients are those of finite differences."""
+    case = _case(weighted)
+    tables = [torch.randn(t, dtype=torch.float64, requires_grad=True) for t in case.tables]
+    factors = torch.rand(len(case.values), dtype=torch.float64, requires_grad=True) if weighted else None
+    inputs = [*tables, *([factors] if weighted else [])]
+    assert torch.autograd.gradcheck(lambda *_: definition(case, tables, factors), inputs)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_ops_have_these_gradients(weighted: bool) -> None:
+    """Dense gradients of tables and of factors, on every backend, within the rounding of their sums."""
+    case = _case(weighted)
+    tables = [t.double().requires_grad_(True) for t in case.split(case.weights)]
+    factors = case.per_sample_weights.double().requires_grad_(True) if weighted else None
+    inputs = [*tables, *([factors] if weighted else [])]
+    exact = torch.autograd.grad(definition(case, tables, factors), inputs, case.grad.double())
+    # The same sums of magnitudes: what their rounding is relative to.
+    absolute = [t.detach().abs().requires_grad_(True) for t in inputs]
+    most = definition(case, absolute[:2], absolute[2] if weighted else None)
+    magnitude = torch.autograd.grad(most, absolute, case.grad.double().abs())
+    for backend in every_backend():
+        dense = backend.ops.embedding_bag_backward_dense(
+            case.grad, list(case.weights.shape), *case.jagged, **case.layout
+        )
+        for found, expected, size in zip(case.split(dense), exact, magnitude, strict=False):
+            assert_same_sum(found, expected, size, terms=len(case.values) + 3)
+        if weighted:
+            gradient = backend.ops.embedding_bag_backward_per_sample_weights(
+                case.grad, case.weights, case.values, case.offsets, **case.layout
+            )
+            assert_same_sum(gradient, exact[2], magnitude[2], terms=3 + 2)
