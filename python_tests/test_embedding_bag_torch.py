@@ -209,7 +209,7 @@ def test_runs_are_repeatable() -> None:
         ({"scale_grad_by_freq": True}, NotImplementedError, "scale_grad_by_freq"),
         ({"format": "int8"}, ValueError, "format must be None or 'fp32', got 'int8'"),
         ({"embedding_dim": 4}, ValueError, "embedding_dim None, got 4"),
-        ({"output_dtype": torch.float16}, NotImplementedError, "output_dtype"),
+        ({"output_dtype": torch.float64}, ValueError, "output_dtype must be"),
         ({"mode": "max"}, ValueError, "mode must be 'sum' or 'mean', got 'max'"),
         ({"offsets": None}, ValueError, "offsets must be given"),
         ({"padding_idx": ROWS}, ValueError, r"padding_idx = 40 must be in \[-40, 40\)"),

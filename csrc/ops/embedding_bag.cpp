@@ -75,13 +75,6 @@ GradientStep parse_gradient_step(double weight_decay, const std::string& mode, s
   return step;
 }
 
-OutputType parse_output_dtype(std::optional<ScalarType> dtype) {
-  if (!dtype || *dtype == ScalarType::Float) return OutputType::kFloat;
-  check_value(*dtype == ScalarType::Half || *dtype == ScalarType::BFloat16,
-              "output_dtype must be torch.float32, torch.float16 or torch.bfloat16");
-  return *dtype == ScalarType::Half ? OutputType::kHalf : OutputType::kBFloat16;
-}
-
 int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, bool include_last_offset) {
   check_rank(values, 1, "values");

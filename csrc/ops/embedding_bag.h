@@ -94,7 +94,13 @@ RK_EXPORT GradientStep parse_gradient_step(double weight_decay, const std::strin
 
 // What an element of the output is.
 enum class OutputType { kFloat, kHalf, kBFloat16 };
-RK_EXPORT OutputType parse_output_dtype(std::optional<ScalarType> dtype);
+// Not exported: torch's name of the type would be in that of the function.
+inline OutputType parse_output_dtype(std::optional<ScalarType> dtype) {
+  if (!dtype || *dtype == ScalarType::Float) return OutputType::kFloat;
+  check_value(*dtype == ScalarType::Half || *dtype == ScalarType::BFloat16,
+              "output_dtype must be torch.float32, torch.float16 or torch.bfloat16");
+  return *dtype == ScalarType::Half ? OutputType::kHalf : OutputType::kBFloat16;
+}
 inline ScalarType output_dtype(OutputType type) {
   return type == OutputType::kFloat ? ScalarType::Float
                                     : (type == OutputType::kHalf ? ScalarType::Half : ScalarType::BFloat16);
