@@ -19,14 +19,14 @@ from rec_kernels.nn.tables import (
     EmbeddingConfig,
     Storage,
     Tables,
+    describe,
     fit_formats,
     format_tensor,
     initialize,
 )
-from rec_kernels.ops.row_formats import row_bytes
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
 _ops = torch.ops.rec_kernels
-_OUTPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class TableCollection(Layout):
@@ -61,7 +61,7 @@ class TableCollection(Layout):
             raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
-        if output_dtype not in _OUTPUT_DTYPES:
+        if output_dtype not in FLOAT_DTYPES.values():
             raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
         self.tables, self.optimizer, self.bounds_check = list(tables), optimizer, bounds_check
         self.rounding, self.seed, self.output_dtype = rounding, int(seed), output_dtype
@@ -275,7 +275,7 @@ class TableCollection(Layout):
             options["moment_offsets"] = self._moment_offsets
         if "exp_avg" in self._places.kinds:
             options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
-        if not self._storage.is_bytes and getattr(self.optimizer, "state_dtype", torch.float32) == torch.float32:
+        if not self._storage.is_bytes and not self._places.is_rounded:
             return options
         return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
 
@@ -332,6 +332,11 @@ class TableCollection(Layout):
             }
             for i, t in enumerate(self.tables)
         ]
+
+    def extra_repr(self) -> str:
+        """Tables and optimizer, for printing."""
+        tables = ", ".join(map(describe, self.tables))
+        return f"{tables}; optimizer={self.optimizer}"
 
 
 def _refuse_data_parallel() -> None:

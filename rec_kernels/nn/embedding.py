@@ -10,7 +10,7 @@ from torch import Tensor
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
-from rec_kernels.nn.tables import EmbeddingConfig, shown_format
+from rec_kernels.nn.tables import EmbeddingConfig
 
 
 class SequenceLookups:
@@ -88,13 +88,6 @@ class EmbeddingCollection(SequenceLookups, TableCollection):
     def for_serving(self) -> ServedEmbeddings:
         """As ``rk.EmbeddingBagCollection``'s, with ``forward`` and ``rows``."""
         return ServedEmbeddings(self)
-
-    def extra_repr(self) -> str:
-        """Tables and optimizer, for printing."""
-        tables = ", ".join(
-            " ".join([f"{t.name}: {t.num_embeddings} x {t.embedding_dim}", *shown_format(t)]) for t in self.tables
-        )
-        return f"{tables}; optimizer={self.optimizer}"
 
 
 def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from rec_kernels.nn import bounds
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
-from rec_kernels.nn.tables import EmbeddingBagConfig, shown_format
+from rec_kernels.nn.tables import EmbeddingBagConfig
 
 _ops = torch.ops.rec_kernels
 
@@ -139,11 +139,3 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
         and offsets are left out of sums, as ever, and nobody is told.
         """
         return ServedEmbeddingBags(self)
-
-    def extra_repr(self) -> str:
-        """Tables and optimizer, for printing."""
-        tables = ", ".join(
-            " ".join([f"{t.name}: {t.num_embeddings} x {t.embedding_dim}", *shown_format(t), t.pooling])
-            for t in self.tables
-        )
-        return f"{tables}; optimizer={self.optimizer}"

@@ -35,6 +35,11 @@ class StatePlaces:
         """Whether some kind has an element for every element of a table."""
         return any(self.kinds.values())
 
+    @property
+    def is_rounded(self) -> bool:
+        """Whether some kind is kept in fewer bits than it is computed in."""
+        return any(self.dtype(kind) != torch.float32 for kind in self.kinds)
+
     def dtype(self, kind: str) -> torch.dtype:
         """Of the flat tensor."""
         return self._dtype if self.kinds[kind] else torch.float32

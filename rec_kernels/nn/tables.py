@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 _ROWS_AT_ONCE = 1 << 18
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class EmbeddingConfig:
     """One table, whose lookups are not pooled.
 
@@ -34,41 +34,26 @@ class EmbeddingConfig:
 
     num_embeddings: int
     embedding_dim: int
+    _: KW_ONLY
     name: str
     feature_names: list[str]
     format: str = "fp32"
     init: Callable[[Tensor], object] | None = None
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        name: str,
-        feature_names: list[str],
-        format: str = "fp32",
-        init: Callable[[Tensor], object] | None = None,
-    ) -> None:
-        if num_embeddings < 1 or embedding_dim < 1:
+    def __post_init__(self) -> None:
+        name, feature_names = self.name, self.feature_names
+        if self.num_embeddings < 1 or self.embedding_dim < 1:
             raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
         if not name or "." in name:
             raise ValueError(f"table name {name!r} must be non-empty and without dots")
         if not feature_names or isinstance(feature_names, str):
             raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
-        if format not in BAG_FORMATS:
-            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {format!r}")
-        for field, value in (
-            ("num_embeddings", num_embeddings),
-            ("embedding_dim", embedding_dim),
-            ("name", name),
-            ("feature_names", list(feature_names)),
-            ("format", format),
-            ("init", init),
-        ):
-            object.__setattr__(self, field, value)
+        if self.format not in BAG_FORMATS:
+            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
+        object.__setattr__(self, "feature_names", list(feature_names))
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class EmbeddingBagConfig(EmbeddingConfig):
     """One table whose bags are pooled.
 
@@ -78,25 +63,13 @@ class EmbeddingBagConfig(EmbeddingConfig):
     The others are ``EmbeddingConfig``'s.
     """
 
+    _: KW_ONLY
     pooling: str = "sum"
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        name: str,
-        feature_names: list[str],
-        pooling: str = "sum",
-        format: str = "fp32",
-        init: Callable[[Tensor], object] | None = None,
-    ) -> None:
-        super().__init__(
-            num_embeddings, embedding_dim, name=name, feature_names=feature_names, format=format, init=init
-        )
-        if pooling not in ("sum", "mean"):
-            raise ValueError(f"table {name!r}: pooling must be 'sum' or 'mean', got {pooling!r}")
-        object.__setattr__(self, "pooling", pooling)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.pooling not in ("sum", "mean"):
+            raise ValueError(f"table {self.name!r}: pooling must be 'sum' or 'mean', got {self.pooling!r}")
 
 
 class Table(nn.Module):
@@ -189,9 +162,14 @@ def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
     return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)
 
 
-def shown_format(table: EmbeddingConfig) -> list[str]:
-    """The format's name, unless it is the usual one."""
-    return [] if table.format == "fp32" else [table.format]
+def describe(table: EmbeddingConfig) -> str:
+    """Name, size, the format unless it is the usual one, and the pooling if there is one."""
+    parts = [f"{table.name}: {table.num_embeddings} x {table.embedding_dim}"]
+    if table.format != "fp32":
+        parts.append(table.format)
+    if isinstance(table, EmbeddingBagConfig):
+        parts.append(table.pooling)
+    return " ".join(parts)
 
 
 def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
