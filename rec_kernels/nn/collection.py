@@ -46,7 +46,6 @@ class TableCollection(Layout):
         rounding: str = "stochastic",
         seed: int = 0,
     ) -> None:
-        super().__init__()
         names = [t.name for t in tables]
         if len(set(names)) != len(names):
             raise ValueError(f"table names must differ, got {names}")
@@ -63,16 +62,18 @@ class TableCollection(Layout):
             raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
         if output_dtype not in FLOAT_DTYPES.values():
             raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
-        self.tables, self.optimizer, self.bounds_check = list(tables), optimizer, bounds_check
-        self.rounding, self.seed, self.output_dtype = rounding, int(seed), output_dtype
+        tables, kinds = list(tables), {} if optimizer is None else optimizer.state
+        super().__init__(
+            tables,
+            Storage(tables),
+            StatePlaces(tables, kinds, getattr(optimizer, "state_dtype", torch.float32)),
+            device=device,
+            output_dtype=output_dtype,
+            bounds_check=bounds_check,
+            seed=int(seed),
+        )
+        self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
-        self._storage = Storage(self.tables)
-        kinds = {} if optimizer is None else optimizer.state
-        self._places = StatePlaces(self.tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
-        self._frozen_features: set[str] = set()
-        self._passes_frozen = False
-        self._name_outputs()
-        self._make_layout(device)
         self._make_weights(device)
         self._pending: Pending | None = None
         self._convert = False

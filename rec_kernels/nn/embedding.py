@@ -34,10 +34,7 @@ class SequenceLookups:
         """
         given = select_keys(features, self.feature_names)
         rows = self._rows(given)
-        strides = given.strides or [(given.offsets.shape[0] - 1) // max(len(self.feature_names), 1)] * len(
-            self.feature_names
-        )
-        bags = list(itertools.accumulate(strides, initial=0))
+        bags = given.bag_starts(len(self.feature_names))
         bounds = _bounds(features, self.feature_names, given, bags)
         blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
         output = {}
@@ -59,12 +56,10 @@ class SequenceLookups:
         count, offsets = given.values.shape[0], given.offsets
         _check_offsets(offsets, count)
         each = torch.arange(count + 1, device=offsets.device)
-        if given.strides is None:
-            batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
-            starts = offsets[::batch].long() if batch else offsets.long().expand(len(self.feature_names) + 1)
-        else:
-            starts = offsets[list(itertools.accumulate(given.strides, initial=0))].long()
-        return self._lookup(given._replace(offsets=each), starts.contiguous())
+        batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
+        # A slice where it will do: a list of places would have to be copied to the device.
+        starts = given.bag_starts(len(self.feature_names)) if given.strides or not batch else slice(None, None, batch)
+        return self._lookup(given._replace(offsets=each), offsets[starts].long().contiguous())
 
 
 class ServedEmbeddings(SequenceLookups, ServedTables):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -60,8 +58,8 @@ class PooledLookups:
 
     def _lookup_strides(self, given: SelectedKeys) -> Tensor:
         """[bags, largest D]: a row for each bag of features with batch sizes of their own."""
-        starts = list(itertools.accumulate(given.strides, initial=0))
-        return self._lookup(given, torch.tensor(starts, device=given.offsets.device))
+        starts = torch.tensor(given.bag_starts(len(self.feature_names)), device=given.offsets.device)
+        return self._lookup(given, starts)
 
     def _expand(self, rows: Tensor, strides: list[int], inverse: tuple[list[str], Tensor]) -> Tensor:
         """[B, sum of D]: the row of ``rows`` that ``inverse`` names for each feature and row of the full batch.

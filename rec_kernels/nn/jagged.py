@@ -227,6 +227,11 @@ class SelectedKeys(NamedTuple):
     weights: Tensor | None
     strides: list[int] | None
 
+    def bag_starts(self, features: int) -> list[int]:
+        """[F + 1]: where the bags of each of ``features`` features start."""
+        batch = (self.offsets.shape[0] - 1) // max(features, 1)
+        return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
+
 
 def select_keys(kjt, keys: list[str]) -> SelectedKeys:
     """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.

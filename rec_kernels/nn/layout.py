@@ -16,16 +16,32 @@ _ops = torch.ops.rec_kernels
 
 
 class Layout(nn.Module):
-    """A module with tables. Its makers set the attributes below, then call ``_name_outputs`` and ``_make_layout``."""
+    """A module with tables, whose weights are the buffer ``_weights`` that those who derive from it register.
 
-    tables: list[EmbeddingConfig]
-    bounds_check: str
-    output_dtype: torch.dtype
-    seed: int
-    _storage: Storage
-    _places: StatePlaces
-    _frozen_features: set[str]
-    _passes_frozen: bool
+    Args:
+        tables, device, output_dtype, bounds_check, seed: ``rk.EmbeddingBagCollection``'s.
+        storage: where the tables lie in the weights.
+        places: where they lie in the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        tables: list[EmbeddingConfig],
+        storage: Storage,
+        places: StatePlaces,
+        *,
+        device: torch.device | str | None,
+        output_dtype: torch.dtype,
+        bounds_check: str,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.tables, self.output_dtype, self.bounds_check, self.seed = tables, output_dtype, bounds_check, seed
+        self._storage, self._places = storage, places
+        self._frozen_features: set[str] = set()
+        self._passes_frozen = False
+        self._name_outputs()
+        self._make_layout(device)
 
     def _name_outputs(self) -> None:
         self.feature_names = [f for t in self.tables for f in t.feature_names]
@@ -109,12 +125,15 @@ class ServedTables(Layout):
     """
 
     def __init__(self, source: Layout) -> None:
-        super().__init__()
-        self.tables, self.bounds_check, self.output_dtype = source.tables, source.bounds_check, source.output_dtype
-        self.seed, self._storage, self._places = source.seed, source._storage, source._places
-        self._frozen_features, self._passes_frozen = set(), False
-        self._name_outputs()
-        self._make_layout(source._weights.device)
+        super().__init__(
+            source.tables,
+            source._storage,
+            source._places,
+            device=source._weights.device,
+            output_dtype=source.output_dtype,
+            bounds_check=source.bounds_check,
+            seed=source.seed,
+        )
         self.register_buffer("_weights", source._weights)
 
     def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
