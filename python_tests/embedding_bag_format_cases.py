@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 from backends import every_backend
-from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case
+from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases
+from hypothesis import strategies as st
 from torch import Tensor
 
 from rec_kernels.nn.tables import BAG_FORMATS
@@ -139,6 +140,13 @@ class EncodedCase:
             for a, b, f, d in views
         )
         return same and torch.equal(found[between], expected[between])
+
+
+@st.composite
+def encoded_cases(draw) -> EncodedCase:
+    """Up to four features over up to three tables of any formats."""
+    case = draw(cases())
+    return EncodedCase(case, [draw(st.sampled_from(BAG_FORMATS)) for _ in case.tables])
 
 
 def every_format_once(case: Case, shift: int = 0, **options) -> EncodedCase:

@@ -7,13 +7,12 @@ from dataclasses import asdict
 import pytest
 import torch
 from backends import cpu_backends, device_backends, every_backend
-from embedding_bag_cases import OPTIMIZERS, cases, make_case
-from embedding_bag_format_cases import ROUNDINGS, EncodedCase, every_format_once
+from embedding_bag_cases import OPTIMIZERS, make_case
+from embedding_bag_format_cases import ROUNDINGS, EncodedCase, encoded_cases, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rec_kernels as rk
 from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits
 
@@ -41,13 +40,6 @@ def check(encoded: EncodedCase, optimizer: str, step: GradientStep, rounding: st
             [same_bits(found_state[k], t) for k, t in state.items()] if elementwise else [same_bits(found_state, state)]
         )
         assert all(same), where
-
-
-@st.composite
-def encoded_cases(draw) -> EncodedCase:
-    """Up to four features over up to three tables of any formats."""
-    case = draw(cases())
-    return EncodedCase(case, [draw(st.sampled_from(rk.BAG_FORMATS)) for _ in case.tables])
 
 
 @settings(max_examples=40)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import device_backends, every_backend
-from embedding_bag_cases import Case, cases, make_case
-from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, every_format_once
+from embedding_bag_cases import Case, make_case
+from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, encoded_cases, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import rec_kernels as rk
 from rec_kernels.testing import same_bits
 
 
@@ -36,13 +35,6 @@ def check(
                 assert found_state[name].dtype == expected.dtype
                 assert same_bits(found_state[name].float(), expected.float()), (*where, name)
             assert step.item() == STEP + 1, where
-
-
-@st.composite
-def encoded_cases(draw) -> EncodedCase:
-    """Up to four features over up to three tables of any formats."""
-    case = draw(cases())
-    return EncodedCase(case, [draw(st.sampled_from(rk.BAG_FORMATS)) for _ in case.tables])
 
 
 @settings(max_examples=40)

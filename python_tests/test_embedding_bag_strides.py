@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from backends import cpu_backends, device_backends, every_backend
-from embedding_bag_cases import Case, cases, make_case
-from embedding_bag_format_cases import EncodedCase, every_format_once
+from embedding_bag_cases import Case, make_case
+from embedding_bag_format_cases import EncodedCase, encoded_cases, every_format_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -65,13 +65,14 @@ class Strided:
 @st.composite
 def strided_cases(draw) -> Strided:
     """Any case and formats, with some of its empty bags left out."""
-    case = draw(cases())
+    encoded = draw(encoded_cases())
+    case = encoded.case
     sizes = []
     for f in range(len(case.features)):
         lengths = case.offsets.diff()[f * case.batch : (f + 1) * case.batch]
         last = int(lengths.nonzero().max()) + 1 if lengths.any() else 0
         sizes.append(draw(st.integers(last, case.batch)))
-    return Strided(EncodedCase(case, [draw(st.sampled_from(rk.BAG_FORMATS)) for _ in case.tables]), sizes)
+    return Strided(encoded, sizes)
 
 
 @settings(max_examples=60)

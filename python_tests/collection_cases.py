@@ -1,0 +1,37 @@
+"""Collections and batches of the tests of sequences, batch sizes per feature, freezing and output dtypes."""
+
+from __future__ import annotations
+
+import torch
+
+import rec_kernels as rk
+
+OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
+
+
+def sequences(optimizer=None, formats=("fp32", "fp32"), **options) -> rk.EmbeddingCollection:
+    """Two tables of different dimensions, the first shared by f and g, g in both."""
+    torch.manual_seed(0)
+    tables = [
+        rk.EmbeddingConfig(50, 6, name="a", feature_names=["f", "g"], format=formats[0]),
+        rk.EmbeddingConfig(70, 20, name="b", feature_names=["g", "h"], format=formats[1]),
+    ]
+    return rk.EmbeddingCollection(tables, optimizer=optimizer, **options)
+
+
+def deduplicated(keys="fgh", seed: int = 1) -> tuple[rk.KeyedJaggedTensor, rk.KeyedJaggedTensor]:
+    """Features of 2, 3 and 4 distinct bags in a batch of 7, and the same batch written out."""
+    g = torch.Generator().manual_seed(seed)
+    strides = [2, 3, 4]
+    places = torch.stack([torch.randint(0, s, (7,), generator=g) for s in strides])
+    lengths = torch.randint(0, 4, (sum(strides),), generator=g)
+    values = torch.randint(0, 50, (int(lengths.sum()),), generator=g)
+    few = rk.KeyedJaggedTensor(
+        list("fgh"), values, lengths=lengths, stride_per_key=strides, inverse_indices=(list("fgh"), places)
+    )
+    parts = {}
+    for key, row in zip("fgh", places, strict=True):
+        dense = few[key].to_dense()
+        parts[key] = [dense[i] for i in row]
+    whole = [bag for key in keys for bag in parts[key]]
+    return few, rk.KeyedJaggedTensor(list(keys), torch.cat(whole), lengths=torch.tensor([len(bag) for bag in whole]))

@@ -1,0 +1,295 @@
+"""Collections: batch sizes per feature, freezing, output dtypes, clipping and weight decay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from collection_cases import OPTIMIZERS, deduplicated, sequences
+from test_embedding_bag_bounds import late, message
+from test_embedding_bag_module import assert_same, batch, make
+
+import rec_kernels as rk
+from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.testing import same_bits
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_inverse_indices(optimizer) -> None:
+    """Distinct bags looked up once give the output of the whole batch, and its gradients."""
+    few, whole = deduplicated()
+    one, other = make(optimizer), make(optimizer)
+    found, expected = one(few), other(whole)
+    assert torch.equal(found.values(), expected.values())
+    assert found.keys() == expected.keys()
+    (found.values() ** 2).sum().backward()
+    (expected.values() ** 2).sum().backward()
+    for a, b in zip(one.state_dict().values(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+
+
+def test_by_feature() -> None:
+    """One tensor a feature, with batch sizes of their own or without."""
+    few, whole = deduplicated()
+    collection = make()
+    found = collection.by_feature(few)
+    assert {k: t.shape for k, t in found.items()} == {"f": (2, 6), "g": (3, 6), "h": (4, 20)}
+    places = few.inverse_indices_or_none()[1]
+    expected = collection(whole).to_dict()
+    for row, (key, t) in zip(places, found.items(), strict=True):
+        assert torch.equal(t[row], expected[key])
+    assert all(torch.equal(t, expected[k]) for k, t in collection.by_feature(whole).items())
+    bare = rk.KeyedJaggedTensor(few.keys(), few.values(), offsets=few.offsets(), stride_per_key=[2, 3, 4])
+    with pytest.raises(ValueError, match=r"no inverse indices.*by_feature"):
+        collection(bare)
+    assert torch.equal(collection.by_feature(bare)["g"], found["g"])
+
+
+def test_strides_in_another_order() -> None:
+    """Keys in any order, some not asked for."""
+    few, _ = deduplicated()
+    order = [2, 0, 1]
+    parts = [few["fgh"[i]] for i in order]
+    names, places = few.inverse_indices_or_none()
+    moved = rk.KeyedJaggedTensor(
+        ["h", "f", "g"],
+        torch.cat([p.values() for p in parts]),
+        lengths=torch.cat([p.lengths() for p in parts]),
+        stride_per_key=[4, 2, 3],
+        inverse_indices=(names, places),
+    )
+    assert torch.equal(make()(moved).values(), make()(few).values())
+    assert moved.stride() == 7
+    assert moved.offset_per_key() == [0, *torch.tensor([len(p.values()) for p in parts]).cumsum(0).tolist()]
+
+
+def test_strides_accumulate() -> None:
+    """Micro-batches of features with batch sizes of their own; not mixed with others."""
+    one, several = make(rk.SGD(lr=0.5)), make(rk.SGD(lr=0.5))
+    pairs = [deduplicated(seed=s)[0] for s in (1, 2)]
+    parts = [b[k] for k in "fgh" for b in pairs]
+    joined = rk.KeyedJaggedTensor(
+        list("fgh"),
+        torch.cat([p.values() for p in parts]),
+        lengths=torch.cat([p.lengths() for p in parts]),
+        stride_per_key=[4, 6, 8],
+    )
+    sum((t**2).sum() for t in one.by_feature(joined).values()).backward()
+    with several.accumulate():
+        for b in pairs:
+            sum((t**2).sum() for t in several.by_feature(b).values()).backward()
+    assert_same(one, several)
+    with pytest.raises(RuntimeError, match="must be of one kind"):
+        _mixed(several)
+    assert_same(one, several)
+
+
+def _mixed(collection: rk.EmbeddingBagCollection) -> None:
+    few, whole = deduplicated()
+    with collection.accumulate():
+        collection.by_feature(few)["f"].sum().backward()
+        collection(whole).values().sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stride_per_key": [2, 3]}, "stride_per_key must have a batch size for each of the 3 keys"),
+        ({"stride_per_key": [2, 3, 3]}, "lengths describe 9 bags, and stride_per_key 8"),
+        ({"inverse_indices": (["f"], torch.zeros(1, 2).long())}, "give stride_per_key"),
+        (
+            {"stride_per_key": [2, 3, 4], "inverse_indices": (["f"], torch.zeros(1, 2).long())},
+            r"inverse_indices lack the keys \['g', 'h'\]",
+        ),
+        (
+            {"stride_per_key": [2, 3, 4], "inverse_indices": (list("fgh"), torch.zeros(3, 2))},
+            r"inverse_indices must be int64 \[3, B\]",
+        ),
+    ],
+)
+def test_bad_strides(options: dict, message: str) -> None:
+    """Sizes that do not fit are told at once."""
+    with pytest.raises(ValueError, match=message):
+        rk.KeyedJaggedTensor(list("fgh"), torch.arange(9), lengths=torch.ones(9).long(), **options)
+
+
+def test_inverse_indices_are_checked() -> None:
+    """A bag that the feature does not have is an error, never a neighbour's bag; a GPU tells later."""
+    few, _ = deduplicated()
+    for bad in (2, -1, 2**40):
+        few.inverse_indices_or_none()[1][0, 3] = bad
+        with pytest.raises(IndexError, match=rf"inverse_indices of 'f' have {bad} at row 3: .* \[0, 2\)"):
+            make(rk.SGD(lr=0.5))(few)
+    few.inverse_indices_or_none()[1][0, 3] = 2
+    collection = make(rk.SGD(lr=0.5))
+    collection.check()
+    with late():
+        ids = torch.tensor([0, -1])
+        collection._note(torch.tensor([1, 1]), SelectedKeys(ids, torch.arange(3), None, None), None)
+        assert "values[1] = -1 (feature 1, bag 0)" in _two_features_of(collection)
+
+
+def _two_features_of(collection: rk.EmbeddingBagCollection) -> str:
+    collection._reports._num_embeddings = [50, 50]
+    return message(collection.check)
+
+
+def test_empty_full_batch() -> None:
+    """A batch of no rows, of features that have bags."""
+    few, _ = deduplicated()
+    none = rk.KeyedJaggedTensor(
+        few.keys(),
+        few.values(),
+        offsets=few.offsets(),
+        stride_per_key=[2, 3, 4],
+        inverse_indices=(few.keys(), torch.zeros(3, 0).long()),
+    )
+    assert make()(none).values().shape == (0, 32)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_freeze(optimizer) -> None:
+    """A frozen feature teaches its table nothing; others of the table do; unfreeze ends it."""
+    whole = deduplicated()[1]
+    few, all_of_it = make(optimizer), make(optimizer)
+    few.freeze("g", "h")
+    emptied = rk.KeyedJaggedTensor(
+        list("fgh"),
+        whole["f"].values(),
+        lengths=torch.cat([whole["f"].lengths(), torch.zeros(14).long()]),
+    )
+    assert torch.equal(few(whole).values(), all_of_it(whole).values())
+    few(whole).values().sum().backward()
+    all_of_it(emptied).values().sum().backward()
+    assert_same(few, all_of_it)
+    if optimizer is None:
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(few.parameters(), all_of_it.parameters(), strict=True))
+    few.unfreeze("g", "h")
+    few(whole).values().sum().backward()
+    all_of_it(whole).values().sum().backward()
+    assert_same(few, all_of_it)
+    with pytest.raises(KeyError, match="'x'"):
+        few.freeze("x")
+
+
+def test_freeze_in_compiled_code() -> None:
+    """Once freeze() has been called, what is frozen changes without compiling again."""
+    collection, expected = make(rk.SGD(lr=0.5)), make(rk.SGD(lr=0.5))
+    collection.freeze()
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda kjt: collection(kjt).values().sum(), backend=counter, fullgraph=True)
+    whole = deduplicated()[1]
+    for names in ((), ("f",), ("g", "h")):
+        collection.freeze(*names)
+        expected.freeze(*names)
+        compiled(whole).backward()
+        expected(whole).values().sum().backward()
+        assert_same(collection, expected)
+        collection.unfreeze(*names)
+        expected.unfreeze(*names)
+    assert counter.frame_count == 1
+
+
+def test_freeze_inside_accumulate() -> None:
+    """The one update of a block has one set of frozen features."""
+    collection = make(rk.SGD(lr=0.5))
+    with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
+        collection.freeze("f")
+    assert not collection._passes_frozen
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_output_dtype(optimizer, dtype: torch.dtype) -> None:
+    """Outputs are the float32 ones, rounded; training goes on with their gradients."""
+    half, whole = make(optimizer, output_dtype=dtype), make(optimizer)
+    given = deduplicated()[1]
+    output = half(given).values()
+    assert output.dtype == dtype
+    assert torch.equal(output, whole(given).values().to(dtype))
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+    output.backward(grad)
+    whole(given).values().backward(grad.float())
+    assert_same(half, whole)
+    few = deduplicated()[0]
+    assert torch.equal(half(few).values(), half(given).values())
+    sequence = sequences(optimizer, output_dtype=dtype)(batch())
+    assert torch.equal(sequence["h"].values(), sequences(optimizer)(batch())["h"].values().to(dtype))
+
+
+def test_output_dtype_is_checked() -> None:
+    """At construction."""
+    with pytest.raises(ValueError, match=r"output_dtype must be torch\.float32, float16 or bfloat16"):
+        make(output_dtype=torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_accumulate_with_half_outputs(dtype: torch.dtype) -> None:
+    """Gradients of half-precision outputs, collected: the bits of one batch."""
+    one, several = (make(rk.Adam(lr=0.1), output_dtype=dtype) for _ in range(2))
+    given = deduplicated()[1]
+    one(given).values().sum().backward()
+    with several.accumulate():
+        several(given).values().sum().backward()
+    assert_same(one, several)
+
+
+def test_weight_decay_and_clipping_in_a_module() -> None:
+    """The optimizer's numbers reach the op: SGD by hand."""
+    table = [rk.EmbeddingBagConfig(4, 3, name="t", feature_names=["f"], init=lambda w: w.fill_(2.0))]
+    given = rk.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+    for optimizer, expected in [
+        (rk.SGD(lr=0.5, weight_decay=0.1), 2.0 - 0.5 * (4.0 + 0.2)),
+        (rk.SGD(lr=0.5, weight_decay=0.1, weight_decay_mode="decoupled"), 2.0 * (1 - 0.05) - 0.5 * 4.0),
+        (rk.SGD(lr=0.5, clip_grad_value=0.25), 2.0 - 0.5 * 0.25),
+        (rk.SGD(lr=0.5, clip_grad_norm=3.0), 2.0 - 0.5 * 3.0 / 3**0.5),
+    ]:
+        collection = rk.EmbeddingBagCollection(table, optimizer=optimizer)
+        (collection(given).values() ** 2).sum().backward()
+        weight = collection.embedding_bags["t"].weight
+        torch.testing.assert_close(weight[1], torch.full((3,), expected))
+        assert same_bits(weight[0], torch.full((3,), 2.0))
+
+
+def test_decoupled_decay_is_torchs() -> None:
+    """AdamW of torch, on a table whose rows are all in every batch."""
+    torch.manual_seed(1)
+    start = torch.randn(4, 5)
+    table = [rk.EmbeddingBagConfig(4, 5, name="t", feature_names=["f"], init=lambda w: w.copy_(start))]
+    options = {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.3}
+    ours = rk.EmbeddingBagCollection(table, optimizer=rk.Adam(**options, weight_decay_mode="decoupled"))
+    theirs = start.clone().requires_grad_(True)
+    optimizer = torch.optim.AdamW([theirs], **options)
+    given = rk.KeyedJaggedTensor(["f"], torch.arange(4), lengths=torch.ones(4).long())
+    for _ in range(5):
+        (ours(given).values() ** 3).sum().backward()
+        optimizer.zero_grad()
+        (theirs**3).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(ours.embedding_bags["t"].weight, theirs.detach())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"weight_decay": -1.0},
+        {"weight_decay": float("inf")},
+        {"weight_decay_mode": "both"},
+        {"clip_grad_value": 0.0},
+        {"clip_grad_norm": float("nan")},
+    ],
+)
+def test_bad_optimizer_numbers(bad: dict) -> None:
+    """Refused when the optimizer is made, by name."""
+    for kind in (rk.SGD, rk.RowwiseAdagrad, rk.LAMB):
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            kind(lr=0.1, **bad)
+
+
+def test_optimizers_in_words() -> None:
+    """What is not the default is shown."""
+    assert repr(rk.SGD(lr=0.5)) == "SGD(lr=0.5)"
+    shown = repr(rk.Adam(weight_decay=0.1, clip_grad_norm=2.0))
+    assert shown == "Adam(lr=0.001, weight_decay=0.1, clip_grad_norm=2.0)"
