@@ -43,18 +43,18 @@ Bounds for_bags(const BagInput& in, const Body& body) {
   return all;
 }
 
+PoolArgs pool_args(const Tensor& weights, const BagInput& in) {
+  return {in.features.get(), in.bags,       static_cast<const uint8_t*>(weights.const_data_ptr()),
+          nullptr,           in.output_dim, RowFormat::kFp32};
+}
+
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype) {
-  const OutputType type = parse_output_dtype(dtype);
-  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, output_dtype(type));
+  const ScalarType type = read_output_dtype(dtype);
+  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_tensor(weights, {2}, ScalarType::Long);
-  PoolArgs args{};
-  args.features = in.features.get();
-  args.bags = in.bags;
-  args.weights = static_cast<const uint8_t*>(weights.const_data_ptr());
+  PoolArgs args = pool_args(weights, in);
   args.output = output.mutable_data_ptr();
-  args.output_dim = in.output_dim;
-  args.output_format =
-      type == OutputType::kFloat ? RowFormat::kFp32 : (type == OutputType::kHalf ? RowFormat::kFp16 : RowFormat::kBf16);
+  args.output_format = float_format(type);
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
   in.raise(bounds);
@@ -166,11 +166,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  PoolArgs args{};
-  args.features = in.features.get();
-  args.bags = in.bags;
-  args.weights = static_cast<const uint8_t*>(weights.const_data_ptr());
-  args.output_dim = in.output_dim;
+  const PoolArgs args = pool_args(weights, in);
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();
   const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;

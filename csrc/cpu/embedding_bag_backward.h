@@ -75,8 +75,10 @@ inline int64_t rows_held(int64_t D) {
   const int64_t rows = kFloatsHeld / D;
   return rows < 1 ? 1 : (rows < kRowsHeld ? rows : kRowsHeld);
 }
-// Floats of scratch that finishing runs of up to D columns takes: a gradient, a row's moments, and the rows that wait.
-inline int64_t scratch_floats(int64_t D) { return 3 * D + (D < kFloatsHeld ? kFloatsHeld : D); }
+// Scratch memory for finishing runs of up to D columns, in floats: a row's gradient, its moments, the rows that wait.
+inline int64_t scratch_moments(int64_t D) { return D; }
+inline int64_t scratch_held(int64_t D) { return scratch_moments(D) + 2 * D; }
+inline int64_t scratch_floats(int64_t D) { return scratch_held(D) + (D < kFloatsHeld ? kFloatsHeld : D); }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);

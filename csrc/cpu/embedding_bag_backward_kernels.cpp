@@ -218,12 +218,13 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
 
 void dense(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
-  finish_runs(a, DenseTarget{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)}, table, scratch,
+  finish_runs(a, DenseTarget{{f.embedding_dim}, reinterpret_cast<float*>(t.weights + f.weight_offset)}, table, scratch,
               begin, end);
 }
 
 void sparse(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const SparseTarget target{table.feature->embedding_dim, t.rows + table.first_run,
+  const SparseTarget target{{table.feature->embedding_dim},
+                            t.rows + table.first_run,
                             reinterpret_cast<float*>(t.weights) + table.first_float};
   finish_runs(a, target, table, scratch, begin, end);
 }
@@ -233,12 +234,12 @@ float* state_of(const RowTarget& t, const TableRuns& table) {
   return t.state.sum ? t.state.sum + table.feature->row_offset : nullptr;
 }
 
-// The table's rows, behind whose memory for encoded ones the row's gradient has its own.
+// The table's rows, which scratch memory holds while they wait to be encoded.
 FloatRows float_rows(const RowTarget& t, const Feature& f) {
   return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
 }
 EncodedRows encoded_rows(const RowTarget& t, const Feature& f, float* scratch) {
-  return {f, t, scratch + 3 * f.embedding_dim};
+  return {f, t, scratch + scratch_held(f.embedding_dim)};
 }
 
 template <class Optimizer>
@@ -275,7 +276,7 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
-  const MomentRows moments{D, state, t, f.table_id, scratch + D};
+  const MomentRows moments{D, state, t, f.table_id, scratch + scratch_moments(D)};
   if (f.format == RowFormat::kFp32)
     finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
                 begin, end);

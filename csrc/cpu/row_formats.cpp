@@ -16,17 +16,14 @@ int64_t rows_per_piece(int64_t D) { return 1 + 65536 / D; }
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
 
-// The row format that a 2-byte dtype is.
-int narrow_format(ScalarType dtype) {
-  return static_cast<int>(dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16);
-}
+int float_number(ScalarType dtype) { return static_cast<int>(float_format(dtype)); }
 
 // Rows of x as float32: as they are, or widened into `scratch`.
 class FloatRows {
  public:
   explicit FloatRows(const Tensor& x)
       : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(x.dim() - 1)), bytes_(x.element_size()) {
-    if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[narrow_format(x.scalar_type())];
+    if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[float_number(x.scalar_type())];
   }
   const float* row(int64_t n, float* scratch) const { return rows(n, 1, scratch); }
   // Rows n .. n + count - 1, one after the other.
@@ -59,7 +56,7 @@ class RowDecoder {
         out_(static_cast<uint8_t*>(out.mutable_data_ptr())),
         D_(D),
         bytes_(out.element_size()) {
-    if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[narrow_format(out.scalar_type())];
+    if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[float_number(out.scalar_type())];
   }
   void decode(const uint8_t* row, int64_t n, float* scratch) const {
     uint8_t* to = out_ + n * D_ * bytes_;

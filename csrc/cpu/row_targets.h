@@ -11,14 +11,11 @@ inline namespace RK_ISA {
 
 // A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
-struct DenseTarget {
-  static constexpr bool kElementwise = false;
-  static constexpr bool kNeedsMeanSquare = false;
+struct StoredGradients {
+  static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
   int64_t D;
-  float* gradient;  // of the table
 
   void prefetch(int64_t) const {}
-  float* open(int64_t row, int64_t, float) const { return gradient + row * D; }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
@@ -29,26 +26,20 @@ struct DenseTarget {
   void update(int64_t, float*) const {}
 };
 
-struct SparseTarget {
-  static constexpr bool kElementwise = false;
-  static constexpr bool kNeedsMeanSquare = false;
-  int64_t D;
+struct DenseTarget : StoredGradients {
+  float* gradient;  // of the table
+
+  float* open(int64_t row, int64_t, float) const { return gradient + row * D; }
+};
+
+struct SparseTarget : StoredGradients {
   int64_t* rows;  // of the table's runs
   float* gradients;
 
-  void prefetch(int64_t) const {}
   float* open(int64_t row, int64_t run, float) const {
     rows[run] = row;
     return gradients + run * D;
   }
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
-    store_columns<NV, kTail>(g, row + column, tail);
-  }
-  void close(int64_t) {}
-  void flush() {}
-  static bool takes_whole_rows() { return false; }
-  void update(int64_t, float*) const {}
 };
 
 // Vectors of a row, the last of which may be partial: body(column, columns of it).

@@ -57,17 +57,17 @@ PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& stat
           0,
           in.bags,
           nullptr,
-          OutputType::kFloat,
+          RowFormat::kFp32,
           in.output_dim,
           status.mutable_data_ptr<int64_t>()};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, OutputType type, cudaStream_t stream) {
-  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, output_dtype(type));
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, cudaStream_t stream) {
+  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_status(in, weights.numel(), false, weights, stream);
   PoolArgs args = pool_args(weights, in, status);
   args.output = output.mutable_data_ptr();
-  args.output_type = type;
+  args.output_format = float_format(type);
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     launch_pool(args, in.max_dim, stream);
   return {output, status};
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
       weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const OutputType type = parse_output_dtype(output_dtype);
+  const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
   return forward(

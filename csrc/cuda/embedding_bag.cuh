@@ -72,7 +72,7 @@ struct PoolArgs {
   int format;
   Bags bags;
   void* output;
-  OutputType output_type;
+  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
   int64_t output_dim;
   int64_t* status;
 };

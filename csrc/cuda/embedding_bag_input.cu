@@ -129,18 +129,9 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{as_contiguous(values),
-              as_contiguous(offsets),
-
-              std::nullopt,
-              Features{},
-              Bags{},
-              options,
-              features,
-              0,
-              0,
-              0,
-              options.mean || layout.mean};
+  BagInput in{
+      as_contiguous(values),      as_contiguous(offsets), std::nullopt, Features{}, Bags{}, options, features, 0, 0, 0,
+      options.mean || layout.mean};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   read_formats(layout, &in.features);
   if (layout.embedding_dims) {

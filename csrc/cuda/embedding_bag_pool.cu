@@ -39,25 +39,20 @@ struct IdsOfLanes {
 // Columns c .. c+3 of D, of the output's elements from `row` on.
 __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {
   const bool aligned = D % 4 == 0 && row % 4 == 0;
-  if (a.output_type == OutputType::kFloat) {
+  if (a.output_format == RowFormat::kFp32) {
     float* out = static_cast<float*>(a.output) + row;
     store_columns(out, c, D, aligned && reinterpret_cast<uintptr_t>(a.output) % 16 == 0, x);
     return;
   }
-  uint32_t half[4];
-  for (int j = 0; j < 4; ++j)
-    half[j] = a.output_type == OutputType::kHalf ? Fp16::encode<false>(x.v[j], uint32_t{0})
-                                                 : Bf16::encode<false>(x.v[j], uint32_t{0});
-  auto* out = static_cast<uint16_t*>(a.output) + row + c;
-  if (aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0) {
-    if (c >= D) return;
-    check_alignment(out, 8);
-    const uint64_t low = half[0] | half[1] << 16, high = half[2] | half[3] << 16;
-    *reinterpret_cast<uint64_t*>(out) = low | high << 32;
-  } else {
-    for (int j = 0; j < 4; ++j)
-      if (c + j < D) out[j] = static_cast<uint16_t>(half[j]);
+  if (c >= D) return;
+  uint64_t codes = 0;
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t half = a.output_format == RowFormat::kFp16 ? Fp16::encode<false>(x.v[j], uint32_t{0})
+                                                              : Bf16::encode<false>(x.v[j], uint32_t{0});
+    codes |= uint64_t{half} << 16 * j;
   }
+  store_little<8>(static_cast<uint8_t*>(a.output) + 2 * (row + c), codes,
+                  aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0, 2 * (D - c));
 }
 
 // Columns c .. c+3 of a row, zeros behind its end; `aligned`: of its table.

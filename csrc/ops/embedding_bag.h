@@ -92,18 +92,12 @@ struct UpdateState {
 RK_EXPORT GradientStep parse_gradient_step(double weight_decay, const std::string& mode,
                                            std::optional<double> clip_value, std::optional<double> clip_norm);
 
-// What an element of the output is.
-enum class OutputType { kFloat, kHalf, kBFloat16 };
-// Not exported: torch's name of the type would be in that of the function.
-inline OutputType parse_output_dtype(std::optional<ScalarType> dtype) {
-  if (!dtype || *dtype == ScalarType::Float) return OutputType::kFloat;
-  check_value(*dtype == ScalarType::Half || *dtype == ScalarType::BFloat16,
+// Of the output's elements. Not exported: torch's name of the type would be in that of the function.
+inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
+  const ScalarType type = dtype.value_or(ScalarType::Float);
+  check_value(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
               "output_dtype must be torch.float32, torch.float16 or torch.bfloat16");
-  return *dtype == ScalarType::Half ? OutputType::kHalf : OutputType::kBFloat16;
-}
-inline ScalarType output_dtype(OutputType type) {
-  return type == OutputType::kFloat ? ScalarType::Float
-                                    : (type == OutputType::kHalf ? ScalarType::Half : ScalarType::BFloat16);
+  return type;
 }
 
 RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,

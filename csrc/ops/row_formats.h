@@ -42,6 +42,11 @@ inline void check_float_dtype(ScalarType dtype, const char* name) {
   check_value(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
               " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
 }
+// The row format that a float dtype is.
+inline RowFormat float_format(ScalarType dtype) {
+  if (dtype == ScalarType::Float) return RowFormat::kFp32;
+  return dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
+}
 // Throws for element `position` = n * D + column of x, whose value is not finite.
 [[noreturn]] RK_EXPORT void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
 
