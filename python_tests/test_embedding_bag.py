@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from backends import every_backend
-from embedding_bag_cases import Case, cases, make_case
+from embedding_bag_cases import Case, cases, make_case, wide_floats
 from hypothesis import given, settings
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -99,6 +99,37 @@ def test_hot_row(occurrences: int, weighted: bool) -> None:
     case = make_case([(1, 3), (2, 20)], [0, 1], lengths, weighted=weighted, seed=occurrences)
     _check_gradients(case)
     _check_updates(case)
+
+
+@pytest.mark.parametrize("dim", [1, 4, 16, 20, 128, 300])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+def test_one_id_each(dim: int, offsets_dtype: torch.dtype) -> None:
+    """Every bag has exactly one id, as in most click logs; the second feature has one bag that has not."""
+    lengths = [1] * 33 + [1] * 20 + [2] + [1] * 12
+    ids_dtype = torch.int64 if dim % 8 else torch.int32
+    sizes = {"ids_dtype": ids_dtype, "offsets_dtype": offsets_dtype, "unused": (2, 1)}
+    for options in ({}, {"padding_idx": 1}, {"weighted": True}, {"mean": [True, False]}):
+        case = make_case([(5, dim), (3, 7)], [0, 1], lengths, gaps=[1, 2], seed=dim, **sizes, **options)
+        case.weights[case.starts[0] : case.starts[0] + 2] = -0.0  # a sum starts from 0, and is 0 again
+        _check_forward(case)
+        _check_gradients(case)
+
+
+def test_one_id_each_out_of_range() -> None:
+    """Bad ids among bags of one id each: left out and counted, or named."""
+    table, offsets = wide_floats(6, 20, seed=1), torch.arange(40)
+    values = torch.arange(40) % 6
+    values[[11, 17, 31]] = torch.tensor([6, -1, 2**40])
+    expected = table[values.clamp(0, 5)]
+    expected[[11, 17, 31]] = 0
+    for backend in every_backend():
+        output, status = backend.ops.embedding_bag(
+            table, values, offsets, include_last_offset=False, bounds_check="ignore"
+        )
+        assert same_bits(output, expected + 0.0), backend.name
+        assert status.tolist() == [11, 3], backend.name
+    with pytest.raises(IndexError, match=r"6.*bag 11"):
+        ops.embedding_bag(table, values, offsets, include_last_offset=False)
 
 
 def test_hot_row_among_features() -> None:

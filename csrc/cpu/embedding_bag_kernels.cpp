@@ -24,10 +24,12 @@ struct Block {
   Bounds* bounds;
 };
 
+// What a kernel is told about is copied: a store through a pointer could change the originals as far as a compiler
+// knows.
 template <class Id, int NV, bool kTail, bool kWeighted>
-void pool_block(const Block& k) {
-  const Bags& bags = *k.bags;
-  const Feature& f = *k.feature;
+void pool_block(const Block k) {
+  const Bags bags = *k.bags;
+  const Feature f = *k.feature;
   const Id* ids = static_cast<const Id*>(bags.ids);
   const int64_t D = f.embedding_dim, last = bags.offset(k.end);
   const int64_t ahead = prefetch_distance(D * 4), padding = bags.padding_idx;
@@ -72,9 +74,41 @@ void pool_block(const Block& k) {
   }
 }
 
+// Bags of one id each, without a weight: rows are copied.
+template <class Id, int NV, bool kTail>
+void copy_block(const Block k) {
+  const Feature f = *k.feature;
+  const int64_t D = f.embedding_dim, count = k.end - k.begin, first = k.bags->offset(k.begin);
+  const Id* ids = static_cast<const Id*>(k.bags->ids) + first;
+  const int64_t ahead = prefetch_distance(D * 4), padding = k.bags->padding_idx;
+  const uint64_t limit = k.bags->check_ids ? static_cast<uint64_t>(f.num_embeddings) : UINT64_MAX;
+  const float* columns = k.weights + k.column;
+  const uintptr_t rows = reinterpret_cast<uintptr_t>(columns);
+  float* out = k.sums.first + k.column;
+  for (int64_t i = 0; i < count; ++i, out += k.sums.stride) {
+    if (i + ahead < count) {
+      const uintptr_t next = rows + static_cast<uintptr_t>(static_cast<int64_t>(ids[i + ahead])) * D * 4;
+      for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(next) + line);
+    }
+    const int64_t id = static_cast<int64_t>(ids[i]);
+    Vec row[NV];
+    for (int v = 0; v < NV; ++v) row[v] = Vec::broadcast(0.0f);
+    if (__builtin_expect(static_cast<uint64_t>(id) < limit && id != padding, 1)) {
+      const float* from = columns + id * D;
+      // Added to zero as any sum is: -0 becomes +0.
+      for (int v = 0; v < NV - 1; ++v) row[v] = row[v] + Vec::load(from + v * W);
+      row[NV - 1] = row[NV - 1] + load_columns<kTail>(from + (NV - 1) * W, k.tail);
+    } else if (static_cast<uint64_t>(id) >= limit) {
+      note_bad(k.bounds, k.column, first + i);
+    }
+    store_columns<NV, kTail>(row, out, k.tail);
+  }
+}
+
 // for_blocks: pools the bags of `whole`, block by block of columns.
 struct PoolColumns {
   const Block& whole;
+  bool one_id_each;
 
   template <int NV, bool kTail>
   void block(int64_t column, int tail) const {
@@ -87,8 +121,9 @@ struct PoolColumns {
 
  private:
   template <class Id, int NV, bool kTail>
-  static void pool_ids(const Block& k) {
+  void pool_ids(const Block& k) const {
     if (k.bags->per_sample_weights) pool_block<Id, NV, kTail, true>(k);
+    else if (one_id_each) copy_block<Id, NV, kTail>(k);
     else pool_block<Id, NV, kTail, false>(k);
   }
 };
@@ -97,7 +132,8 @@ struct PoolColumns {
 void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
   if (f.format != RowFormat::kFp32) return pool_encoded(a, f, begin, end, sums, bounds);
   const auto* weights = reinterpret_cast<const float*>(a.weights + f.weight_offset);
-  for_blocks(f.embedding_dim, PoolColumns{{&a.bags, &f, begin, end, 0, 0, weights, sums, bounds}});
+  for_blocks(f.embedding_dim, PoolColumns{{&a.bags, &f, begin, end, 0, 0, weights, sums, bounds},
+                                          a.bags.offsets_rise<true>(begin, end)});
 }
 
 // Floats that wait to be rounded to the elements of the output.

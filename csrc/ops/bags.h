@@ -64,16 +64,39 @@ struct Bags {
   // Rows of the output, and which is a bag's of this feature.
   RK_HOST_DEVICE int64_t output_rows() const { return starts ? num_bags : batch; }
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const { return starts ? bag : bag - feature * batch; }
+  // Whether every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
+  template <bool kByOne>
+  RK_HOST_DEVICE bool offsets_rise(int64_t begin, int64_t end) const {
+    if (begin == end) return true;
+    const int64_t stored = end < num_offsets ? end : num_offsets - 1;  // the last one of them that is in memory
+    const bool rise = offsets64 ? rises<kByOne>(static_cast<const int64_t*>(offsets), begin, stored)
+                                : rises<kByOne>(static_cast<const int32_t*>(offsets), begin, stored);
+    if (stored == end || !rise) return rise;
+    return kByOne ? num_ids - offset(stored) == 1 : num_ids >= offset(stored);
+  }
   // Of the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
   RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
     int64_t previous = offset(begin);
     if (previous < 0 || previous > num_ids) return -1 - begin;
+    if (offset(end) <= num_ids && offsets_rise<false>(begin, end)) return kNoBadPosition;
     for (int64_t i = begin + 1; i <= end; ++i) {
       const int64_t next = offset(i);
       if (next < previous || next > num_ids) return -1 - i;
       previous = next;
     }
     return kNoBadPosition;
+  }
+
+ private:
+  // Without branches, so that compilers look at several at once; unsigned, because bad offsets may be anything.
+  template <bool kByOne, class Offset>
+  RK_HOST_DEVICE static bool rises(const Offset* offsets, int64_t begin, int64_t end) {
+    uint64_t bad = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      const uint64_t length = static_cast<uint64_t>(offsets[i + 1]) - static_cast<uint64_t>(offsets[i]);
+      bad |= kByOne ? length ^ 1 : uint64_t{offsets[i + 1] < offsets[i]};
+    }
+    return bad == 0;
   }
 };
 
