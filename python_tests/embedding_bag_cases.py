@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.reference.gradient_step import GradientStep
 
 LR, EPS = 0.05, 1e-8
@@ -23,12 +24,19 @@ def wide_floats(*shape: int, seed: int) -> Tensor:
     return torch.randn(shape, generator=g) * torch.exp2(torch.randint(-12, 12, shape, generator=g))
 
 
+COMBINE = ["concat", "add", "mult"]  # by their numbers
+
+
+def _num_ids(tables: list[tuple[int, int]], feature: int | Parts) -> int:
+    return feature.num_ids if isinstance(feature, Parts) else tables[feature][0]
+
+
 @dataclass
 class Case:
     """One call over several tables, in flat weights with NaN gaps between the tables."""
 
     tables: list[tuple[int, int]]  # (E, D)
-    features: list[int]  # table of each feature
+    features: list[int | Parts]  # table of each feature, or its tables
     mean: list[bool]
     values: Tensor
     offsets: Tensor
@@ -71,19 +79,55 @@ class Case:
             rows.append(rows[-1] + e + 1)
         return rows
 
+    @property
+    def num_ids(self) -> list[int]:
+        """Of each feature, the number of ids it can have."""
+        return [_num_ids(self.tables, f) for f in self.features]
+
+    @property
+    def parts(self) -> list[int]:
+        """The tables of all parts of all features."""
+        return [t for f in self.features for t in (f.tables if isinstance(f, Parts) else [f])]
+
     @functools.cached_property
     def layout(self) -> dict:
         """The layout arguments of the ops."""
-        dims = [self.tables[t][1] for t in self.features]
         numbers = {
-            "weight_offsets": [self.starts[t] for t in self.features],
-            "row_offsets": [self.first_rows[t] for t in self.features],
-            "num_embeddings": [self.tables[t][0] for t in self.features],
-            "embedding_dims": dims,
-            "output_offsets": [sum(dims[:f]) for f in range(len(dims))],
+            "weight_offsets": [self.starts[t] for t in self.parts],
+            "row_offsets": [self.first_rows[t] for t in self.parts],
+            "num_embeddings": [self.tables[t][0] for t in self.parts],
+            "embedding_dims": [self.tables[t][1] for t in self.parts],
         }
+        numbers["output_offsets"], columns = self._columns()
+        if any(isinstance(f, Parts) for f in self.features):
+            numbers |= self._partitions()
         layout = {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
-        return layout | {"mean": torch.tensor(self.mean), "output_dim": sum(dims), "padding_idx": self.padding_idx}
+        return layout | {"mean": torch.tensor(self.mean), "output_dim": columns, "padding_idx": self.padding_idx}
+
+    def _columns(self) -> tuple[list[int], int]:
+        """Of each part its first column of the output, and how many there are."""
+        firsts, column = [], 0
+        for f in self.features:
+            dims = [self.tables[t][1] for t in (f.tables if isinstance(f, Parts) else [f])]
+            together = isinstance(f, Parts) and f.combine != "concat"
+            firsts += [column if together else column + sum(dims[:p]) for p in range(len(dims))]
+            column += dims[0] if together else sum(dims)
+        return firsts, column
+
+    def _partitions(self) -> dict[str, list[int]]:
+        whole = [
+            Parts([f], [(1, 2**62)], self.tables[f][0], "concat") if isinstance(f, int) else f for f in self.features
+        ]
+        starts = [0]
+        for f in whole:
+            starts.append(starts[-1] + len(f.tables))
+        return {
+            "partition_starts": starts,
+            "divisors": [divisor for f in whole for divisor, _ in f.partitions],
+            "moduli": [modulus for f in whole for _, modulus in f.partitions],
+            "id_limits": [f.num_ids for f in whole],
+            "combine": [COMBINE.index(f.combine) for f in whole],
+        }
 
     @property
     def jagged(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -172,7 +216,7 @@ def make_case(
     """A case with random ids; ``lengths`` of the bags, feature by feature; ``unused`` ids before and after all bags."""
     g = torch.Generator().manual_seed(seed)
     batch = len(lengths) // len(features)
-    rows = torch.tensor([tables[t][0] for t in features]).repeat_interleave(batch)
+    rows = torch.tensor([_num_ids(tables, f) for f in features]).repeat_interleave(batch)
     of_ids = rows.repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
     ids = torch.randint(2**62, (len(of_ids),), generator=g) % of_ids
     ids = torch.cat([torch.full((unused[0],), -7), ids, torch.full((unused[1],), 2**31 - 1)])

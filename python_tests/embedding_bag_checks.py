@@ -19,7 +19,7 @@ Backends = Callable[[], Iterator[Backend]]
 
 def expected_status(case: Case) -> list[int]:
     """The position of the first id of a bag that is outside of its table, and how many there are."""
-    sizes = torch.tensor([case.tables[t][0] for t in case.features]).repeat_interleave(case.batch)
+    sizes = torch.tensor(case.num_ids).repeat_interleave(case.batch)
     limits, first = sizes.repeat_interleave(case.offsets.diff().long()), int(case.offsets[0])
     ids = case.values[first : first + len(limits)].long()
     bad = ((ids < 0) | (ids >= limits)).nonzero().flatten() + first
@@ -47,11 +47,13 @@ def check_gradients(case: Case, backends: Backends, **options) -> None:
     row_grads = torch.cat([torch.zeros(0), *(case.row_gradients[key] for key in touched)])
     given = (case.grad, list(case.weights.shape), *case.jagged)
     for backend in backends():
-        found = backend.ops.embedding_bag_backward_dense(*given, **case.layout, **options)
+        found = backend.ops.embedding_bag_backward_dense(*given, **case.layout, **options, weights=case.weights)
         assert same_bits(found, dense), ("dense gradient", backend.name)
-        rows, found, counts = backend.ops.embedding_bag_backward_sparse(*given, **case.layout, **options)
+        rows, found, counts = backend.ops.embedding_bag_backward_sparse(
+            *given, **case.layout, **options, weights=case.weights
+        )
         assert rows.tolist() == [row for _, row in touched], ("rows of the sparse gradient", backend.name)
-        assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.features], backend.name
+        assert counts.tolist() == [sum(t == table for t, _ in touched) for table in case.parts], backend.name
         assert same_bits(found, row_grads), ("sparse gradient", backend.name)
 
 

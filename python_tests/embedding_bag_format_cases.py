@@ -68,10 +68,10 @@ class EncodedCase:
     @functools.cached_property
     def layout(self) -> dict:
         """The layout arguments of the ops."""
-        used, features = list(dict.fromkeys(self.formats)), self.case.features
+        used, parts = list(dict.fromkeys(self.formats)), self.case.parts
         numbers = {
-            "weight_offsets": [self.starts[t] for t in features],
-            "format_of": [used.index(self.formats[t]) for t in features],
+            "weight_offsets": [self.starts[t] for t in parts],
+            "format_of": [used.index(self.formats[t]) for t in parts],
         }
         sizes = {"num_rows": len(self.case.sum), "max_embedding_dim": max(self.dims), "formats": used}
         return self.case.layout | {name: torch.tensor(n) for name, n in numbers.items()} | sizes
@@ -83,7 +83,7 @@ class EncodedCase:
     @property
     def noise(self) -> dict:
         """The arguments of a fused update that its noise comes from; ``step`` is ``STEP``."""
-        ids = torch.tensor([self.table_id(t) for t in self.case.features])
+        ids = torch.tensor([self.table_id(t) for t in self.case.parts])
         return {"seed": torch.tensor(SEED), "table_ids": ids}
 
     def encode_row(self, table: int, row: int, numbers: Tensor, rounding: str, step: int = STEP) -> Tensor:

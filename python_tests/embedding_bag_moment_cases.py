@@ -84,7 +84,7 @@ class MomentCase:
         flat, step = self.encoded.flat.clone(), torch.tensor(STEP)
         state = {name: t.clone() for name, t in self.state.items()}
         moments = {k: t for k, t in state.items() if k != "sum"}
-        offsets = torch.tensor([self.starts[t] for t in self.case.features])
+        offsets = torch.tensor([self.starts[t] for t in self.case.parts])
         ops.embedding_bag_backward_fused_(
             flat,
             state.get("sum"),

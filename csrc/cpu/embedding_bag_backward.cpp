@@ -12,19 +12,22 @@ namespace {
 // Floats of gradient read per piece of work.
 constexpr int64_t kPieceFloats = 16384;
 
-// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each.
+// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each. All runs of
+// multiplied tables are among them, so that their gradients are known before any row is updated.
 class LongRuns {
  public:
   LongRuns(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim)
       : args_(args), max_dim_(max_dim) {
-    for (const TableRuns& table : tables)
+    for (const TableRuns& table : tables) {
+      multiplies_ = multiplies_ || table.multiplied;
       for (int64_t r = 0; r < table.num_runs; ++r) {
         const int64_t start = table.starts[r], count = table.starts[r + 1] - start;
-        if (count <= kChunk) continue;
+        if (count <= kChunk && !table.multiplied) continue;
         runs_.push_back({table.first_run + r, nullptr, count});
         origins_.push_back({&table, start});
       }
-    while (sum_level()) continue;
+    }
+    while (sum_level()) first_level_ = false;
   }
 
   const std::vector<LongRun>& runs() const { return runs_; }
@@ -35,18 +38,19 @@ class LongRuns {
     int64_t first;  // sorted occurrence
   };
 
-  // Replaces the terms of every run that has more than kChunk by their chunk sums; false when there was none.
+  // Replaces the terms of every run that has more than kChunk, on the first level of every run, by their chunk sums;
+  // false when there was none.
   bool sum_level() {
     std::vector<ChunkSum> chunks;
     int64_t floats = 0;
     for (size_t i = 0; i < runs_.size(); ++i)
-      if (runs_[i].count > kChunk) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
+      if (is_summed(runs_[i])) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
     if (floats == 0) return false;
     buffers_.emplace_back(floats);
     float* out = buffers_.back().get();
     for (size_t i = 0; i < runs_.size(); ++i) {
       LongRun& run = runs_[i];
-      if (run.count <= kChunk) continue;
+      if (!is_summed(run)) continue;
       const int64_t n = ceil_div(run.count, kChunk), D = dim_of(origins_[i]);
       for (int64_t c = 0, done = 0; c < n; ++c, done += kChunk)
         chunks.push_back({origins_[i].table, origins_[i].first + done, run.partials ? run.partials + done * D : nullptr,
@@ -55,17 +59,27 @@ class LongRuns {
       run.count = n;
       out += n * D;
     }
-    const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
-    const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
-    parallel_pieces(total, piece, workers_for(total, piece),
-                    [&](int64_t begin, int64_t end, int64_t) { sum_chunks(args_, chunks.data(), begin, end); });
+    sum(chunks);
     return true;
   }
+
+  void sum(const std::vector<ChunkSum>& chunks) const {
+    const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
+    const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
+    const int64_t workers = workers_for(total, piece), floats = multiplies_ ? scratch_terms(max_dim_) : 0;
+    const Scratch<float> scratch(workers * floats);
+    parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+      sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
+    });
+  }
+
+  bool is_summed(const LongRun& run) const { return run.count > kChunk || first_level_; }
 
   static int64_t dim_of(const Origin& o) { return o.table->feature->embedding_dim; }
 
   RunArgs args_;
   int64_t max_dim_;
+  bool multiplies_ = false, first_level_ = true;
   std::vector<LongRun> runs_;
   std::vector<Origin> origins_;  // of each run
   std::vector<Scratch<float>> buffers_;
@@ -96,14 +110,19 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
 }
 
 // Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
-void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, float inverse_scale,
-                const RowTarget& target, FinishRuns finish) {
-  RunArgs args{in.features.get(),
+void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
+                float inverse_scale, const RowTarget& target, FinishRuns finish) {
+  // Bags that have rows of their own do not tell which part of a feature reads the table.
+  const bool parts_unknown = in.bags.starts && in.bags.part_starts;
+  RunArgs args{in.bags,
+               in.features.get(),
+               weights,
                o.entries.get(),
                o.payload_bits,
+               in.bags.num_bags ? in.bags.offset(0) : 0,
                o.bag_of.get(),
                o.coefficients.get(),
-               in.bags.output_rows(),
+               parts_unknown ? 0 : in.bags.output_rows(),
                grad.const_data_ptr<float>(),
                in.output_dim,
                nullptr,
@@ -122,6 +141,15 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, fl
   });
 }
 
+// Gradients of rows that are multiplied need the rows.
+const uint8_t* multiplied_rows(const OptionalTensor& weights, const BagInput& in) {
+  if (weights) return static_cast<const uint8_t*>(weights->const_data_ptr());
+  for (int64_t p = 0; p < in.num_parts; ++p)
+    check_value(in.features[p].combine != Combine::kMult, "weights must be given: feature ", in.features[p].number,
+                " multiplies rows of its tables");
+  return nullptr;
+}
+
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
                        const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options) {
   const WeightsShape shape = read_weights_shape(weights_shape, layout);
@@ -136,10 +164,14 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+                      const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                      const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                      const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
@@ -148,7 +180,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
+  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
   return out;
 }
 
@@ -158,11 +190,14 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check) {
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
@@ -170,19 +205,19 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   const Occurrences o = sort_occurrences(in);
   Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {o.num_floats}, ScalarType::Float);
-  Tensor row_counts = new_tensor(grad, {in.num_features}, ScalarType::Long);
-  for (int64_t f = 0; f < in.num_features; ++f)
-    row_counts.mutable_data_ptr<int64_t>()[f] =
-        o.tables[static_cast<size_t>(o.feature_tables[static_cast<size_t>(f)])].num_runs;
+  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
+  for (int64_t p = 0; p < in.num_parts; ++p)
+    row_counts.mutable_data_ptr<int64_t>()[p] =
+        o.tables[static_cast<size_t>(o.part_tables[static_cast<size_t>(p)])].num_runs;
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
+  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
   return {rows, row_grads, row_counts};
 }
 
 void set_table_ids(const int64_t* table_ids, const BagInput& in) {
-  for (int64_t f = 0; table_ids && f < in.num_features; ++f) {
+  for (int64_t f = 0; table_ids && f < in.num_parts; ++f) {
     check_value(table_ids[f] >= 0 && table_ids[f] < kMaxTableId, "table_ids[", f, "] = ", table_ids[f],
                 " must be in [0, ", kMaxTableId, ")");
     in.features[f].table_id = table_ids[f];
@@ -191,7 +226,7 @@ void set_table_ids(const int64_t* table_ids, const BagInput& in) {
 
 void set_moment_offsets(const UpdateState& state, BagInput* in) {
   const int64_t elements = state.moments().numel();
-  for (int64_t i = 0; i < in->num_features; ++i) {
+  for (int64_t i = 0; i < in->num_parts; ++i) {
     const Feature& f = in->features[i];
     const int64_t offset = state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>()[i] : 0;
     check_value(offset >= 0 && offset <= elements && f.num_embeddings <= (elements - offset) / f.embedding_dim,
@@ -227,6 +262,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                     int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
                     const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
                     const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
                     const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
@@ -236,8 +273,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
                     const OptionalTensor& found_inf) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
@@ -267,7 +305,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, beta1, beta2, &target);
   target.stochastic = how.stochastic;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
-  finish_all(in, o, grad, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
+  finish_all(in, o, grad, target.weights, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
   ++*step.mutable_data_ptr<int64_t>();
   if (!beta_powers) return;
   beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;

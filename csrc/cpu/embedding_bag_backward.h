@@ -14,15 +14,17 @@ constexpr int64_t kChunk = 64;
 
 // The runs of a table: each is one row's occurrences.
 struct TableRuns {
-  const Feature* feature;  // the first that reads the table
-  int64_t first_bag;       // of that feature
+  const Feature* feature;  // the first part that reads the table
+  int64_t first_bag;       // of that part's feature
   const int64_t* starts;   // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted
   int64_t num_runs;
   int64_t first_run;    // runs of the tables before
   int64_t first_float;  // floats of row gradients of the tables before
+  bool multiplied;      // with rows of other tables
 };
 
-// A run of more than kChunk occurrences: its chunk sums, `count` <= kChunk of them, D floats each.
+// A run of more than kChunk occurrences: its chunk sums, `count` <= kChunk of them, D floats each. Every run of a
+// multiplied table counts as one: its sum is needed before the rows of the other tables change.
 struct LongRun {
   int64_t run;  // counted over all tables
   const float* partials;
@@ -40,12 +42,15 @@ struct ChunkSum {
 };
 
 struct RunArgs {
+  Bags bags;
   const Feature* features;
+  const uint8_t* weights;  // as they were; for multiplied tables
   const uint64_t* sorted;  // row of its table << payload_bits | payload
   int payload_bits;
+  int64_t first_id;           // of the first bag: payload 0 where payloads are not bags
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag
   const float* coefficients;  // payload -> coefficient; null: 1
-  int64_t batch;              // rows of grad
+  int64_t batch;              // rows of grad, or 0: bags do not tell the part
   const float* grad;
   int64_t output_dim;
   const LongRun* long_runs;
@@ -80,12 +85,15 @@ inline int64_t scratch_moments(int64_t D) { return D; }
 inline int64_t scratch_held(int64_t D) { return scratch_moments(D) + 2 * D; }
 inline int64_t scratch_floats(int64_t D) { return scratch_held(D) + (D < kFloatsHeld ? kFloatsHeld : D); }
 
+// For a chunk's terms that are products, and a row.
+inline int64_t scratch_terms(int64_t D) { return (kChunk + 1) * D; }
+
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);
 
 struct EmbeddingBagBackwardKernels {
-  // Sums chunks [begin, end) of long runs into their `out`.
-  void (*sum_chunks)(const RunArgs&, const ChunkSum*, int64_t begin, int64_t end);
+  // Sums chunks [begin, end) of long runs into their `out`; `scratch` is scratch_terms(D) floats for multiplied tables.
+  void (*sum_chunks)(const RunArgs&, const ChunkSum*, float* scratch, int64_t begin, int64_t end);
   // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
   FinishRuns dense, sparse, sgd, rowwise_adagrad, elementwise;
 

@@ -4,6 +4,7 @@
 // row that stays in the first-level cache; then the target (gradient or optimizer) reads it once. Rows to come are
 // announced a few runs ahead so that their memory is on its way.
 #include "core/row_statistics.h"
+#include "cpu/embedding_bag_composed.h"
 #include "cpu/row_targets.h"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
@@ -61,15 +62,22 @@ uint32_t bag_of(const RunArgs& a, int64_t payload) {
 
 int64_t row_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
 
+// The part of the bag's feature that reads the table.
+const Feature* part_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
+  const Feature* f = a.features + a.bags.first_part(a.bags.feature_of(bag));
+  for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
+  return f;
+}
+
 // The gradient of the bag that an entry of the table names.
 RK_HOST_DEVICE const float* gradient_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const Feature* f = table.feature;
-  int64_t sample = bag - table.first_bag;
-  if (static_cast<uint64_t>(sample) >= static_cast<uint64_t>(a.batch)) {  // another feature of a shared table
-    f = a.features + bag / static_cast<uint32_t>(a.batch);
-    sample = bag % static_cast<uint32_t>(a.batch);
+  int64_t row = bag - table.first_bag;
+  if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(a.batch)) {  // another feature of a shared table
+    f = part_of(a, table, bag);
+    row = a.bags.output_row(bag, f->number);
   }
-  return a.grad + sample * a.output_dim + f->output_offset;
+  return a.grad + row * a.output_dim + f->output_offset;
 }
 
 // Occurrences [first, first + count) of the sorted list, count <= kChunk.
@@ -80,6 +88,21 @@ void terms_of_occurrences(const RunArgs& a, const TableRuns& table, int64_t firs
     const int64_t payload = payload_of(a, first + i);
     t->rows[i] = gradient_of(a, table, bag_of(a, payload));
     if (t->weighted) t->coefficients[i] = a.coefficients[payload];
+  }
+}
+
+// Products with the rows of the other tables take the place of the gradients; `scratch` is scratch_terms(D) floats.
+void multiply_terms(const RunArgs& a, const TableRuns& table, int64_t first, float* scratch, Terms* t) {
+  const int64_t D = table.feature->embedding_dim;
+  for (int64_t i = 0; i < t->count; ++i) {
+    const int64_t payload = payload_of(a, first + i);
+    const Feature* own = part_of(a, table, bag_of(a, payload));
+    if (own->combine != Combine::kMult) continue;
+    float* product = scratch + i * D;
+    const int64_t part = a.bags.first_part(own->number), parts = a.bags.first_part(own->number + 1) - part;
+    multiply_by_others(a.features + part, parts, own, a.weights, a.bags.id(a.first_id + payload), t->rows[i],
+                       scratch + kChunk * D, product);
+    t->rows[i] = product;
   }
 }
 
@@ -108,13 +131,17 @@ void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) 
     for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
 }
 
-void sum_chunks(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t end) {
+void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
   Terms terms;
   for (int64_t i = begin; i < end; ++i) {
     const ChunkSum& c = chunks[i];
     const int64_t D = c.table->feature->embedding_dim;
-    if (c.partials) terms_of_partials(c.partials, c.count, D, &terms);
-    else terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
+    if (c.partials) {
+      terms_of_partials(c.partials, c.count, D, &terms);
+    } else {
+      terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
+      if (c.table->multiplied) multiply_terms(a, *c.table, c.first, scratch, &terms);
+    }
     for_blocks(D, SumInto{&terms, c.out});
   }
 }
@@ -205,7 +232,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
   for (int64_t r = begin; r < end; ++r) {
     if (r + kAhead < end) announce(r + kAhead);
     const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = row_of(a, start);
-    if (count > kChunk) {
+    if (count > kChunk || table.multiplied) {
       terms_of_partials(next_long->partials, next_long->count, D, &terms);
       ++next_long;
     } else {

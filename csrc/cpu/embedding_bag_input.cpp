@@ -1,15 +1,23 @@
 #include "cpu/embedding_bag_input.h"
 
+#include <algorithm>
+
 namespace rec_kernels {
 namespace {
 
-// The features of a layout, one by one, from tensors of sizes and offsets in elements of `weights`.
+// Where features' parts begin, for a layout without partition_starts too.
+int64_t part_start(const TableLayout& layout, int64_t feature) {
+  return layout.partition_starts ? layout.partition_starts->const_data_ptr<int64_t>()[feature] : feature;
+}
+
+// The parts of a layout, one by one, from tensors of sizes and offsets in elements of `weights`.
 class FeatureReader {
  public:
   FeatureReader(const TableLayout& layout, int64_t weights, bool mean)
       : layout_(layout), formats_(parse_formats(layout)), weights_(weights), mean_(mean) {}
 
-  Feature read(int64_t i, int64_t output_column) const {
+  // Part i, of feature number `feature`.
+  Feature read(int64_t i, int64_t feature, int64_t output_column) const {
     Feature f;
     f.weight_offset = layout_.weight_offsets->const_data_ptr<int64_t>()[i];
     f.row_offset = layout_.row_offsets->const_data_ptr<int64_t>()[i];
@@ -18,13 +26,15 @@ class FeatureReader {
     f.output_offset = layout_.output_offsets->const_data_ptr<int64_t>()[i];
     f.table_id = 0;
     f.format = format(i);
-    f.mean = layout_.mean ? layout_.mean->const_data_ptr<bool>()[i] : mean_;
-    f.frozen = layout_.frozen && layout_.frozen->const_data_ptr<bool>()[i];
+    f.mean = layout_.mean ? layout_.mean->const_data_ptr<bool>()[feature] : mean_;
+    f.frozen = layout_.frozen && layout_.frozen->const_data_ptr<bool>()[feature];
+    f.number = feature;
     check_value(f.embedding_dim >= 1 && f.embedding_dim <= INT32_MAX, "embedding_dims[", i, "] = ", f.embedding_dim,
                 " must be in [1, 2^31)");
     f.row_bytes = row_bytes(f.format, f.embedding_dim);
     check(f, i, output_column);
     f.weight_offset *= element_bytes(layout_);
+    set_partition(i, &f);
     return f;
   }
 
@@ -36,6 +46,31 @@ class FeatureReader {
     check_value(index >= 0 && index < count, "format_of[", i, "] = ", index, " must be in [0, ", count,
                 "), the number of formats");
     return formats_[static_cast<size_t>(index)];
+  }
+
+  void set_partition(int64_t i, Feature* f) const {
+    f->partitioned = layout_.partition_starts.has_value();
+    f->id_limit = f->num_embeddings;
+    f->partition = {};
+    f->combine = Combine::kConcat;
+    if (!f->partitioned) return;
+    const int64_t divisor = layout_.divisors->const_data_ptr<int64_t>()[i];
+    const int64_t modulus = layout_.moduli->const_data_ptr<int64_t>()[i];
+    const int64_t combine = layout_.combine->const_data_ptr<int64_t>()[f->number];
+    f->id_limit = layout_.id_limits->const_data_ptr<int64_t>()[f->number];
+    check_value(divisor >= 1, "divisors[", i, "] = ", divisor, " must be at least 1");
+    check_value(modulus >= 1, "moduli[", i, "] = ", modulus, " must be at least 1");
+    check_value(f->id_limit >= 0, "id_limits[", f->number, "] = ", f->id_limit, " must not be negative");
+    check_value(combine >= 0 && combine <= 2, "combine[", f->number, "] = ", combine,
+                " must be 0 (concat), 1 (add) or 2 (mult)");
+    const int64_t rows = std::min(modulus, Partition::quotients(f->id_limit, divisor));
+    check_value(rows <= f->num_embeddings, "num_embeddings[", i, "] = ", f->num_embeddings, " must be ", rows,
+                " or more, the rows that divisors[", i, "] = ", divisor, " and moduli[", i, "] = ", modulus,
+                " lead to from ids below ", f->id_limit);
+    f->partition = Partition::of(divisor, modulus, f->id_limit);
+    const bool alone = part_start(layout_, f->number + 1) - part_start(layout_, f->number) == 1;
+    f->combine = alone ? Combine::kConcat : static_cast<Combine>(combine);
+    f->partitioned = f->partition.divides || f->partition.wraps;
   }
 
   // A feature's table must lie inside `weights`: the kernels trust what passes here.
@@ -62,21 +97,55 @@ class FeatureReader {
   bool mean_;
 };
 
+void check_part_starts(const TableLayout& layout, const BagInput& in) {
+  const int64_t* starts = layout.partition_starts->const_data_ptr<int64_t>();
+  check_value(starts[0] == 0, "partition_starts[0] = ", starts[0], " must be 0");
+  for (int64_t f = 1; f <= in.num_features; ++f)
+    check_value(starts[f] > starts[f - 1] && starts[f] - starts[f - 1] <= kMaxParts, "partition_starts[", f,
+                "] = ", starts[f], " must be 1 to ", kMaxParts, " above the one before it, ", starts[f - 1]);
+  check_value(starts[in.num_features] == in.num_parts, "partition_starts[", in.num_features,
+              "] = ", starts[in.num_features], " must be ", in.num_parts, ", the number of elements of embedding_dims");
+}
+
+// A feature's parts, [first, last): they read different tables, and rows that become one have one shape.
+void check_parts(const Feature* features, int64_t first, int64_t last) {
+  const Feature& a = features[first];
+  for (int64_t i = first + 1; i < last; ++i) {
+    const Feature& b = features[i];
+    check_value(a.combine == Combine::kConcat || (a.embedding_dim == b.embedding_dim && a.format == b.format),
+                "embedding_dims[", i, "] = ", b.embedding_dim, " and the format of part ", i, " must be those of part ",
+                first, ", ", a.embedding_dim, " and ", row_format_name(a.format), ": feature ", a.number,
+                " adds or multiplies them");
+    for (int64_t j = first; j < i; ++j)
+      check_value(features[j].row_offset != b.row_offset || b.num_embeddings == 0, "row_offsets[", i,
+                  "] = ", b.row_offset, " is that of part ", j, ": the parts of feature ", b.number,
+                  " must read different tables");
+  }
+}
+
 void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
+  if (layout.partition_starts) check_part_starts(layout, *in);
   const FeatureReader reader(layout, weights, in->options.mean);
-  int64_t column = 0;
-  for (int64_t i = 0; i < in->num_features; ++i) {
-    const Feature f = in->features[i] = reader.read(i, column);
-    if (!layout.bag_starts) column += f.embedding_dim;
-    in->max_dim = f.embedding_dim > in->max_dim ? f.embedding_dim : in->max_dim;
-    in->num_rows = f.row_offset + f.num_embeddings > in->num_rows ? f.row_offset + f.num_embeddings : in->num_rows;
+  int64_t column = 0, widest = 0;
+  for (int64_t feature = 0; feature < in->num_features; ++feature) {
+    const int64_t first = part_start(layout, feature), last = part_start(layout, feature + 1);
+    const int64_t before = layout.bag_starts ? 0 : column;
+    column = before;
+    for (int64_t i = first; i < last; ++i) {
+      const Feature f = in->features[i] = reader.read(i, feature, column);
+      if (f.combine == Combine::kConcat || i + 1 == last) column += f.embedding_dim;
+      in->max_dim = std::max(in->max_dim, f.embedding_dim);
+      in->num_rows = std::max(in->num_rows, f.row_offset + f.num_embeddings);
+    }
+    widest = std::max(widest, column - before);
+    check_parts(in->features.get(), first, last);
   }
   if (layout.bag_starts)
-    check_value(layout.output_dim >= in->max_dim, "output_dim = ", layout.output_dim, " must be ", in->max_dim,
-                ", the largest of embedding_dims, or more");
+    check_value(layout.output_dim >= widest, "output_dim = ", layout.output_dim, " must be ", widest,
+                ", the most columns of a feature, or more");
   else
     check_value(layout.output_dim == column, "output_dim = ", layout.output_dim, " must be ", column,
-                ", the sum of embedding_dims");
+                ", the columns of all features");
   check_value(layout.num_rows == 0 || layout.num_rows >= in->num_rows, "num_rows = ", layout.num_rows, " must be 0 or ",
               in->num_rows, ", the most of row_offsets + num_embeddings, or more");
   check_value(layout.max_embedding_dim == 0 || layout.max_embedding_dim >= in->max_dim,
@@ -97,7 +166,7 @@ void check_bag_starts(const Bags& b) {
 
 void read_one_table(const TableLayout& layout, int64_t rows, int64_t columns, BagInput* in) {
   const OneTable table = read_one_table(layout, rows, columns);
-  in->features[0] = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, in->options.mean, false};
+  in->features[0] = one_table(table, rows, in->options.mean);
   in->num_rows = rows;
   in->output_dim = in->max_dim = table.embedding_dim;
 }
@@ -113,6 +182,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               std::nullopt,
               nullptr,
               features,
+              count_parts(layout, features),
               0,
               0,
               0,
@@ -121,14 +191,13 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               options,
               {}};
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
-  in.features.reset(new Feature[static_cast<size_t>(features)]);
+  in.features.reset(new Feature[static_cast<size_t>(in.num_parts)]);
   if (layout.embedding_dims) {
     read_features(layout, rows, &in);
   } else {
     read_one_table(layout, rows, columns, &in);
   }
-  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout.bag_starts, features,
-                      include_last_offset);
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout, features, include_last_offset);
   if (in.bags.starts) check_bag_starts(in.bags);
   if (in.bags.num_bags == 0) {  // no bag, and so no kernel, reads the one offset there is
     Bounds bounds;
@@ -155,8 +224,8 @@ void BagInput::raise(const Bounds& bounds) const {
     (bags.offset(middle) <= position ? low : high) = middle;
   }
   const int64_t feature = bags.feature_of(low);
-  throw_bad_position(
-      {position, feature, low - bags.first_bag(feature), bags.id(position), features[feature].num_embeddings, 0});
+  throw_bad_position({position, feature, low - bags.first_bag(feature), bags.id(position),
+                      features[bags.first_part(feature)].id_limit, 0});
 }
 
 }  // namespace rec_kernels

@@ -14,15 +14,16 @@ struct BagInput {
   Tensor values;
   Tensor offsets;
   OptionalTensor per_sample_weights;
-  std::unique_ptr<Feature[]> features;
+  std::unique_ptr<Feature[]> features;  // their parts
   int64_t num_features;
+  int64_t num_parts;
   int64_t num_rows;  // linear rows: above every row number
   int64_t output_dim;
   int64_t max_dim;
   int64_t element_bytes;  // of `weights`
   Bags bags;
   BagOptions options;
-  std::vector<int64_t> moment_offsets;  // of the features' tables in state for every element; empty: there is none
+  std::vector<int64_t> moment_offsets;  // of the parts' tables in state for every element; empty: there is none
 
   // Throws for a bad position when the caller asked for it.
   void raise(const Bounds& bounds) const;

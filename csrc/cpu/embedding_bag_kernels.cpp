@@ -4,6 +4,7 @@
 // rows are prefetched a fixed number of ids ahead (also across bags), and a row is read exactly once.
 #include "core/row_statistics.h"
 #include "cpu/bag_blocks.h"
+#include "cpu/embedding_bag_composed.h"
 #include "cpu/embedding_bag_encoded.h"
 #include "cpu/row_blocks.h"
 #include "cpu/row_formats.h"
@@ -33,7 +34,7 @@ void pool_block(const Block k) {
   const Id* ids = static_cast<const Id*>(bags.ids);
   const int64_t D = f.embedding_dim, last = bags.offset(k.end);
   const int64_t ahead = prefetch_distance(D * 4), padding = bags.padding_idx;
-  const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.num_embeddings) : UINT64_MAX;
+  const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
   const uintptr_t rows = reinterpret_cast<uintptr_t>(k.weights + k.column);
   const float* columns = k.weights + k.column;
   float* out = k.sums.first + k.column;
@@ -81,7 +82,7 @@ void copy_block(const Block k) {
   const int64_t D = f.embedding_dim, count = k.end - k.begin, first = k.bags->offset(k.begin);
   const Id* ids = static_cast<const Id*>(k.bags->ids) + first;
   const int64_t ahead = prefetch_distance(D * 4), padding = k.bags->padding_idx;
-  const uint64_t limit = k.bags->check_ids ? static_cast<uint64_t>(f.num_embeddings) : UINT64_MAX;
+  const uint64_t limit = k.bags->check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
   const float* columns = k.weights + k.column;
   const uintptr_t rows = reinterpret_cast<uintptr_t>(columns);
   float* out = k.sums.first + k.column;
@@ -128,12 +129,23 @@ struct PoolColumns {
   }
 };
 
-// Bags [begin, end) with offsets known to be good.
-void pool_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
+}  // namespace
+
+void pool_plain(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
   if (f.format != RowFormat::kFp32) return pool_encoded(a, f, begin, end, sums, bounds);
   const auto* weights = reinterpret_cast<const float*>(a.weights + f.weight_offset);
   for_blocks(f.embedding_dim, PoolColumns{{&a.bags, &f, begin, end, 0, 0, weights, sums, bounds},
                                           a.bags.offsets_rise<true>(begin, end)});
+}
+
+namespace {
+
+// Bags [begin, end), with offsets known to be good, of a feature's parts [0, parts) that have columns together.
+void pool_feature(const PoolArgs& a, const Feature* f, int64_t parts, int64_t begin, int64_t end, Sums sums,
+                  Bounds* bounds) {
+  if (parts > 1) return pool_composed(a, f, parts, begin, end, sums, bounds);
+  if (f->partitioned) return pool_partitioned(a, *f, begin, end, sums, bounds);
+  pool_plain(a, *f, begin, end, sums, bounds);
 }
 
 // Floats that wait to be rounded to the elements of the output.
@@ -141,15 +153,15 @@ constexpr int64_t kWaiting = 2048;
 
 // The same where the output, from `out` on with `stride` bytes a bag, is of half precision: sums of a few bags at a
 // time, then rounded.
-void pool_rounded(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, uint8_t* out, int64_t stride,
-                  Bounds* bounds) {
-  const int64_t D = f.embedding_dim, few = D < kWaiting ? kWaiting / D : 1;
+void pool_rounded(const PoolArgs& a, const Feature* f, int64_t parts, int64_t begin, int64_t end, uint8_t* out,
+                  int64_t stride, Bounds* bounds) {
+  const int64_t D = f->embedding_dim, few = D < kWaiting ? kWaiting / D : 1;
   const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
   float waiting[kWaiting];
   float* sums = D <= kWaiting ? waiting : new float[static_cast<size_t>(D)];
   for (int64_t first = begin; first < end; first += few) {
     const int64_t last = first + few < end ? first + few : end;
-    pool_feature(a, f, first, last, {sums, D}, bounds);
+    pool_feature(a, f, parts, first, last, {sums, D}, bounds);
     for (int64_t i = 0; i < last - first; ++i, out += stride) encode(sums + i * D, 1, D, {}, {out, 0, nullptr});
   }
   if (sums != waiting) delete[] sums;
@@ -161,12 +173,13 @@ bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) 
   return bad == kNoBadPosition;
 }
 
+// body(parts of a feature, how many, its bags [from, to), their first row of the output)
 template <class Body>
 void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {
     const int64_t feature = a.bags.feature_of(begin), next = a.bags.first_bag(feature + 1);
-    const int64_t stop = next < end ? next : end;
-    body(a.features[feature], begin, stop, a.bags.output_row(begin, feature));
+    const int64_t stop = next < end ? next : end, part = a.bags.first_part(feature);
+    body(a.features + part, a.bags.first_part(feature + 1) - part, begin, stop, a.bags.output_row(begin, feature));
     begin = stop;
   }
 }
@@ -174,13 +187,22 @@ void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body)
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
-  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t row) {
-    auto* out = static_cast<uint8_t*>(a.output) + row * stride + f.output_offset * element;
-    if (element == 4) pool_feature(a, f, from, to, {reinterpret_cast<float*>(out), a.output_dim}, bounds);
-    else pool_rounded(a, f, from, to, out, stride, bounds);
-    const int64_t behind = a.bags.starts ? (a.output_dim - f.embedding_dim) * element : 0;
-    for (int64_t bag = from; behind && bag < to; ++bag, out += stride)
-      memset(out + f.embedding_dim * element, 0, static_cast<size_t>(behind));
+  by_feature(a, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
+    auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
+    const int64_t together = parts->combine == Combine::kConcat ? 1 : count;
+    Bounds again;  // of ids that were looked at before
+    for (int64_t p = 0; p < count; p += together) {
+      auto* out = rows + parts[p].output_offset * element;
+      Bounds* found = p == 0 ? bounds : &again;
+      if (element == 4)
+        pool_feature(a, parts + p, together, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
+      else pool_rounded(a, parts + p, together, from, to, out, stride, found);
+    }
+    const Feature& last = parts[count - 1];
+    const int64_t used = last.output_offset + last.embedding_dim;
+    const int64_t behind = a.bags.starts ? (a.output_dim - used) * element : 0;
+    for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
+      memset(rows + used * element, 0, static_cast<size_t>(behind));
   });
 }
 
@@ -189,21 +211,34 @@ float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
   return row_dot(g, reinterpret_cast<const float*>(row), f.embedding_dim);
 }
 
-void weight_gradient_feature(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, int64_t sample,
+// Of one sample's gradient with what an id's parts give.
+float dot_with_parts(const PoolArgs& a, const Feature* parts, int64_t count, const float* grad, int64_t id,
+                     ComposedRow* composed) {
+  if (count > 1 && parts->combine != Combine::kConcat)
+    return row_dot(grad + parts->output_offset, composed->read(a.weights, id), parts->embedding_dim);
+  float sum = 0.0f;
+  for (const Feature* f = parts; f < parts + count; ++f) {
+    const uint8_t* row = a.weights + f->weight_offset + f->row(id) * f->row_bytes;
+    const float dot = dot_with_row(grad + f->output_offset, row, *f);
+    sum = f == parts ? dot : sum + dot;
+  }
+  return sum;
+}
+
+void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end,
                              const float* grad, float* out, Bounds* bounds) {
-  const uint8_t* rows = a.weights + f.weight_offset;
-  const float* g = grad + sample * a.output_dim + f.output_offset;
-  for (int64_t bag = begin; bag < end; ++bag, g += a.output_dim) {
+  ComposedRow composed(parts, count);
+  for (int64_t bag = begin; bag < end; ++bag, grad += a.output_dim) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
     int64_t counted = 0;
     for (int64_t i = start; i < stop; ++i) {
       const int64_t id = a.bags.id(i);
-      const bool in_range = a.bags.in_range(id, f), counts = in_range && id != a.bags.padding_idx;
+      const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != a.bags.padding_idx;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
-      out[i] = counts ? dot_with_row(g, rows + id * f.row_bytes, f) : 0.0f;
+      out[i] = counts ? dot_with_parts(a, parts, count, grad, id, &composed) : 0.0f;
     }
-    if (!f.mean || counted < 2) continue;
+    if (!parts->mean || counted < 2) continue;
     const float each = 1.0f / static_cast<float>(counted);
     for (int64_t i = start; i < stop; ++i) out[i] *= each;
   }
@@ -211,8 +246,8 @@ void weight_gradient_feature(const PoolArgs& a, const Feature& f, int64_t begin,
 
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a, begin, end, [&](const Feature& f, int64_t from, int64_t to, int64_t sample) {
-    weight_gradient_feature(a, f, from, to, sample, grad, out, bounds);
+  by_feature(a, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
+    weight_gradient_feature(a, parts, count, from, to, grad + row * a.output_dim, out, bounds);
   });
 }
 

@@ -17,15 +17,15 @@ bool same_table(const Feature& a, const Feature& b) {
          a.embedding_dim == b.embedding_dim && a.format == b.format && a.table_id == b.table_id;
 }
 
-// A table's features, all[begin, end), and its slice of the entries.
+// The parts that read a table, and its slice of the entries.
 struct Table {
-  int64_t first, last;  // of Plan::features
+  int64_t first, last;  // of Plan::parts
   int64_t begin, count;
 };
 
-// The features in the order of their tables, and the tables.
+// The parts in the order of their tables, and the tables.
 struct Plan {
-  std::vector<int64_t> features;
+  std::vector<int64_t> parts;
   std::vector<Table> tables;
 };
 
@@ -48,7 +48,7 @@ void check_apart(const BagInput& in, const std::vector<int64_t>& sorted, const c
 }
 
 std::vector<int64_t> features_by(const BagInput& in, int64_t Feature::* place) {
-  std::vector<int64_t> sorted(static_cast<size_t>(in.num_features));
+  std::vector<int64_t> sorted(static_cast<size_t>(in.num_parts));
   for (size_t f = 0; f < sorted.size(); ++f) sorted[f] = static_cast<int64_t>(f);
   const auto key = [&](int64_t f) {
     const Feature& x = in.features[f];
@@ -82,20 +82,20 @@ void check_moments(const BagInput& in, const std::vector<int64_t>& by_row) {
 
 Plan plan_tables(const BagInput& in) {
   Plan plan{features_by(in, &Feature::row_offset), {}};
-  check_apart(in, plan.features, "row_offsets",
+  check_apart(in, plan.parts, "row_offsets",
               [](const Feature& f) { return std::make_pair(f.row_offset, f.num_embeddings); });
   check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets", [&](const Feature& f) {
     return std::make_pair(f.weight_offset / in.element_bytes, f.num_embeddings * f.row_bytes / in.element_bytes);
   });
-  if (!in.moment_offsets.empty()) check_moments(in, plan.features);
+  if (!in.moment_offsets.empty()) check_moments(in, plan.parts);
   int64_t entry = 0;
-  for (int64_t i = 0; i < in.num_features; ++i) {
-    const int64_t f = plan.features[static_cast<size_t>(i)];
-    if (i == 0 || !same_table(in.features[f], in.features[plan.features[static_cast<size_t>(i - 1)]]))
+  for (int64_t i = 0; i < in.num_parts; ++i) {
+    const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.features[p].number;
+    if (i == 0 || !same_table(in.features[p], in.features[plan.parts[static_cast<size_t>(i - 1)]]))
       plan.tables.push_back({i, i, entry, 0});
     Table& table = plan.tables.back();
     const int64_t count =
-        in.features[f].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
+        in.features[p].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
     table.last = i + 1;
     table.count += count;
     entry += count;
@@ -127,17 +127,19 @@ class TableSorter {
     runs.feature = &first;
     runs.starts = starts;
     // Where every bag has a row of the gradient of its own, bags are counted from the first of all.
-    runs.first_bag = in_.bags.starts ? 0 : in_.bags.first_bag(plan_.features[static_cast<size_t>(table.first)]);
+    runs.first_bag = in_.bags.starts ? 0 : in_.bags.first_bag(first.number);
+    for (int64_t place = table.first; place < table.last; ++place)
+      runs.multiplied = runs.multiplied || feature(place).combine == Combine::kMult;
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
     return bounds.position;
   }
 
  private:
-  const Feature& feature(int64_t place) const { return in_.features[plan_.features[static_cast<size_t>(place)]]; }
+  const Feature& feature(int64_t place) const { return in_.features[plan_.parts[static_cast<size_t>(place)]]; }
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      const int64_t f = plan_.features[static_cast<size_t>(place)], first_bag = in_.bags.first_bag(f);
+      const int64_t f = feature(place).number, first_bag = in_.bags.first_bag(f);
       const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
       if (feature(place).frozen) {
         all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
@@ -171,15 +173,20 @@ class TableSorter {
       bounds->position = std::min(bounds->position, bad_offset);
       return;
     }
-    if (out_.coefficients) write_coefficients(begin, end, f);
+    // Once for a feature: another part may be another thread's.
+    if (out_.bag_of && &f == in_.features.get() + in_.bags.first_part(f.number)) {
+      write_bags_of_ids(begin, end);
+      if (out_.coefficients) write_coefficients(begin, end, f);
+    }
     if (in_.bags.ids64) write_entries(static_cast<const int64_t*>(in_.bags.ids), begin, end, f, entries, bounds);
     else write_entries(static_cast<const int32_t*>(in_.bags.ids), begin, end, f, entries, bounds);
   }
 
   template <class Id>
-  void write_entries(const Id* ids, int64_t begin, int64_t end, const Feature& f, Destination entries,
+  void write_entries(const Id* ids, int64_t begin, int64_t end, const Feature& part, Destination entries,
                      Bounds* bounds) const {
-    const Bags bags = in_.bags;  // a copy, which the stores below cannot change
+    const Bags bags = in_.bags;  // copies, which the stores below cannot change
+    const Feature f = part;
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of;
     const int64_t base = base_, num_embeddings = f.num_embeddings;
@@ -187,12 +194,14 @@ class TableSorter {
     for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
       const int64_t stop = bags.offset(bag + 1);
       for (int64_t i = start; i < stop; ++i) {
-        int64_t row = static_cast<int64_t>(ids[i]);
-        const bool in_range = bags.in_range(row, f);
-        if (__builtin_expect(!in_range || row == bags.padding_idx, 0)) {
+        const int64_t id = static_cast<int64_t>(ids[i]);
+        const bool in_range = bags.in_range(id, f);
+        int64_t row = num_embeddings;  // left out: sorts behind every row
+        if (__builtin_expect(in_range && id != bags.padding_idx, 1)) {
+          row = f.row(id);
+        } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;
-          row = num_embeddings;  // left out: sorts behind every row
         }
         entries.at[i - entries.first] =
             static_cast<uint64_t>(row) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
@@ -200,6 +209,12 @@ class TableSorter {
       start = stop;
     }
     *bounds = found;
+  }
+
+  void write_bags_of_ids(int64_t begin, int64_t end) const {
+    for (int64_t bag = begin; bag < end; ++bag)
+      for (int64_t i = in_.bags.offset(bag); i < in_.bags.offset(bag + 1); ++i)
+        out_.bag_of[i - base_] = static_cast<uint32_t>(bag);
   }
 
   void write_coefficients(int64_t begin, int64_t end, const Feature& f) const {
@@ -212,10 +227,8 @@ class TableSorter {
         counted += bags.in_range(id, f) && id != bags.padding_idx;
       }
       const float each = f.mean && counted ? 1.0f / static_cast<float>(counted) : 1.0f;
-      for (int64_t i = start; i < stop; ++i) {
-        out_.bag_of[i - base_] = static_cast<uint32_t>(bag);
+      for (int64_t i = start; i < stop; ++i)
         out_.coefficients[i - base_] = bags.per_sample_weights ? bags.per_sample_weights[i] * each : each;
-      }
     }
   }
 
@@ -225,21 +238,22 @@ class TableSorter {
   int64_t base_;
 };
 
-// How an occurrence's bag and coefficient are found from its entry.
-void choose_payload(const BagInput& in, Occurrences* out) {
-  bool weighted = in.bags.per_sample_weights != nullptr;
+// How an occurrence's bag and coefficient are found from its entry; `ids`: of all bags.
+void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
+  bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
-  for (int64_t f = 0; f < in.num_features; ++f) {
-    weighted = weighted || in.features[f].mean;
-    most_rows = std::max(most_rows, in.features[f].num_embeddings);
+  for (int64_t p = 0; p < in.num_parts; ++p) {
+    weighted = weighted || in.features[p].mean;
+    multiplied = multiplied || in.features[p].combine == Combine::kMult;
+    most_rows = std::max(most_rows, in.features[p].num_embeddings);
   }
-  const int64_t payloads = std::max(weighted ? out->count : in.bags.num_bags, int64_t{1});
+  const bool by_id = weighted || multiplied;
+  const int64_t payloads = std::max(by_id ? ids : in.bags.num_bags, int64_t{1});
   out->payload_bits = bit_width(static_cast<uint64_t>(payloads));
   check_value(out->payload_bits + bit_width(static_cast<uint64_t>(most_rows)) <= 64, "too many rows (", most_rows,
-              ") and ids (", out->count, ") for one call: their numbers must fit in 64 bits together");
-  if (!weighted) return;
-  out->bag_of = Scratch<uint32_t>(out->count);
-  out->coefficients = Scratch<float>(out->count);
+              ") and ids (", ids, ") for one call: their numbers must fit in 64 bits together");
+  if (by_id) out->bag_of = Scratch<uint32_t>(ids);
+  if (weighted) out->coefficients = Scratch<float>(ids);
 }
 
 // Tables that would keep one thread busy while the others wait are sorted by all threads together, the rest one to a
@@ -284,12 +298,12 @@ Occurrences sort_occurrences(const BagInput& in) {
   in.raise(bounds);
   Occurrences out;
   const Plan plan = plan_tables(in);
-  out.count = in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0;
-  choose_payload(in, &out);
+  for (const Table& t : plan.tables) out.count += t.count;
+  choose_payload(in, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
   out.tables.resize(plan.tables.size());
   bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));
   in.raise(bounds);
-  out.feature_tables.resize(static_cast<size_t>(in.num_features));
+  out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     TableRuns& table = out.tables[t];
     table.first_run = out.num_runs;
@@ -297,7 +311,7 @@ Occurrences sort_occurrences(const BagInput& in) {
     out.num_runs += table.num_runs;
     out.num_floats += table.num_runs * table.feature->embedding_dim;
     for (int64_t i = plan.tables[t].first; i < plan.tables[t].last; ++i)
-      out.feature_tables[static_cast<size_t>(plan.features[static_cast<size_t>(i)])] = static_cast<int64_t>(t);
+      out.part_tables[static_cast<size_t>(plan.parts[static_cast<size_t>(i)])] = static_cast<int64_t>(t);
   }
   return out;
 }

@@ -10,8 +10,8 @@
 namespace rec_kernels {
 
 struct Occurrences {
-  std::vector<TableRuns> tables;        // in the order of their rows
-  std::vector<int64_t> feature_tables;  // of each feature: its table
+  std::vector<TableRuns> tables;     // in the order of their rows
+  std::vector<int64_t> part_tables;  // of each part: its table
   int payload_bits = 0;
   Scratch<uint64_t> entries;    // sorted: row << payload_bits | payload
   Scratch<uint64_t> other;      // what sorting needs; then, as int64, where the runs of every table start

@@ -87,5 +87,24 @@ RK_HOST_DEVICE void load_row(const float* from, int tail, Vec* v) {
   v[NV - 1] = load_columns<kTail>(from + (NV - 1) * W, tail);
 }
 
+// Vectors of a row, the last of which may be partial: body(column, columns of it).
+template <class Body>
+RK_HOST_DEVICE void for_vectors(int64_t D, const Body& body) {
+  for (int64_t c = 0; c < D; c += W) body(c, static_cast<int>(D - c < W ? D - c : W));
+}
+RK_HOST_DEVICE Vec load_vector(const float* p, int n) { return n == W ? Vec::load(p) : Vec::load_partial(p, n); }
+RK_HOST_DEVICE void store_vector(Vec v, float* p, int n) {
+  if (n == W) v.store(p);
+  else v.store_partial(p, n);
+}
+
+// x = fmaf(factor, y, x)
+inline void add_scaled(float factor, const float* y, int64_t D, float* x) {
+  const Vec f = Vec::broadcast(factor);
+  for_vectors(D, [&](int64_t c, int n) {
+    store_vector(fused_multiply_add(f, load_vector(y + c, n), load_vector(x + c, n)), x + c, n);
+  });
+}
+
 }  // namespace RK_ISA
 }  // namespace rec_kernels

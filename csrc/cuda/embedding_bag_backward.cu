@@ -152,10 +152,13 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                      const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                      const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
                       const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
@@ -202,11 +205,13 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const std::string& pooling, int64_t padding_idx,
-    const std::string& bounds_check) {
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
@@ -254,6 +259,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
                     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
                     int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
                     const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
                     const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
                     const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
@@ -263,8 +270,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
                     const OptionalTensor& found_inf) {
   const TableLayout layout{
-      weight_offsets, row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,       max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen};
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};

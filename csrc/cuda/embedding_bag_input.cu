@@ -138,12 +138,11 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     read_layout(layout, &in, stream);
   } else {
     const OneTable table = read_one_table(layout, rows, columns);
-    in.features.one = {0, 0, rows, table.embedding_dim, 0, 0, table.row_bytes, table.format, options.mean, false};
+    in.features.one = one_table(table, rows, options.mean);
     in.output_dim = in.max_dim = table.embedding_dim;
     in.num_rows = rows;
   }
-  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout.bag_starts, features,
-                      include_last_offset);
+  in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout, features, include_last_offset);
   return in;
 }
 

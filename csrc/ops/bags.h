@@ -1,7 +1,7 @@
 // What every kernel of embedding_bag reads of its input: plain structs, filled by the drivers.
 #pragma once
 
-#include "core/host_device.h"
+#include "core/division.h"
 #include "formats/row_format.h"
 
 namespace rec_kernels {
@@ -9,6 +9,28 @@ namespace rec_kernels {
 // The first element of a `status`, and BadPosition::position, when nothing is wrong.
 constexpr int64_t kNoBadPosition = INT64_MAX;
 
+// From ids to rows of a table: row = (id / divisor) % modulus.
+struct Partition {
+  Divisor divisor, modulus;
+  bool divides, wraps;  // false where the step changes nothing for any id of the feature
+
+  RK_HOST_DEVICE static Partition of(int64_t divisor, int64_t modulus, int64_t id_limit) {
+    return {Divisor::of(divisor), Divisor::of(modulus), divisor != 1, quotients(id_limit, divisor) > modulus};
+  }
+  // How many numbers id / divisor there are, of the ids in [0, id_limit).
+  RK_HOST_DEVICE static int64_t quotients(int64_t id_limit, int64_t divisor) {
+    return id_limit / divisor + (id_limit % divisor != 0);
+  }
+  RK_HOST_DEVICE int64_t row(int64_t id) const {
+    const int64_t quotient = divides ? divisor.divide(id) : id;
+    return wraps ? modulus.remainder(quotient) : quotient;
+  }
+};
+
+// What the parts of a feature become, id by id: columns side by side, or one row, their sum or product.
+enum class Combine { kConcat, kAdd, kMult };
+
+// A table as a feature reads it. A feature of several parts has one of these for each, one after the other.
 struct Feature {
   int64_t weight_offset;  // in bytes
   int64_t row_offset;
@@ -19,8 +41,18 @@ struct Feature {
   int64_t row_bytes;  // on the CPU; CUDA kernels know their format
   RowFormat format;
   bool mean;
-  bool frozen;  // its ids give the table no gradient
+  bool frozen;       // its ids give the table no gradient
+  int64_t id_limit;  // ids are in [0, id_limit)
+  int64_t number;    // of the feature, whose bags these are
+  bool partitioned;
+  Partition partition;  // unless !partitioned: an id is its row
+  Combine combine;      // with the feature's other parts
+
+  RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
 };
+
+// The most parts that a feature has.
+constexpr int64_t kMaxParts = 4;
 
 // Jagged input: ids and offsets of either integer width.
 struct Bags {
@@ -34,7 +66,9 @@ struct Bags {
   int64_t batch;          // B; unused with `starts`
   const int64_t* starts;  // [F + 1]: feature f has bags [starts[f], starts[f + 1]), each with a row of the output of
                           // its own; or null: every feature has B, and a row of the output is all features' b-th bags
-  int64_t padding_idx;    // -1: none
+  const int64_t* part_starts;  // [F + 1]: feature f's parts are features[part_starts[f]] up to [part_starts[f + 1]];
+                               // null: one each
+  int64_t padding_idx;         // -1: none
   bool ids64;
   bool offsets64;
   bool check_ids;
@@ -49,8 +83,9 @@ struct Bags {
   }
   // Compared unsigned, so that a negative id is out of range too.
   RK_HOST_DEVICE bool in_range(int64_t id, const Feature& f) const {
-    return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.num_embeddings);
+    return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.id_limit);
   }
+  RK_HOST_DEVICE int64_t first_part(int64_t feature) const { return part_starts ? part_starts[feature] : feature; }
   RK_HOST_DEVICE int64_t first_bag(int64_t feature) const { return starts ? starts[feature] : feature * batch; }
   RK_HOST_DEVICE int64_t feature_of(int64_t bag) const {
     if (!starts) return bag / batch;

@@ -10,9 +10,9 @@ const std::string kLayout =
     "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
     "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
     "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-    "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, str pooling=\"sum\", int padding_idx=-1, "
-    "str "
-    "bounds_check=\"error\"";
+    "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, Tensor? partition_starts=None, Tensor? "
+    "divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, str pooling=\"sum\", int "
+    "padding_idx=-1, str bounds_check=\"error\"";
 
 void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
                          ScalarType dtype) {
@@ -21,6 +21,25 @@ void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor
   check_dtype(*t, dtype, name);
   check_contiguous(*t, name);
   check_same_device(*t, values, name, "values");
+}
+
+// Returns the number of features, of which there are `parts` parts.
+int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor& values) {
+  const OptionalTensor* const all[] = {&layout.divisors, &layout.moduli, &layout.id_limits, &layout.combine};
+  if (!layout.partition_starts) {
+    for (const OptionalTensor* t : all)
+      check_value(!*t, "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it");
+    return parts;
+  }
+  check_rank(*layout.partition_starts, 1, "partition_starts");
+  const int64_t features = layout.partition_starts->numel() - 1;
+  check_value(features >= 0, "partition_starts must have num_features + 1 elements, got none");
+  check_layout_tensor(layout.partition_starts, features + 1, values, "partition_starts", ScalarType::Long);
+  check_layout_tensor(layout.divisors, parts, values, "divisors", ScalarType::Long);
+  check_layout_tensor(layout.moduli, parts, values, "moduli", ScalarType::Long);
+  check_layout_tensor(layout.id_limits, features, values, "id_limits", ScalarType::Long);
+  check_layout_tensor(layout.combine, features, values, "combine", ScalarType::Long);
+  return features;
 }
 
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
@@ -92,19 +111,20 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
                     !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.frozen &&
-                    layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
+                    !layout.partition_starts && layout.output_dim == 0 && layout.num_rows == 0 &&
+                    layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }
   check_rank(*layout.embedding_dims, 1, "embedding_dims");
-  const int64_t features = layout.embedding_dims->numel();
-  check_layout_tensor(layout.weight_offsets, features, values, "weight_offsets", ScalarType::Long);
-  check_layout_tensor(layout.row_offsets, features, values, "row_offsets", ScalarType::Long);
-  check_layout_tensor(layout.num_embeddings, features, values, "num_embeddings", ScalarType::Long);
-  check_layout_tensor(layout.embedding_dims, features, values, "embedding_dims", ScalarType::Long);
-  check_layout_tensor(layout.output_offsets, features, values, "output_offsets", ScalarType::Long);
+  const int64_t parts = layout.embedding_dims->numel(), features = check_partitions(layout, parts, values);
+  check_layout_tensor(layout.weight_offsets, parts, values, "weight_offsets", ScalarType::Long);
+  check_layout_tensor(layout.row_offsets, parts, values, "row_offsets", ScalarType::Long);
+  check_layout_tensor(layout.num_embeddings, parts, values, "num_embeddings", ScalarType::Long);
+  check_layout_tensor(layout.embedding_dims, parts, values, "embedding_dims", ScalarType::Long);
+  check_layout_tensor(layout.output_offsets, parts, values, "output_offsets", ScalarType::Long);
   if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
-  if (layout.format_of) check_layout_tensor(layout.format_of, features, values, "format_of", ScalarType::Long);
+  if (layout.format_of) check_layout_tensor(layout.format_of, parts, values, "format_of", ScalarType::Long);
   if (layout.frozen) check_layout_tensor(layout.frozen, features, values, "frozen", ScalarType::Bool);
   if (layout.bag_starts) {
     check_layout_tensor(layout.bag_starts, features + 1, values, "bag_starts", ScalarType::Long);
@@ -118,8 +138,7 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
 }
 
 Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-               const BagOptions& options, const OptionalTensor& bag_starts, int64_t features,
-               bool include_last_offset) {
+               const BagOptions& options, const TableLayout& layout, int64_t features, bool include_last_offset) {
   Bags b;
   b.ids = values.const_data_ptr();
   b.offsets = offsets.const_data_ptr();
@@ -129,7 +148,9 @@ Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor
   b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
   b.num_features = features;
   b.batch = features ? b.num_bags / features : 0;
-  b.starts = bag_starts ? bag_starts->const_data_ptr<int64_t>() : nullptr;
+  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<int64_t>() : nullptr; };
+  b.starts = pointer(layout.bag_starts);
+  b.part_starts = pointer(layout.partition_starts);
   b.padding_idx = options.padding_idx;
   b.ids64 = values.scalar_type() == ScalarType::Long;
   b.offsets64 = offsets.scalar_type() == ScalarType::Long;
@@ -317,9 +338,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
        bags + kLayout + optimizer("(d!)", "(e!)", "(f!)") +
        ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()")
           .c_str());
-  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + kLayout + ") -> Tensor").c_str());
+  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + kLayout + ", Tensor? weights=None) -> Tensor").c_str());
   m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + kLayout +
-         ") -> (Tensor rows, Tensor row_grads, Tensor row_counts)")
+         ", Tensor? weights=None) -> (Tensor rows, Tensor row_grads, Tensor row_counts)")
             .c_str());
   m.def(("embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
          kLayout + ") -> Tensor")

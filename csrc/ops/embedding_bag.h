@@ -14,12 +14,20 @@
 // output_offsets are 0, and columns behind a feature's are zeros. The sums are FP32 and may be rounded to half
 // precision at the end; backwards take FP32 gradients. The ids of `frozen` features are no occurrences: they give no
 // gradient. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides once by the number of ids
-// that count. Columns outside every feature are not written: there must be none. Ids equal to padding_idx are left out,
-// of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id by feature and bag, and
-// nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is int64 [2]: the smallest
-// bad position in `values` (INT64_MAX when there is none), and how many ids were left out for being out of range.
-// Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row are summed in chunks
-// of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and offsets.
+// that count. Partitions. With partition_starts [F + 1], feature f has parts partition_starts[f] up to
+// partition_starts[f + 1], at most kMaxParts. The tensors about tables (weight_offsets, row_offsets, num_embeddings,
+// embedding_dims, output_offsets, format_of, table_ids, moment_offsets) have an element for each part; mean, frozen,
+// id_limits and combine one for each feature. Ids are in [0, id_limits[f]); part p reads row (id / divisors[p]) %
+// moduli[p] of its table, in int64. combine[f]: 0 (concat): every part has columns of its own, as if it were a feature
+// with the same bags; 1 (add), 2 (mult): an id's row is the sum or product of its parts' rows, in their order, which
+// have one width, format and output_offset. A product's gradients come from rows as they are before the update. The
+// parts of a feature read different tables. Columns outside every feature are not written: there must be none. Ids
+// equal to padding_idx are left out, of the sum, of n and of every gradient. Bounds. "error": IndexError names the
+// first bad id by feature and bag, and nothing is changed. "ignore": bad ids are left out and counted. "none": no
+// check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when there is none), and how many ids
+// were left out for being out of range. Offsets are always checked. Gradients: of weights and per_sample_weights.
+// Occurrences of a row are summed in chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule.
+// Not differentiable in values and offsets.
 #pragma once
 
 #include <vector>
@@ -52,6 +60,11 @@ struct TableLayout {
   int64_t embedding_dim;  // of the rows of one table without a layout, whose weights are bytes; else 0
   const OptionalTensor& bag_starts;
   const OptionalTensor& frozen;
+  const OptionalTensor& partition_starts;
+  const OptionalTensor& divisors;
+  const OptionalTensor& moduli;
+  const OptionalTensor& id_limits;
+  const OptionalTensor& combine;
 };
 
 // Of the elements of `weights`.
@@ -110,14 +123,27 @@ RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const 
 // The bags of a call whose tensors are contiguous and checked. Without include_last_offset, offsets name where bags
 // start and the last one ends with the ids.
 RK_EXPORT Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                         const BagOptions& options, const OptionalTensor& bag_starts, int64_t features,
+                         const BagOptions& options, const TableLayout& layout, int64_t features,
                          bool include_last_offset);
+// How many parts the features have together: the elements of the tensors about tables.
+inline int64_t count_parts(const TableLayout& layout, int64_t features) {
+  return layout.embedding_dims ? layout.embedding_dims->numel() : features;
+}
 // What a call without a layout says of its table, whose weights are [rows, columns].
 struct OneTable {
   RowFormat format;
   int64_t embedding_dim, row_bytes;
 };
 RK_EXPORT OneTable read_one_table(const TableLayout& layout, int64_t rows, int64_t columns);
+inline Feature one_table(const OneTable& table, int64_t rows, bool mean) {
+  Feature f{};
+  f.num_embeddings = f.id_limit = rows;
+  f.embedding_dim = table.embedding_dim;
+  f.row_bytes = table.row_bytes;
+  f.format = table.format;
+  f.mean = mean;
+  return f;
+}
 // The formats by number; none: `weights` are floats.
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);

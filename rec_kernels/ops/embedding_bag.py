@@ -43,6 +43,11 @@ _LAYOUT = (
     "embedding_dim",
     "bag_starts",
     "frozen",
+    "partition_starts",
+    "divisors",
+    "moduli",
+    "id_limits",
+    "combine",
     "pooling",
     "padding_idx",
     "bounds_check",
@@ -215,7 +220,9 @@ def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
     one_row_each = dims is None or a.get("bag_starts") is not None
-    batch = bags if one_row_each else bags // max(dims.shape[0], 1)
+    starts = a.get("partition_starts")
+    features = 1 if dims is None else dims.shape[0] if starts is None else starts.shape[0] - 1
+    batch = bags if one_row_each else bags // max(features, 1)
     columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
     dtype = a.get("output_dtype") or torch.float32
     return weights.new_empty((batch, columns), dtype=dtype), weights.new_empty((2,), dtype=torch.int64)
@@ -253,10 +260,10 @@ def _(*inputs, **given):
     check_one_device(a.values())
     context = torch.library.get_ctx()
     rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
-    features = 1 if a.get("embedding_dims") is None else a["embedding_dims"].shape[0]
+    parts = 1 if a.get("embedding_dims") is None else a["embedding_dims"].shape[0]
     grad = a["grad"]
     index = {"dtype": torch.int64, "device": grad.device}
-    return torch.empty(rows, **index), grad.new_empty(floats), torch.empty(features, **index)
+    return torch.empty(rows, **index), grad.new_empty(floats), torch.empty(parts, **index)
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights")
@@ -271,9 +278,11 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
     if not a.get("include_last_offset", True):
         offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
-    # The rows themselves are needed for one gradient only. The tables, whose memory is that of the weights, go with
-    # them because a change of theirs between forward and backward shows in their own version counters.
-    wants_rows = op != "embedding_bag_fused" and factors is not None and factors.requires_grad
+    # The rows themselves are needed for the gradient of factors, and where they may be multiplied. The tables, whose
+    # memory is that of the weights, go with them because a change of theirs between forward and backward shows in their
+    # own version counters.
+    wants_rows = a["combine"] is not None or (factors is not None and factors.requires_grad)
+    wants_rows = wants_rows and op != "embedding_bag_fused"
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
     ctx.save_for_backward(values, offsets, factors, *rows)
     ctx.layout = {name: a[name] for name in _LAYOUT}
@@ -310,10 +319,10 @@ def _backward(ctx, grad: Tensor, _):
     if ctx.needs_input_grad[0] and ctx.sparse:
         if len(ctx.shape) != 2:
             raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
-        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout)
+        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
         grad_weights = _sparse(rows, row_grads, ctx.shape)
     elif ctx.needs_input_grad[0]:
-        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
+        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
     return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
 
 
@@ -334,10 +343,10 @@ def _backward_tables(ctx, grad: Tensor, _):
     arguments = (grad, ctx.shape, *bags)
     shapes = ctx.table_shapes
     if ctx.sparse:
-        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout)
+        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
         grads = _split_sparse(rows, row_grads, row_counts, ctx.layout["row_offsets"], shapes)
     else:
-        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout)
+        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
         starts = table_starts([shape.numel() for shape in shapes])
         grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
     return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))

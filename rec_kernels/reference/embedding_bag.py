@@ -1,6 +1,6 @@
 """Reference of embedding_bag: one id at a time, in the order that docs/numerics.md fixes. Bit-exact, not fast.
 
-Tables are a list of [E, D] float32 tensors, features a list of table numbers (several may name one table).
+Tables are a list of [E, D] float32 tensors. A feature is a table's number (several may name one table), or ``Parts``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,52 @@ from rec_kernels.reference import numerics
 
 
 @dataclass
+class Parts:
+    """A feature of several tables: part p of an id is row (id // divisor) % modulus of its table.
+
+    ``combine``: "concat", "add" or "mult". Ids are in [0, num_ids).
+    """
+
+    tables: list[int]
+    partitions: list[tuple[int, int]]  # (divisor, modulus)
+    num_ids: int
+    combine: str
+
+    def width(self, tables: list[Tensor]) -> int:
+        """Columns of its rows."""
+        dims = [tables[t].shape[1] for t in self.tables]
+        return sum(dims) if self.combine == "concat" else dims[0]
+
+    def rows(self, number: int) -> list[int]:
+        """Of an id, its row in each table."""
+        return [number // divisor % modulus for divisor, modulus in self.partitions]
+
+    def of(self, tables: list[Tensor], number: int) -> list[Tensor]:
+        """Of an id, the parts of its row."""
+        return [tables[t][row] for t, row in zip(self.tables, self.rows(number), strict=True)]
+
+    def row(self, tables: list[Tensor], number: int) -> Tensor:
+        """Of an id, the row that its parts make."""
+        first, *others = self.of(tables, number)
+        if self.combine == "concat":
+            return torch.cat([first, *others])
+        for other in others:
+            first = first * other if self.combine == "mult" else first + other
+        return first
+
+    def gradients(self, tables: list[Tensor], number: int, g: Tensor) -> list[Tensor]:
+        """Of an id whose bag has the gradient g, the parts' terms without their coefficient."""
+        parts = self.of(tables, number)
+        if self.combine == "concat":
+            return list(g.split([len(part) for part in parts]))
+        terms = [g] * len(parts)
+        for p in range(len(parts)):
+            for q in range(len(parts)) if self.combine == "mult" else ():
+                terms[p] = terms[p] if p == q else terms[p] * parts[q]
+        return terms
+
+
+@dataclass
 class Bags:
     """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``."""
 
@@ -23,54 +69,68 @@ class Bags:
     per_sample_weights: Tensor | None = None
     padding_idx: int = -1
 
-    def of(self, feature: int, sample: int, batch: int, num_embeddings: int) -> list[int]:
+    def of(self, feature: int, sample: int, batch: int, num_ids: int) -> list[int]:
         """Positions of the ids of bag (feature, sample) that count: in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
         ids = self.values.tolist()
-        return [p for p in positions if 0 <= ids[p] < num_embeddings and ids[p] != self.padding_idx]
+        return [p for p in positions if 0 <= ids[p] < num_ids and ids[p] != self.padding_idx]
 
 
-def embedding_bag(tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags) -> Tensor:
-    """[B, sum of D]: pools the bags of every feature."""
-    batch = (len(bags.offsets) - 1) // len(features)
-    columns = []
-    for f, table in enumerate(features):
-        weight = tables[table]
-        pooled = torch.zeros(batch, weight.shape[1])
+Features = list[int | Parts]
+
+
+def _parts(feature: int | Parts, tables: list[Tensor]) -> Parts:
+    if isinstance(feature, Parts):
+        return feature
+    rows = len(tables[feature])
+    return Parts([feature], [(1, max(rows, 1))], rows, "concat")
+
+
+def _bags(tables: list[Tensor], features: Features, bags: Bags, batch: int) -> Iterator[tuple]:
+    """(feature's number, its parts, its columns of the output, sample, positions that count) in ascending order."""
+    column = 0
+    for f, feature in enumerate(features):
+        parts = _parts(feature, tables)
+        width = parts.width(tables)
         for b in range(batch):
-            positions = bags.of(f, b, batch, len(weight))
-            for p in positions:
-                row = weight[bags.values[p]]
-                if bags.per_sample_weights is None:
-                    pooled[b] = pooled[b] + row
-                else:
-                    pooled[b] = numerics.fused_multiply_add(bags.per_sample_weights[p], row, pooled[b])
-            if mean[f] and positions:
-                pooled[b] = pooled[b] / len(positions)
-        columns.append(pooled)
-    return torch.cat(columns, dim=1)
+            yield f, parts, slice(column, column + width), b, bags.of(f, b, batch, parts.num_ids)
+        column += width
+
+
+def embedding_bag(tables: list[Tensor], features: Features, mean: list[bool], bags: Bags) -> Tensor:
+    """[B, columns]: pools the bags of every feature."""
+    batch = (len(bags.offsets) - 1) // len(features)
+    output = torch.zeros(batch, sum(_parts(f, tables).width(tables) for f in features))
+    for f, parts, columns, b, positions in _bags(tables, features, bags, batch):
+        pooled = output[b, columns]
+        for p in positions:
+            row = parts.row(tables, int(bags.values[p]))
+            if bags.per_sample_weights is None:
+                pooled = pooled + row
+            else:
+                pooled = numerics.fused_multiply_add(bags.per_sample_weights[p], row, pooled)
+        output[b, columns] = pooled / len(positions) if mean[f] and positions else pooled
+    return output
 
 
 def _occurrences(
-    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+    grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """(table, row, gradient of the bag, coefficient) in the order (feature, bag, position)."""
-    batch, column = len(grad), 0
-    for f, table in enumerate(features):
-        dim = tables[table].shape[1]
-        for b in range(batch):
-            positions = bags.of(f, b, batch, len(tables[table]))
-            for p in positions:
-                each = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
-                if bags.per_sample_weights is not None:
-                    each = bags.per_sample_weights[p] * each
-                yield table, int(bags.values[p]), grad[b, column : column + dim], each
-        column += dim
+    """(table, row, gradient of the row in the bag, coefficient) in the order (feature, bag, position)."""
+    for f, parts, columns, b, positions in _bags(tables, features, bags, len(grad)):
+        for p in positions:
+            each = torch.tensor(1.0) / len(positions) if mean[f] else torch.tensor(1.0)
+            if bags.per_sample_weights is not None:
+                each = bags.per_sample_weights[p] * each
+            number = int(bags.values[p])
+            terms = parts.gradients(tables, number, grad[b, columns])
+            for table, row, term in zip(parts.tables, parts.rows(number), terms, strict=True):
+                yield table, row, term, each
 
 
 def row_gradients(
-    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+    grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> dict[tuple[int, int], Tensor]:
     """(table, row) -> summed gradient [D] of every row that a bag touched."""
     terms: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = {}
@@ -83,19 +143,25 @@ def row_gradients(
 
 
 def per_sample_weights_gradient(
-    grad: Tensor, tables: list[Tensor], features: list[int], mean: list[bool], bags: Bags
+    grad: Tensor, tables: list[Tensor], features: Features, mean: list[bool], bags: Bags
 ) -> Tensor:
-    """[N]: dot product of the bag's gradient and the row, divided by the bag's count for mean pooling."""
+    """[N]: dot product of the bag's gradient and the row, divided by the bag's count for mean pooling.
+
+    That of several parts side by side is the sum of theirs.
+    """
     out = torch.zeros(len(bags.values))
-    batch, column = len(grad), 0
-    for f, table in enumerate(features):
-        dim = tables[table].shape[1]
-        for b in range(batch):
-            positions = bags.of(f, b, batch, len(tables[table]))
-            for p in positions:
-                dot = numerics.row_dot(grad[b : b + 1, column : column + dim], tables[table][bags.values[p]][None])[0]
-                out[p] = dot * (torch.tensor(1.0) / len(positions)) if mean[f] else dot
-        column += dim
+    for f, parts, columns, b, positions in _bags(tables, features, bags, len(grad)):
+        for p in positions:
+            number, g = int(bags.values[p]), grad[b, columns]
+            if parts.combine == "concat":
+                rows = parts.of(tables, number)
+                pairs = list(zip(g.split([len(row) for row in rows]), rows, strict=True))
+            else:
+                pairs = [(g, parts.row(tables, number))]
+            dot, *others = [numerics.row_dot(x[None], row[None])[0] for x, row in pairs]
+            for other in others:
+                dot = dot + other
+            out[p] = dot * (torch.tensor(1.0) / len(positions)) if mean[f] else dot
     return out
 
 

@@ -1,0 +1,44 @@
+// Lookups where an id does not name a row: it is divided and wrapped to one (ops/bags.h), or rows of several parts make
+// the id's row. For the kernels of one instruction set.
+#pragma once
+
+#include "cpu/embedding_bag.h"
+#include "cpu/embedding_bag_encoded.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Pools bags [begin, end) of one feature, whose offsets are known to be good. Ids are rows of f's table; they are
+// mapped to such rows; they are mapped to a row of each of `count` parts, which are added or multiplied.
+void pool_plain(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds);
+void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds);
+void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
+                   Bounds* bounds);
+
+// The floats of an id's row in a part: the table's own, or decoded into scratch [D].
+const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch);
+
+// Makes the rows of ids from those of `count` added or multiplied parts.
+class ComposedRow {
+ public:
+  ComposedRow(const Feature* parts, int64_t count)
+      : parts_(parts), count_(count), scratch_(new float[static_cast<uint64_t>(2 * parts->embedding_dim)]) {}
+  ~ComposedRow() { delete[] scratch_; }
+  ComposedRow(const ComposedRow&) = delete;
+  ComposedRow& operator=(const ComposedRow&) = delete;
+
+  // [D], until the next call.
+  const float* read(const uint8_t* weights, int64_t id);
+
+ private:
+  const Feature* parts_;
+  int64_t count_;
+  float* scratch_;  // [2, D]
+};
+
+// out [D] = g times the id's rows in the parts of own's feature but for `own`, one after the other; scratch is [D].
+void multiply_by_others(const Feature* parts, int64_t count, const Feature* own, const uint8_t* weights, int64_t id,
+                        const float* g, float* scratch, float* out);
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

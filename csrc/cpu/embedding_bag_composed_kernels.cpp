@@ -1,0 +1,227 @@
+// Lookups of partitioned features. Compiled once per instruction set: no torch header and no std template here.
+//
+// Ids are mapped to rows a thousand or so at a time, so that the divisions are not in the way of the rows' loads. One
+// part alone is then looked up as any table. Rows of several parts meet in registers: an id's row is never in memory.
+#include "cpu/bag_blocks.h"
+#include "cpu/embedding_bag_composed.h"
+#include "cpu/row_blocks.h"
+#include "cpu/row_formats.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+namespace {
+
+// The row of an id that is out of range or padding: as a padding_idx, it is left out.
+constexpr int64_t kLeftOut = -2;
+
+// Rows that are mapped at once, of all parts; a longer bag has memory of its own.
+constexpr int64_t kMapped = 4096;
+
+// Bags [begin, end) a few at a time: body(first bag, behind the last, rows: `parts` times the room for their ids).
+template <class Body>
+void for_few_bags(const Bags& bags, int64_t begin, int64_t end, int64_t parts, const Body& body) {
+  const int64_t most = kMapped / parts;
+  int64_t few[kMapped];
+  while (begin < end) {
+    int64_t last = end - begin < most ? end : begin + most;
+    while (last > begin + 1 && bags.offset(last) - bags.offset(begin) > most) last = begin + (last - begin) / 2;
+    const int64_t count = bags.offset(last) - bags.offset(begin);
+    int64_t* rows = count <= most ? few : new int64_t[static_cast<uint64_t>(count * parts)];
+    body(begin, last, rows);
+    if (rows != few) delete[] rows;
+    begin = last;
+  }
+}
+
+template <class Id>
+void map_ids(const Bags bags, const Feature f, const Id* ids, int64_t start, int64_t stop, int64_t* rows,
+             Bounds* bounds) {
+  for (int64_t i = start; i < stop; ++i) {
+    const int64_t id = static_cast<int64_t>(ids[i]);
+    const bool in_range = bags.in_range(id, f), counts = in_range && id != bags.padding_idx;
+    rows[i - start] = f.row(counts ? id : 0);
+    if (__builtin_expect(counts, 1)) continue;
+    rows[i - start] = kLeftOut;
+    if (!in_range) note_bad(bounds, 0, i);
+  }
+}
+
+// rows[i - start]: where id i is found in the part's table.
+void map_to_part(const Bags& bags, const Feature& f, int64_t start, int64_t stop, int64_t* rows, Bounds* bounds) {
+  if (bags.ids64) map_ids(bags, f, static_cast<const int64_t*>(bags.ids), start, stop, rows, bounds);
+  else map_ids(bags, f, static_cast<const int32_t*>(bags.ids), start, stop, rows, bounds);
+}
+
+// Bags [begin, end) of one feature, whose parts' tables are floats.
+struct Composed {
+  Bags bags;
+  int64_t begin, end;
+  int64_t D;
+  const float* tables[kMaxParts];
+  const int64_t* rows[kMaxParts];  // of ids from the first of these bags on
+  int64_t parts;
+  bool multiplies, mean;
+  Sums sums;
+};
+
+// Columns [column, column + NV * W); kParts of them are known, or 0.
+template <int NV, bool kTail, int kParts>
+void compose_block(const Composed k, int64_t column, int tail) {
+  const int64_t parts = kParts > 0 ? kParts : k.parts, D = k.D, ahead = prefetch_distance(D * 4 * parts);
+  const int64_t first = k.bags.offset(k.begin), last = k.bags.offset(k.end);
+  const float* factors = k.bags.per_sample_weights;
+  float* out = k.sums.first + column;
+  int64_t start = first;
+  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.sums.stride) {
+    const int64_t stop = k.bags.offset(bag + 1);
+    int64_t counted = stop - start;
+    Vec sum[NV];
+    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
+    for (int64_t i = start; i < stop; ++i) {
+      if (i + ahead < last)
+        for (int64_t p = 0; p < parts; ++p) {
+          const uintptr_t next = reinterpret_cast<uintptr_t>(k.tables[p] + column) +
+                                 static_cast<uintptr_t>(k.rows[p][i + ahead - first]) * D * 4;
+          for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(next) + line);
+        }
+      if (__builtin_expect(k.rows[0][i - first] == kLeftOut, 0)) {
+        --counted;
+        continue;
+      }
+      Vec x[NV], y[NV];
+      load_row<NV, kTail>(k.tables[0] + k.rows[0][i - first] * D + column, tail, x);
+      for (int64_t p = 1; p < parts; ++p) {
+        load_row<NV, kTail>(k.tables[p] + k.rows[p][i - first] * D + column, tail, y);
+        for (int v = 0; v < NV; ++v) x[v] = k.multiplies ? x[v] * y[v] : x[v] + y[v];
+      }
+      // A factor of 1 changes no bit of a sum.
+      const Vec factor = Vec::broadcast(factors ? factors[i] : 1.0f);
+      for (int v = 0; v < NV; ++v) sum[v] = fused_multiply_add(factor, x[v], sum[v]);
+    }
+    if (k.mean && counted > 1)
+      for (int v = 0; v < NV; ++v) sum[v] = sum[v] / Vec::broadcast(static_cast<float>(counted));
+    store_columns<NV, kTail>(sum, out, tail);
+    start = stop;
+  }
+}
+
+struct ComposeColumns {
+  const Composed& k;
+
+  template <int NV, bool kTail>
+  void block(int64_t column, int tail) const {
+    if (k.parts == 2) compose_block<NV, kTail, 2>(k, column, tail);
+    else compose_block<NV, kTail, 0>(k, column, tail);
+  }
+};
+
+void pool_composed_floats(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
+                          Bounds* bounds) {
+  for_few_bags(a.bags, begin, end, count, [&](int64_t from, int64_t to, int64_t* rows) {
+    const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
+    Composed k{a.bags,      from,
+               to,          parts->embedding_dim,
+               {},          {},
+               count,       parts->combine == Combine::kMult,
+               parts->mean, {sums.first + (from - begin) * sums.stride, sums.stride}};
+    Bounds again;  // of ids that were looked at before
+    for (int64_t p = 0; p < count; ++p, rows += stop - start) {
+      k.tables[p] = reinterpret_cast<const float*>(a.weights + parts[p].weight_offset);
+      k.rows[p] = rows;
+      map_to_part(a.bags, parts[p], start, stop, rows, p == 0 ? bounds : &again);
+    }
+    for_blocks(k.D, ComposeColumns{k});
+  });
+}
+
+// The rows of an id on their way.
+void prefetch_parts(const PoolArgs& a, const Feature* parts, int64_t count, int64_t id) {
+  if (!a.bags.in_range(id, *parts) || id < 0) return;
+  for (const Feature* f = parts; f < parts + count; ++f)
+    prefetch_bytes(a.weights + f->weight_offset + f->row(id) * f->row_bytes, f->row_bytes);
+}
+
+void pool_composed_encoded(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end,
+                           Sums sums, Bounds* bounds) {
+  const int64_t D = parts->embedding_dim, last = a.bags.offset(end);
+  const int64_t ahead = prefetch_distance(parts->row_bytes * count);
+  const float* factors = a.bags.per_sample_weights;
+  ComposedRow row(parts, count);
+  float* out = sums.first;
+  for (int64_t bag = begin; bag < end; ++bag, out += sums.stride) {
+    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
+    int64_t counted = stop - start;
+    for (int64_t c = 0; c < D; ++c) out[c] = 0.0f;
+    for (int64_t i = start; i < stop; ++i) {
+      if (i + ahead < last) prefetch_parts(a, parts, count, a.bags.id(i + ahead));
+      const int64_t id = a.bags.id(i);
+      const bool in_range = a.bags.in_range(id, *parts);
+      if (__builtin_expect(!in_range || id == a.bags.padding_idx, 0)) {
+        if (!in_range) note_bad(bounds, 0, i);
+        --counted;
+        continue;
+      }
+      add_scaled(factors ? factors[i] : 1.0f, row.read(a.weights, id), D, out);
+    }
+    const auto n = static_cast<float>(counted);
+    for (int64_t c = 0; parts->mean && counted > 1 && c < D; ++c) out[c] = out[c] / n;
+  }
+}
+
+// out = x * y, or x + y
+void combine_rows(Combine how, const float* y, int64_t D, const float* x, float* out) {
+  for_vectors(D, [&](int64_t c, int n) {
+    const Vec a = load_vector(x + c, n), b = load_vector(y + c, n);
+    store_vector(how == Combine::kMult ? a * b : a + b, out + c, n);
+  });
+}
+
+}  // namespace
+
+void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
+  for_few_bags(a.bags, begin, end, 1, [&](int64_t from, int64_t to, int64_t* rows) {
+    const int64_t start = a.bags.offset(from);
+    map_to_part(a.bags, f, start, a.bags.offset(to), rows, bounds);
+    PoolArgs mapped = a;
+    mapped.bags.ids = rows - start;
+    mapped.bags.ids64 = true;
+    mapped.bags.check_ids = false;
+    mapped.bags.padding_idx = kLeftOut;
+    pool_plain(mapped, f, from, to, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
+  });
+}
+
+void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
+                   Bounds* bounds) {
+  if (parts->format == RowFormat::kFp32) pool_composed_floats(a, parts, count, begin, end, sums, bounds);
+  else pool_composed_encoded(a, parts, count, begin, end, sums, bounds);
+}
+
+const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch) {
+  const uint8_t* row = weights + f.weight_offset + f.row(id) * f.row_bytes;
+  if (f.format == RowFormat::kFp32) return reinterpret_cast<const float*>(row);
+  RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)](row, f.embedding_dim, scratch);
+  return scratch;
+}
+
+const float* ComposedRow::read(const uint8_t* weights, int64_t id) {
+  const int64_t D = parts_->embedding_dim;
+  const float* x = row_of_part(parts_[0], weights, id, scratch_);
+  for (int64_t p = 1; p < count_; ++p) {
+    combine_rows(parts_->combine, row_of_part(parts_[p], weights, id, scratch_ + D), D, x, scratch_);
+    x = scratch_;
+  }
+  return x;
+}
+
+void multiply_by_others(const Feature* parts, int64_t count, const Feature* own, const uint8_t* weights, int64_t id,
+                        const float* g, float* scratch, float* out) {
+  for (const Feature* f = parts; f < parts + count; ++f) {
+    if (f == own) continue;
+    combine_rows(Combine::kMult, row_of_part(*f, weights, id, scratch), f->embedding_dim, g, out);
+    g = out;
+  }
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels
