@@ -3,6 +3,7 @@
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
+from rec_kernels.nn.compression import Hash, Partitions, QuotientRemainder
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -30,9 +31,12 @@ __all__ = [
     "EmbeddingCollection",
     "EmbeddingConfig",
     "FusedOptimizer",
+    "Hash",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "Partitions",
+    "QuotientRemainder",
     "RowwiseAdagrad",
     "RowwiseAdam",
     "__version__",

@@ -46,9 +46,11 @@ class TableCollection(Layout):
         rounding: str = "stochastic",
         seed: int = 0,
     ) -> None:
-        names = [t.name for t in tables]
+        tables = list(tables)
+        stored = [s for t in tables for s in t.stored]
+        names = [s.name for s in stored]
         if len(set(names)) != len(names):
-            raise ValueError(f"table names must differ, got {names}")
+            raise ValueError(f"table names must differ, those of parts too, got {names}")
         if bounds_check not in ("error", "ignore", "none"):
             raise ValueError(f"bounds_check must be 'error', 'ignore' or 'none', got {bounds_check!r}")
         if not isinstance(optimizer, (Optimizer, type(None))):
@@ -62,11 +64,11 @@ class TableCollection(Layout):
             raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
         if output_dtype not in FLOAT_DTYPES.values():
             raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
-        tables, kinds = list(tables), {} if optimizer is None else optimizer.state
+        kinds = {} if optimizer is None else optimizer.state
         super().__init__(
             tables,
-            Storage(tables),
-            StatePlaces(tables, kinds, getattr(optimizer, "state_dtype", torch.float32)),
+            Storage(stored),
+            StatePlaces(stored, kinds, getattr(optimizer, "state_dtype", torch.float32)),
             device=device,
             output_dtype=output_dtype,
             bounds_check=bounds_check,
@@ -85,7 +87,7 @@ class TableCollection(Layout):
         storage = self._storage
         self.register_buffer("_weights", _zeros(storage.starts[-1], storage.dtype, device), persistent=False)
         trains = self.optimizer is None and not storage.is_bytes
-        for i, table in enumerate(self.tables):
+        for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
             self.embedding_bags[table.name].weight = weight
             self.embedding_bags[table.name].in_bytes = storage.is_bytes
@@ -103,7 +105,7 @@ class TableCollection(Layout):
             self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
         self._tie_tables()
         with torch.no_grad():
-            for table in self.tables:
+            for table in self._stored:
                 initialize(self.embedding_bags[table.name].weight, table)
         self._fused_optimizer = None
         if self.optimizer is not None:
@@ -112,7 +114,7 @@ class TableCollection(Layout):
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
-        for i, table in enumerate(self.tables):
+        for i, table in enumerate(self._stored):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
             if torch._has_compatible_shallow_copy_type(holder.weight, view):
@@ -145,7 +147,7 @@ class TableCollection(Layout):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # It is torch's own copy of what the caller gave.
-        fit_formats(state_dict, prefix, self.tables, convert=self._convert)
+        fit_formats(state_dict, prefix, self._stored, convert=self._convert)
         for name, own in super().state_dict().items():
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
@@ -197,7 +199,7 @@ class TableCollection(Layout):
         """
         bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts) | self._output()
         if self.optimizer is None and not self._storage.is_bytes:
-            tables = [self.embedding_bags[t.name].weight for t in self.tables]
+            tables = [self.embedding_bags[t.name].weight for t in self._stored]
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
         elif self.optimizer is None or not torch.is_grad_enabled():
             output, status = _ops.embedding_bag(self._weights, *bags, **layout)
@@ -321,7 +323,7 @@ class TableCollection(Layout):
             )
 
     def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
+        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
         return [
             {
                 "name": t.name,
@@ -331,7 +333,7 @@ class TableCollection(Layout):
                 "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
                 "state_bytes": self._places.bytes(i),
             }
-            for i, t in enumerate(self.tables)
+            for i, t in enumerate(self._stored)
         ]
 
     def extra_repr(self) -> str:
@@ -367,7 +369,7 @@ def _retie_after_load(collection: TableCollection, _) -> None:
     # load_state_dict(assign=True) swaps parameters in that own their storage.
     places = collection._places
     with torch.no_grad():
-        for i, table in enumerate(collection.tables):
+        for i, table in enumerate(collection._stored):
             holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
             if holder.weight.data_ptr() != flat.data_ptr():
                 flat.copy_(holder.weight)

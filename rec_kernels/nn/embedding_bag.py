@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rec_kernels.nn import bounds
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingBagConfig
@@ -36,7 +37,7 @@ class PooledLookups:
         """
         given = select_keys(features, self.feature_names)
         if given.strides is None:
-            pooled = self._lookup(given)
+            pooled = self._join_parts(self._lookup(given))
         else:
             inverse = features.inverse_indices_or_none()
             if inverse is None:
@@ -51,10 +52,17 @@ class PooledLookups:
         """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ."""
         given = select_keys(features, self.feature_names)
         if given.strides is None:
-            return KeyedTensor(self._output_keys, self._output_dims, self._lookup(given)).to_dict()
+            return KeyedTensor(self._output_keys, self._output_dims, self._join_parts(self._lookup(given))).to_dict()
         blocks = self._lookup_strides(given).split(given.strides)
-        named = zip(self._output_keys, self._output_dims, blocks, strict=True)
-        return {key: block[:, :dim] for key, dim, block in named}
+        named = zip(self._output_keys, self._features, blocks, strict=True)
+        return {key: _joined(feature, block[:, : feature.width]) for key, feature, block in named}
+
+    def _join_parts(self, pooled: Tensor) -> Tensor:
+        """[B, sum of D] from the ops' output, in which the parts of a bag may lie side by side."""
+        if not any(feature.is_combined_later for feature in self._features):
+            return pooled
+        blocks = zip(self._features, pooled.split(self._widths, dim=1), strict=True)
+        return torch.cat([_joined(feature, block) for feature, block in blocks], dim=1)
 
     def _lookup_strides(self, given: SelectedKeys) -> Tensor:
         """[bags, largest D]: a row for each bag of features with batch sizes of their own."""
@@ -78,8 +86,18 @@ class PooledLookups:
         wide, status = _ops.embedding_bag(rows.float(), ids, each)
         if bounds.reports_late(status):
             self._note(status, SelectedKeys(ids, each, None, None), None)
-        blocks = zip(wide.to(rows.dtype).view(*places.shape, rows.shape[1]).unbind(), self._output_dims, strict=True)
-        return torch.cat([block[:, :dim] for block, dim in blocks], dim=1)
+        blocks = zip(wide.to(rows.dtype).view(*places.shape, rows.shape[1]).unbind(), self._features, strict=True)
+        return torch.cat([_joined(feature, block[:, : feature.width]) for block, feature in blocks], dim=1)
+
+
+def _joined(feature: FeatureLookup, block: Tensor) -> Tensor:
+    """The columns of one feature: pooled parts are added or multiplied, in their order."""
+    if not feature.is_combined_later:
+        return block
+    first, *others = block.split(feature.table.embedding_dim, dim=1)
+    for other in others:
+        first = first * other if feature.table.compression.combine == "mult" else first + other
+    return first
 
 
 def _check_inverse(good: Tensor, places: Tensor, strides: list[int], keys: list[str]) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn import bounds
+from rec_kernels.nn.features import PARTITIONS, lookups, partitions
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage
@@ -48,26 +49,30 @@ class Layout(nn.Module):
         shared = {f for f in self.feature_names if self.feature_names.count(f) > 1}
         self._output_keys = [f"{f}@{t.name}" if f in shared else f for t in self.tables for f in t.feature_names]
         self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
+        self._stored = [s for t in self.tables for s in t.stored]
 
     def _make_layout(self, device: torch.device | str | None) -> None:
-        features = [i for i, t in enumerate(self.tables) for _ in t.feature_names]
-        columns = [sum(self._output_dims[:f]) for f in range(len(features))]
+        self._features = lookups(self.tables)
+        parts = [p for feature in self._features for p in feature.parts]
         layout = {
-            "weight_offsets": [self._storage.starts[i] for i in features],
-            "row_offsets": [self._places.rows[i] for i in features],
-            "num_embeddings": [self.tables[i].num_embeddings for i in features],
-            "embedding_dims": self._output_dims,
-            "output_offsets": columns,
-            "table_ids": features,
-            "zeros": [0] * len(features),
-            "format_of": [self._storage.formats.index(self.tables[i].format) for i in features],
+            "weight_offsets": [self._storage.starts[p.stored] for p in parts],
+            "row_offsets": [self._places.rows[p.stored] for p in parts],
+            "num_embeddings": [self._stored[p.stored].num_embeddings for p in parts],
+            "embedding_dims": [self._stored[p.stored].embedding_dim for p in parts],
+            "output_offsets": [feature.column + p.column for feature in self._features for p in feature.parts],
+            "columns_of_bags": [p.column for p in parts],
+            "table_ids": [p.stored for p in parts],
+            "format_of": [self._storage.formats.index(self._stored[p.stored].format) for p in parts],
         }
         if self._places.is_elementwise:
-            layout["moment_offsets"] = [self._places.starts[i] for i in features]
+            layout["moment_offsets"] = [self._places.starts[p.stored] for p in parts]
+        self._is_partitioned = any(t.compression for t in self.tables)
+        if self._is_partitioned:
+            layout |= partitions(self._features, self._stored)
         for name, numbers in layout.items():
             tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
             self.register_buffer(f"_{name}", tensor, persistent=False)
-        means = [getattr(self.tables[i], "pooling", "sum") == "mean" for i in features]
+        means = [getattr(feature.table, "pooling", "sum") == "mean" for feature in self._features]
         frozen = [f in self._frozen_features for f in self.feature_names]
         for name, flags in (("_mean", means), ("_frozen", frozen)):
             self.register_buffer(name, torch.tensor(flags, dtype=torch.bool, device=device), persistent=False)
@@ -75,6 +80,8 @@ class Layout(nn.Module):
             self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
         self._any_mean = any(means)
         self._num_rows = self._places.rows[-1]
+        self._widths = [feature.width for feature in self._features]
+        self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
@@ -90,21 +97,31 @@ class Layout(nn.Module):
 
     def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
         one_row_each = bag_starts is not None
-        return {
-            "weight_offsets": self._weight_offsets,
-            "row_offsets": self._row_offsets,
-            "num_embeddings": self._num_embeddings,
-            "embedding_dims": self._embedding_dims,
-            "output_offsets": self._zeros if one_row_each else self._output_offsets,
-            # Without it the backward needs no coefficients.
-            "mean": self._mean if self._any_mean else None,
-            "output_dim": max(self._output_dims, default=0) if one_row_each else sum(self._output_dims),
-            "num_rows": self._num_rows,
-            "max_embedding_dim": max(self._output_dims, default=0),
-            "bag_starts": bag_starts,
-            "frozen": self._frozen if self._passes_frozen else None,
-            "bounds_check": self.bounds_check,
-        } | self._formats()
+        return (
+            {
+                "weight_offsets": self._weight_offsets,
+                "row_offsets": self._row_offsets,
+                "num_embeddings": self._num_embeddings,
+                "embedding_dims": self._embedding_dims,
+                "output_offsets": self._columns_of_bags if one_row_each else self._output_offsets,
+                # Without it the backward needs no coefficients.
+                "mean": self._mean if self._any_mean else None,
+                "output_dim": max(self._widths, default=0) if one_row_each else sum(self._widths),
+                "num_rows": self._num_rows,
+                "max_embedding_dim": self._max_dim,
+                "bag_starts": bag_starts,
+                "frozen": self._frozen if self._passes_frozen else None,
+                "bounds_check": self.bounds_check,
+            }
+            | self._formats()
+            | self._partitions()
+        )
+
+    def _partitions(self) -> dict[str, Tensor]:
+        """Nothing, for tables whose rows are those of the ids."""
+        if not self._is_partitioned:
+            return {}
+        return {name: self._buffers[f"_{name}"] for name in PARTITIONS}
 
     def _output(self) -> dict[str, object]:
         return {} if self.output_dtype == torch.float32 else {"output_dtype": self.output_dtype}

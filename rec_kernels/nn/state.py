@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.tables import EmbeddingConfig
+from rec_kernels.nn.tables import StoredTable
 from rec_kernels.ops.embedding_bag import table_starts
 
 #: The kinds of state that optimizers have.
@@ -21,9 +21,7 @@ class StatePlaces:
         dtype: of state for every element; state for rows is float32.
     """
 
-    def __init__(
-        self, tables: list[EmbeddingConfig], kinds: dict[str, bool], dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, tables: list[StoredTable], kinds: dict[str, bool], dtype: torch.dtype = torch.float32) -> None:
         self.kinds, self._tables, self._dtype = kinds, tables, dtype
         self.starts = table_starts([t.num_embeddings * t.embedding_dim for t in tables])
         self.rows = [0]

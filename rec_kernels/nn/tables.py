@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
 
 import torch
 from torch import Tensor, nn
 
+from rec_kernels.nn.compression import Compression, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
 
@@ -16,6 +18,24 @@ BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 
 # Rows that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
 _ROWS_AT_ONCE = 1 << 18
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table that has memory: a whole one, or a part of a compressed one.
+
+    Args:
+        part: what it has of the ids; None: id i is row i.
+        bound: numbers start uniform in +-bound.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    format: str
+    part: Part | None
+    init: Callable[[Tensor], object] | None
+    bound: float
 
 
 @dataclass(frozen=True)
@@ -28,8 +48,16 @@ class EmbeddingConfig:
         name: the table's name, different for every table of a collection, without dots.
         feature_names: the features looked up in this table.
         format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
+        compression: None, or how the table is kept in fewer rows: ``rk.Hash``, ``rk.QuotientRemainder`` or
+            ``rk.Partitions``. E is then the number of ids. Of several parts, each is a table of its own, named
+            ``<name>_0``, ``<name>_1`` and so on.
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
-            to the nearest); None: uniform in +-1/sqrt(E).
+            to the nearest), or with each part's; None: uniform in +-1/sqrt(E), and parts such that the rows that they
+            make have that variance.
+
+    Raises:
+        ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
+            named, have the same row in every part.
     """
 
     num_embeddings: int
@@ -38,6 +66,7 @@ class EmbeddingConfig:
     name: str
     feature_names: list[str]
     format: str = "fp32"
+    compression: Compression | None = None
     init: Callable[[Tensor], object] | None = None
 
     def __post_init__(self) -> None:
@@ -51,6 +80,35 @@ class EmbeddingConfig:
         if self.format not in BAG_FORMATS:
             raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
         object.__setattr__(self, "feature_names", list(feature_names))
+        if not isinstance(self.compression, Compression | None):
+            raise ValueError(
+                f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions or None, got "
+                f"{self.compression!r}"
+            )
+        self._check_compression()
+        try:
+            self.stored  # noqa: B018 -- finds what does not fit
+        except ValueError as error:
+            raise ValueError(f"table {name!r}: {error}") from None
+
+    def _check_compression(self) -> None:
+        if self.compression is not None and self.compression.compose != "per_id":
+            raise ValueError(f"table {self.name!r}: compose must be 'per_id' for lookups that are not pooled")
+
+    @functools.cached_property
+    def stored(self) -> list[StoredTable]:
+        """The tables that it is kept in."""
+        bound = self.num_embeddings**-0.5
+        if self.compression is None:
+            size = self.num_embeddings, self.embedding_dim
+            return [StoredTable(self.name, *size, self.format, None, self.init, bound)]
+        parts = self.compression.parts(self.num_embeddings, self.embedding_dim)
+        names = [f"{self.name}_{p}" for p in range(len(parts))] if len(parts) > 1 else [self.name]
+        bounds = self.compression.bounds(len(parts), bound)
+        return [
+            StoredTable(name, part.num_embeddings, part.embedding_dim, self.format, part, self.init, own)
+            for name, part, own in zip(names, parts, bounds, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -70,6 +128,9 @@ class EmbeddingBagConfig(EmbeddingConfig):
         super().__post_init__()
         if self.pooling not in ("sum", "mean"):
             raise ValueError(f"table {self.name!r}: pooling must be 'sum' or 'mean', got {self.pooling!r}")
+
+    def _check_compression(self) -> None:
+        """Parts may be pooled before they are combined."""
 
 
 class Table(nn.Module):
@@ -115,7 +176,7 @@ class Storage:
         tables: the tables, in this order; each starts at a cache line.
     """
 
-    def __init__(self, tables: list[EmbeddingConfig]) -> None:
+    def __init__(self, tables: list[StoredTable]) -> None:
         self.formats = sorted({t.format for t in tables if t.format != "fp32"})
         self.is_bytes = bool(self.formats)
         if any(t.format == "fp32" for t in tables):
@@ -124,7 +185,7 @@ class Storage:
         self._tables = tables
         self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
 
-    def _size(self, table: EmbeddingConfig) -> int:
+    def _size(self, table: StoredTable) -> int:
         row = row_bytes(table.format, table.embedding_dim) if self.is_bytes else table.embedding_dim
         return table.num_embeddings * row
 
@@ -135,9 +196,9 @@ class Storage:
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
 
 
-def initialize(weight: Tensor, table: EmbeddingConfig) -> None:
+def initialize(weight: Tensor, table: StoredTable) -> None:
     """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says."""
-    bound = table.num_embeddings**-0.5
+    bound = table.bound
     if table.format == "fp32":
         weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
         return
@@ -167,6 +228,8 @@ def describe(table: EmbeddingConfig) -> str:
     parts = [f"{table.name}: {table.num_embeddings} x {table.embedding_dim}"]
     if table.format != "fp32":
         parts.append(table.format)
+    if table.compression is not None:
+        parts.append(str(table.compression))
     if isinstance(table, EmbeddingBagConfig):
         parts.append(table.pooling)
     return " ".join(parts)
@@ -177,7 +240,7 @@ def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
 
 
-def fit_formats(state: dict, prefix: str, tables: list[EmbeddingConfig], *, convert: bool) -> None:
+def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert: bool) -> None:
     """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
 
     Args:
@@ -219,7 +282,7 @@ def fit_formats(state: dict, prefix: str, tables: list[EmbeddingConfig], *, conv
         del state[name]
 
 
-def _format_of_state(rows: object, name: object, table: EmbeddingBagConfig) -> str | None:
+def _format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
     """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
     if not isinstance(rows, Tensor):
         return None

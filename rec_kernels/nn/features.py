@@ -1,0 +1,71 @@
+"""What the features of a collection look up: the parts of their tables, and where these go in the ops' output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rec_kernels.nn.compression import COMBINE
+from rec_kernels.nn.tables import EmbeddingConfig, StoredTable
+
+#: The layout arguments of the ops that say how ids find rows.
+PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
+
+
+@dataclass(frozen=True)
+class PartLookup:
+    """A stored table, by its number, and the first column of the feature's that it goes to."""
+
+    stored: int
+    column: int
+
+
+@dataclass(frozen=True)
+class FeatureLookup:
+    """A feature: the parts of its table, and ``width`` columns of the ops' output from ``column`` on.
+
+    The ops combine the parts; or ("concat", and parts that are pooled first) leave them side by side.
+    """
+
+    table: EmbeddingConfig
+    parts: list[PartLookup]
+    combine: str
+    column: int
+    width: int
+
+    @property
+    def is_combined_later(self) -> bool:
+        """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
+        compression = self.table.compression
+        return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
+
+
+def lookups(tables: list[EmbeddingConfig]) -> list[FeatureLookup]:
+    """Of each feature, in the order of the tables."""
+    features, column, stored = [], 0, 0
+    for table in tables:
+        compression = table.compression
+        together = compression is not None and compression.compose == "per_id" and compression.combine != "concat"
+        parts, width = [], 0
+        for part in table.stored:
+            parts.append(PartLookup(stored, width))
+            stored, width = stored + 1, 0 if together else width + part.embedding_dim
+        width = table.embedding_dim if together else width
+        for _ in table.feature_names:
+            features.append(FeatureLookup(table, parts, compression.combine if together else "concat", column, width))
+            column += width
+    return features
+
+
+def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> dict[str, list[int]]:
+    """The arguments of ``PARTITIONS``."""
+    starts = [0]
+    for feature in features:
+        starts.append(starts[-1] + len(feature.parts))
+    parts = [stored[p.stored] for feature in features for p in feature.parts]
+    return {
+        "partition_starts": starts,
+        "divisors": [t.part.divisor if t.part else 1 for t in parts],
+        "moduli": [t.part.modulus if t.part else t.num_embeddings for t in parts],
+        "id_limits": [feature.table.num_embeddings for feature in features],
+        "combine": [COMBINE.index(feature.combine) for feature in features],
+    }
