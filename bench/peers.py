@@ -50,6 +50,29 @@ class TorchTables:
         self.optimizer.zero_grad()
 
 
+class TorchQuotientRemainder(TorchTables):
+    """The public recipe: for every table two of torch's, which are pooled one by one and multiplied."""
+
+    def __init__(self, w: Workload, collisions: int) -> None:
+        super().__init__(w)
+        self.buckets = -(-w.rows // collisions)
+        rows = [self.buckets, collisions] * w.tables
+        self.weights = [torch.nn.Parameter(torch.randn(n, w.dim) * 0.01) for n in rows]
+        self.optimizer = torch.optim.Adagrad(self.weights, lr=LR, eps=EPS)
+
+    def forward(self, ids: Tensor) -> list[Tensor]:
+        """T outputs [B, D]."""
+        outputs, pairs = [], zip(self.weights[::2], self.weights[1::2], strict=True)
+        for bags, weights in zip(ids.view(self.w.tables, -1), pairs, strict=True):
+            rows = bags % self.buckets, bags // self.buckets
+            pooled = [
+                torch.nn.functional.embedding_bag(i, weight, self.starts, mode="sum", sparse=True)
+                for i, weight in zip(rows, weights, strict=True)
+            ]
+            outputs.append(pooled[0] * pooled[1])
+        return outputs
+
+
 class Fbgemm:
     """FBGEMM's table-batched embedding with fused row-wise Adagrad."""
 
@@ -80,9 +103,10 @@ class Ours:
     """rec_kernels.EmbeddingBagCollection with a fused optimizer; rows of a format other than fp32 are rounded
     stochastically."""
 
-    def __init__(self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad") -> None:
+    def __init__(self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad", compression=None) -> None:
+        options = {"format": format, "compression": compression}
         tables = [
-            rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], format=format)
+            rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], **options)
             for t in range(w.tables)
         ]
         self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, eps=EPS))

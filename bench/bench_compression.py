@@ -1,0 +1,79 @@
+"""Tables of quotients and remainders beside a plain table of as many bytes, hashing, and the public recipe in torch.
+
+The plain table and the hashed one have as many rows as the parts together; the plain one gets the ids modulo them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+import rec_kernels as rk
+from bench import peers
+from bench.shapes import BATCHES
+from bench.subject import Subject, subject_fixture
+from bench.timing import time_calls, turned
+
+COLLISIONS = 4
+IMPLEMENTATIONS = ["ours", "plain table", "hash", "torch"]
+
+
+class Lookups(Subject):
+    """One workload: each implementation built when first asked for."""
+
+    @property
+    def rows(self) -> int:
+        """Of both parts of a table."""
+        return -(-self.workload.rows // COLLISIONS) + COLLISIONS
+
+    def built(self, name: str):
+        """The implementation called `name`."""
+        if name not in self._built:
+            w = self.workload
+            make = {
+                "ours": lambda: peers.Ours(w, compression=rk.QuotientRemainder(COLLISIONS)),
+                "plain table": lambda: peers.Ours(replace(w, rows=self.rows)),
+                "hash": lambda: peers.Ours(w, compression=rk.Hash(self.rows)),
+                "torch": lambda: peers.TorchQuotientRemainder(w, COLLISIONS),
+            }
+            self._built[name] = make[name]()
+        return self._built[name]
+
+    def ids(self, name: str) -> list[torch.Tensor]:
+        """The batches."""
+        return [ids % self.rows for ids in self.batches] if name == "plain table" else self.batches
+
+    def forward(self, name: str) -> Callable[[int], object]:
+        """A function of a batch number that looks the batch up."""
+        tables, batches = self.built(name), self.ids(name)
+        return lambda i: tables.forward(batches[i])
+
+    def train(self, name: str) -> Callable[[int], object]:
+        """A function of a batch number that trains on it."""
+        tables, batches = self.built(name), self.ids(name)
+        return lambda i: tables.train(batches[i], self.grad)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The implementations take turns at who goes first."""
+    metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
+
+
+subject = subject_fixture(Lookups)
+
+
+def test_forward(benchmark, subject: Lookups, name: str, rounds: int) -> None:
+    """Pooled lookup under no_grad. Bytes: of a plain table, a row for each id."""
+    benchmark.group = f"forward {subject.workload.name}"
+    with torch.no_grad():
+        time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.workload.forward_bytes())
+
+
+def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
+    """Forward, backward and update: row-wise Adagrad, of torch the element-wise one."""
+    benchmark.group = f"train {subject.workload.name}"
+    rounds = rounds if name != "torch" else max(rounds // 3, 3)
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.workload.forward_bytes())
