@@ -121,6 +121,20 @@ def test_gradients_are_of_rows_before_the_update() -> None:
         assert same_bits(weights, case.expected_update("sgd")[0]), backend.name
 
 
+@pytest.mark.parametrize("combine", ["mult", "add"])
+@pytest.mark.parametrize("dim", [3, 16, 128, 144])
+def test_one_id_each(combine: str, dim: int) -> None:
+    """Bags of one id, with padding and ids out of range among them."""
+    tables, feature = _quotient_remainder(50, 7, dim, combine)
+    case = make_case(tables, [feature], [1] * 70, padding_idx=3, seed=dim)
+    case.values[[5, 6, 40]] = torch.tensor([3, 50, -1])
+    case.weights[: dim * 2] = -0.0  # a sum starts from 0, and is 0 again
+    for backend in every_backend():
+        output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout, bounds_check="ignore")
+        assert same_bits(output, case.expected_output()), backend.name
+        assert status.tolist() == [6, 2], backend.name
+
+
 @pytest.mark.parametrize("num_ids", [2**24 + 3, 2**31 + 11, 2**40 + 1, 2**62])
 def test_ids_beyond_float_and_int32(num_ids: int) -> None:
     """Rows are found in int64: a float32 quotient is wrong for many ids above 2^24."""

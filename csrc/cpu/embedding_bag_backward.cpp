@@ -12,22 +12,19 @@ namespace {
 // Floats of gradient read per piece of work.
 constexpr int64_t kPieceFloats = 16384;
 
-// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each. All runs of
-// multiplied tables are among them, so that their gradients are known before any row is updated.
+// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each.
 class LongRuns {
  public:
   LongRuns(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim)
       : args_(args), max_dim_(max_dim) {
-    for (const TableRuns& table : tables) {
-      multiplies_ = multiplies_ || table.multiplied;
+    for (const TableRuns& table : tables)
       for (int64_t r = 0; r < table.num_runs; ++r) {
         const int64_t start = table.starts[r], count = table.starts[r + 1] - start;
-        if (count <= kChunk && !table.multiplied) continue;
+        if (count <= kChunk) continue;
         runs_.push_back({table.first_run + r, nullptr, count});
         origins_.push_back({&table, start});
       }
-    }
-    while (sum_level()) first_level_ = false;
+    while (sum_level()) continue;
   }
 
   const std::vector<LongRun>& runs() const { return runs_; }
@@ -38,19 +35,18 @@ class LongRuns {
     int64_t first;  // sorted occurrence
   };
 
-  // Replaces the terms of every run that has more than kChunk, on the first level of every run, by their chunk sums;
-  // false when there was none.
+  // Replaces the terms of every run that has more than kChunk by their chunk sums; false when there was none.
   bool sum_level() {
     std::vector<ChunkSum> chunks;
     int64_t floats = 0;
     for (size_t i = 0; i < runs_.size(); ++i)
-      if (is_summed(runs_[i])) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
+      if (runs_[i].count > kChunk) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
     if (floats == 0) return false;
     buffers_.emplace_back(floats);
     float* out = buffers_.back().get();
     for (size_t i = 0; i < runs_.size(); ++i) {
       LongRun& run = runs_[i];
-      if (!is_summed(run)) continue;
+      if (run.count <= kChunk) continue;
       const int64_t n = ceil_div(run.count, kChunk), D = dim_of(origins_[i]);
       for (int64_t c = 0, done = 0; c < n; ++c, done += kChunk)
         chunks.push_back({origins_[i].table, origins_[i].first + done, run.partials ? run.partials + done * D : nullptr,
@@ -66,20 +62,17 @@ class LongRuns {
   void sum(const std::vector<ChunkSum>& chunks) const {
     const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
     const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
-    const int64_t workers = workers_for(total, piece), floats = multiplies_ ? scratch_terms(max_dim_) : 0;
+    const int64_t workers = workers_for(total, piece), floats = args_.multiplies ? scratch_factors(max_dim_) : 0;
     const Scratch<float> scratch(workers * floats);
     parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
       sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
     });
   }
 
-  bool is_summed(const LongRun& run) const { return run.count > kChunk || first_level_; }
-
   static int64_t dim_of(const Origin& o) { return o.table->feature->embedding_dim; }
 
   RunArgs args_;
   int64_t max_dim_;
-  bool multiplies_ = false, first_level_ = true;
   std::vector<LongRun> runs_;
   std::vector<Origin> origins_;  // of each run
   std::vector<Scratch<float>> buffers_;
@@ -109,6 +102,91 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
   return pieces;
 }
 
+// Gradients of products are of rows as they were. Of the tables that are multiplied with each other, all but one are
+// summed before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
+// Makes the `sums` of those, and owns their memory; sums of long runs are elsewhere.
+class ProductSums {
+ public:
+  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, std::vector<TableRuns>* tables)
+      : args_(args), max_dim_(in.max_dim) {
+    const std::vector<bool> at_once = finished_at_once(in, o, *tables);
+    int64_t floats = 0;
+    for (size_t t = 0; t < tables->size(); ++t)
+      if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].feature->embedding_dim;
+    if (floats == 0) return;
+    memory_ = Scratch<float>(floats);
+    float* sums = memory_.get();
+    std::vector<TableRuns> rest;
+    for (size_t t = 0; t < tables->size(); ++t) {
+      TableRuns& table = (*tables)[t];
+      if (at_once[t]) {
+        rest.push_back(table);
+        continue;
+      }
+      table.sums = sums;
+      sums += table.num_runs * table.feature->embedding_dim;
+      summed_.push_back(table);
+    }
+    tables->swap(rest);
+    sum();
+  }
+
+  // The tables that are finished at the end.
+  const std::vector<TableRuns>& tables() const { return summed_; }
+
+ private:
+  // The largest first, each unless it is multiplied with one that is already among them.
+  static std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o,
+                                            const std::vector<TableRuns>& tables) {
+    std::vector<size_t> order(tables.size());
+    for (size_t t = 0; t < order.size(); ++t) order[t] = t;
+    const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].feature->embedding_dim; };
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
+    std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
+    for (const size_t t : order) {
+      if (!tables[t].multiplied) continue;
+      for (const bool sets : {false, true})
+        for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
+          if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(t)) continue;
+          if (in.features[p].combine != Combine::kMult) continue;
+          const auto feature = static_cast<size_t>(in.features[p].number);
+          if (sets) taken[feature] = true;
+          else at_once[t] = !taken[feature];
+        }
+    }
+    return at_once;
+  }
+
+  void sum() const {
+    int64_t workers = 1;
+    const std::vector<Piece> pieces = cut(summed_, &workers);
+    const int64_t floats = scratch_factors(max_dim_);
+    const Scratch<float> scratch(workers * floats);
+    const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
+    parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
+      const Piece& p = pieces[static_cast<size_t>(i)];
+      sum_runs(args_, *p.table, scratch.get() + worker * floats, p.begin, p.end);
+    });
+  }
+
+  RunArgs args_;
+  int64_t max_dim_;
+  Scratch<float> memory_;
+  std::vector<TableRuns> summed_;
+};
+
+void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim, const RowTarget& target,
+                   FinishRuns finish) {
+  int64_t workers = 1;
+  const std::vector<Piece> pieces = cut(tables, &workers);
+  const int64_t floats = scratch_floats(max_dim) + (args.multiplies ? scratch_factors(max_dim) : 0);
+  const Scratch<float> scratch(workers * floats);
+  parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
+    const Piece& p = pieces[static_cast<size_t>(i)];
+    finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);
+  });
+}
+
 // Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
                 float inverse_scale, const RowTarget& target, FinishRuns finish) {
@@ -127,18 +205,17 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                in.output_dim,
                nullptr,
                0,
-               inverse_scale};
+               inverse_scale,
+               false};
+  for (const TableRuns& t : o.tables) args.multiplies = args.multiplies || t.multiplied;
   const LongRuns long_runs(args, o.tables, in.max_dim);
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
-  int64_t workers = 1;
-  const std::vector<Piece> pieces = cut(o.tables, &workers);
-  const int64_t floats = scratch_floats(in.max_dim);
-  const Scratch<float> scratch(workers * floats);
-  parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
-    const Piece& p = pieces[static_cast<size_t>(i)];
-    finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);
-  });
+  if (!args.multiplies) return finish_tables(args, o.tables, in.max_dim, target, finish);
+  std::vector<TableRuns> tables = o.tables;
+  const ProductSums sums(args, in, o, &tables);
+  finish_tables(args, tables, in.max_dim, target, finish);
+  finish_tables(args, sums.tables(), in.max_dim, target, finish);
 }
 
 // Gradients of rows that are multiplied need the rows.

@@ -21,10 +21,10 @@ struct TableRuns {
   int64_t first_run;    // runs of the tables before
   int64_t first_float;  // floats of row gradients of the tables before
   bool multiplied;      // with rows of other tables
+  float* sums;          // [num_runs, D] gradients of the runs that are not long, where they are known already; or null
 };
 
-// A run of more than kChunk occurrences: its chunk sums, `count` <= kChunk of them, D floats each. Every run of a
-// multiplied table counts as one: its sum is needed before the rows of the other tables change.
+// A run of more than kChunk occurrences: its chunk sums, `count` <= kChunk of them, D floats each.
 struct LongRun {
   int64_t run;  // counted over all tables
   const float* partials;
@@ -56,6 +56,7 @@ struct RunArgs {
   const LongRun* long_runs;
   int64_t num_long_runs;
   float inverse_scale;  // gradients are multiplied by it before use
+  bool multiplies;      // some table is multiplied
 };
 
 // Where finished row gradients go. The fields of the one that runs are set.
@@ -85,15 +86,17 @@ inline int64_t scratch_moments(int64_t D) { return D; }
 inline int64_t scratch_held(int64_t D) { return scratch_moments(D) + 2 * D; }
 inline int64_t scratch_floats(int64_t D) { return scratch_held(D) + (D < kFloatsHeld ? kFloatsHeld : D); }
 
-// For a chunk's terms that are products, and a row.
-inline int64_t scratch_terms(int64_t D) { return (kChunk + 1) * D; }
+// The same for sums over a multiplied table: a row of ones, two rows, and what terms need that is not in memory.
+inline int64_t scratch_factors(int64_t D) { return (kChunk + 3) * D; }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
                             int64_t end);
 
 struct EmbeddingBagBackwardKernels {
-  // Sums chunks [begin, end) of long runs into their `out`; `scratch` is scratch_terms(D) floats for multiplied tables.
+  // Sums chunks [begin, end) of long runs into their `out`; `scratch` is scratch_factors(D) floats.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, float* scratch, int64_t begin, int64_t end);
+  // The same of runs [begin, end) of a multiplied table that are not long, into its `sums`.
+  void (*sum_runs)(const RunArgs&, const TableRuns&, float* scratch, int64_t begin, int64_t end);
   // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
   FinishRuns dense, sparse, sgd, rowwise_adagrad, elementwise;
 

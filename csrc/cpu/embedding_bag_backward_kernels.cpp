@@ -62,22 +62,28 @@ uint32_t bag_of(const RunArgs& a, int64_t payload) {
 
 int64_t row_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
 
-// The part of the bag's feature that reads the table.
-const Feature* part_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
+// The part of the bag's feature that reads the table, and the row of the gradient that is the bag's.
+struct BagPlace {
+  const Feature* part;
+  int64_t row;
+};
+
+BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const Feature* f = a.features + a.bags.first_part(a.bags.feature_of(bag));
   for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
-  return f;
+  return {f, a.bags.output_row(bag, f->number)};
+}
+
+RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
+  const int64_t row = bag - table.first_bag;
+  if (static_cast<uint64_t>(row) < static_cast<uint64_t>(a.batch)) return {table.feature, row};
+  return place_in_shared_table(a, table, bag);
 }
 
 // The gradient of the bag that an entry of the table names.
 RK_HOST_DEVICE const float* gradient_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const Feature* f = table.feature;
-  int64_t row = bag - table.first_bag;
-  if (static_cast<uint64_t>(row) >= static_cast<uint64_t>(a.batch)) {  // another feature of a shared table
-    f = part_of(a, table, bag);
-    row = a.bags.output_row(bag, f->number);
-  }
-  return a.grad + row * a.output_dim + f->output_offset;
+  const BagPlace place = place_of(a, table, bag);
+  return a.grad + place.row * a.output_dim + place.part->output_offset;
 }
 
 // Occurrences [first, first + count) of the sorted list, count <= kChunk.
@@ -88,21 +94,6 @@ void terms_of_occurrences(const RunArgs& a, const TableRuns& table, int64_t firs
     const int64_t payload = payload_of(a, first + i);
     t->rows[i] = gradient_of(a, table, bag_of(a, payload));
     if (t->weighted) t->coefficients[i] = a.coefficients[payload];
-  }
-}
-
-// Products with the rows of the other tables take the place of the gradients; `scratch` is scratch_terms(D) floats.
-void multiply_terms(const RunArgs& a, const TableRuns& table, int64_t first, float* scratch, Terms* t) {
-  const int64_t D = table.feature->embedding_dim;
-  for (int64_t i = 0; i < t->count; ++i) {
-    const int64_t payload = payload_of(a, first + i);
-    const Feature* own = part_of(a, table, bag_of(a, payload));
-    if (own->combine != Combine::kMult) continue;
-    float* product = scratch + i * D;
-    const int64_t part = a.bags.first_part(own->number), parts = a.bags.first_part(own->number + 1) - part;
-    multiply_by_others(a.features + part, parts, own, a.weights, a.bags.id(a.first_id + payload), t->rows[i],
-                       scratch + kChunk * D, product);
-    t->rows[i] = product;
   }
 }
 
@@ -131,17 +122,120 @@ void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) 
     for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
 }
 
+// Up to kChunk terms of a multiplied table: gradients, and what they are multiplied by.
+struct Products {
+  const float* rows[kChunk];
+  const float* factors[kChunk];
+  float coefficients[kChunk];
+  int64_t count;
+  bool far;  // no cache holds the factors
+};
+
+// out = the sum of terms begin .. end - 1, of which those to come are fetched. A coefficient of 1 changes no bit.
+struct SumProducts {
+  const Products& t;
+  int64_t begin, end;
+  float* out;
+
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void block(int64_t column, int tail) const {
+    Vec sum[NV];
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < t.count) prefetch_bytes(t.rows[i + kAhead] + column, NV * W * 4);
+      Vec g[NV], factor[NV];
+      load_row<NV, kTail>(t.rows[i] + column, tail, g);
+      load_row<NV, kTail>(t.factors[i] + column, tail, factor);
+      const Vec c = Vec::broadcast(t.coefficients[i]);
+      for (int v = 0; v < NV; ++v) {
+        const Vec product = g[v] * factor[v];
+        sum[v] = i == begin ? c * product : fused_multiply_add(c, product, sum[v]);
+      }
+    }
+    store_columns<NV, kTail>(sum, out + column, tail);
+  }
+};
+
+// Sums over a multiplied table. `scratch` is scratch_factors(D) floats.
+class ProductRuns {
+ public:
+  ProductRuns(const RunArgs& a, const TableRuns& table, float* scratch)
+      : a_(a), table_(table), D_(table.feature->embedding_dim), ones_(scratch), held_(scratch + D_), rows_(held_ + D_) {
+    for (int64_t c = 0; table.multiplied && c < D_; ++c) ones_[c] = 1.0f;
+  }
+
+  // Occurrences [first, first + count) of the sorted list, count <= kChunk.
+  void sum(int64_t first, int64_t count, float* out) {
+    take(first, count);
+    for_blocks(D_, SumProducts{t_, 0, count, out});
+  }
+  // Run r, which is not long. Runs are asked for in ascending order, and taken together as far as they fit.
+  void sum_run(int64_t r, int64_t end, float* out) {
+    if (r >= last_run_) {
+      last_run_ = r + 1;
+      while (last_run_ < end && table_.starts[last_run_ + 1] - table_.starts[r] <= kChunk) ++last_run_;
+      first_ = table_.starts[r];
+      take(first_, table_.starts[last_run_] - first_);
+    }
+    for_blocks(D_, SumProducts{t_, table_.starts[r] - first_, table_.starts[r + 1] - first_, out});
+  }
+
+ private:
+  void take(int64_t first, int64_t count) {
+    t_.count = count;
+    t_.far = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t payload = payload_of(a_, first + i);
+      const BagPlace place = place_of(a_, table_, bag_of(a_, payload));
+      t_.rows[i] = a_.grad + place.row * a_.output_dim + place.part->output_offset;
+      t_.factors[i] = ones_;
+      t_.coefficients[i] = a_.coefficients ? a_.coefficients[payload] : 1.0f;
+      if (place.part->combine == Combine::kMult) multiply(*place.part, a_.bags.id(a_.first_id + payload), i);
+    }
+    for (int64_t i = 0; t_.far && i < count; ++i) prefetch_bytes(t_.factors[i], D_ * 4);
+    for (int64_t i = 0; i < count && i < kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
+  }
+  // By the rows of the id's other parts. A second one needs the product with the first in memory.
+  void multiply(const Feature& own, int64_t id, int64_t i) {
+    const int64_t first = a_.bags.first_part(own.number), count = a_.bags.first_part(own.number + 1) - first;
+    const Feature* parts = a_.features + first;
+    float* row = rows_ + i * D_;
+    if (count > 2) {
+      multiply_by_others(parts, count, &own, a_.weights, id, t_.rows[i], held_, row);
+      t_.rows[i] = row;
+      return;
+    }
+    const Feature& other = parts[parts == &own ? 1 : 0];
+    t_.factors[i] = row_of_part(other, a_.weights, id, row);
+    t_.far = t_.far || is_far(other);
+  }
+
+  const RunArgs& a_;
+  const TableRuns& table_;
+  int64_t D_;
+  float *ones_, *held_, *rows_;  // [D], [D], [kChunk, D]
+  int64_t first_ = 0, last_run_ = 0;
+  Products t_;
+};
+
+// Of a multiplied table.
+void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  ProductRuns runs(a, table, scratch);
+  for (int64_t r = begin; r < end; ++r)
+    if (table.starts[r + 1] - table.starts[r] <= kChunk)
+      runs.sum_run(r, end, table.sums + r * table.feature->embedding_dim);
+}
+
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
   Terms terms;
   for (int64_t i = begin; i < end; ++i) {
     const ChunkSum& c = chunks[i];
     const int64_t D = c.table->feature->embedding_dim;
-    if (c.partials) {
-      terms_of_partials(c.partials, c.count, D, &terms);
-    } else {
-      terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
-      if (c.table->multiplied) multiply_terms(a, *c.table, c.first, scratch, &terms);
+    if (!c.partials && c.table->multiplied) {
+      ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
+      continue;
     }
+    if (c.partials) terms_of_partials(c.partials, c.count, D, &terms);
+    else terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
     for_blocks(D, SumInto{&terms, c.out});
   }
 }
@@ -223,18 +317,25 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
   const int64_t D = target.D;
   const auto announce = [&](int64_t r) {
     const int64_t start = table.starts[r];
-    prefetch_bytes(gradient_of(a, table, bag_of(a, payload_of(a, start))), D * 4);
+    if (!table.sums && !table.multiplied) prefetch_bytes(gradient_of(a, table, bag_of(a, payload_of(a, start))), D * 4);
     target.prefetch(row_of(a, start));
   };
   for (int64_t r = begin; r < end && r < begin + kAhead; ++r) announce(r);
   const LongRun* next_long = first_long_run(a, table.first_run + begin);
+  ProductRuns products(a, table, scratch + scratch_floats(D));
   Terms terms;
   for (int64_t r = begin; r < end; ++r) {
     if (r + kAhead < end) announce(r + kAhead);
     const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = row_of(a, start);
-    if (count > kChunk || table.multiplied) {
+    if (count > kChunk) {
       terms_of_partials(next_long->partials, next_long->count, D, &terms);
       ++next_long;
+    } else if (table.sums) {
+      terms_of_partials(table.sums + r * D, 1, D, &terms);
+    } else if (table.multiplied) {
+      float* sum = scratch + scratch_floats(D) + scratch_factors(D) - D;
+      products.sum_run(r, end, sum);
+      terms_of_partials(sum, 1, D, &terms);
     } else {
       terms_of_occurrences(a, table, start, count, &terms);
     }
@@ -317,6 +418,7 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
 
 template <>
 const EmbeddingBagBackwardKernels EmbeddingBagBackwardKernels::table<CpuIsa::RK_ISA> = {
-    RK_ISA::sum_chunks, RK_ISA::dense, RK_ISA::sparse, RK_ISA::sgd, RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
+    RK_ISA::sum_chunks, RK_ISA::sum_runs,        RK_ISA::dense,      RK_ISA::sparse,
+    RK_ISA::sgd,        RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
 
 }  // namespace rec_kernels

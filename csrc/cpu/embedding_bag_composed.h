@@ -15,6 +15,9 @@ void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_
 void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
                    Bounds* bounds);
 
+// Whether no cache holds a part's table: one of so many bytes stays close to the core while it is in use.
+RK_HOST_DEVICE bool is_far(const Feature& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }
+
 // The floats of an id's row in a part: the table's own, or decoded into scratch [D].
 const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch);
 

@@ -33,16 +33,52 @@ void for_few_bags(const Bags& bags, int64_t begin, int64_t end, int64_t parts, c
   }
 }
 
+// Whether every id counts.
 template <class Id>
-void map_ids(const Bags bags, const Feature f, const Id* ids, int64_t start, int64_t stop, int64_t* rows,
+bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
+  uint64_t bad = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    const auto id = static_cast<int64_t>(ids[i]);
+    bad |= static_cast<uint64_t>(static_cast<uint64_t>(id) >= limit) | static_cast<uint64_t>(id == padding);
+  }
+  return bad == 0;
+}
+
+// Without branches, so that compilers map several ids at once.
+template <bool kDivides, bool kWraps, class Id>
+void map_narrow(const Id* ids, int64_t count, const Partition p, int64_t* rows) {
+  for (int64_t i = 0; i < count; ++i) {
+    const auto n = static_cast<uint32_t>(ids[i]), quotient = kDivides ? p.divisor.divide_narrow(n) : n;
+    rows[i] = kWraps ? p.modulus.remainder_narrow(quotient) : quotient;
+  }
+}
+
+template <class Id>
+void map_all(const Id* ids, int64_t count, const Feature& f, int64_t* rows) {
+  const Partition& p = f.partition;
+  if (!f.partitioned || !p.narrow) {
+    for (int64_t i = 0; i < count; ++i) rows[i] = f.row(static_cast<int64_t>(ids[i]));
+  } else if (p.divides && p.wraps) {
+    map_narrow<true, true>(ids, count, p, rows);
+  } else if (p.divides) {
+    map_narrow<true, false>(ids, count, p, rows);
+  } else {
+    map_narrow<false, true>(ids, count, p, rows);
+  }
+}
+
+template <class Id>
+void map_ids(const Bags& bags, const Feature& f, const Id* all, int64_t start, int64_t stop, int64_t* rows,
              Bounds* bounds) {
-  for (int64_t i = start; i < stop; ++i) {
-    const int64_t id = static_cast<int64_t>(ids[i]);
-    const bool in_range = bags.in_range(id, f), counts = in_range && id != bags.padding_idx;
-    rows[i - start] = f.row(counts ? id : 0);
-    if (__builtin_expect(counts, 1)) continue;
-    rows[i - start] = kLeftOut;
-    if (!in_range) note_bad(bounds, 0, i);
+  const Id* ids = all + start;
+  const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
+  if (__builtin_expect(all_count(ids, stop - start, limit, bags.padding_idx), 1))
+    return map_all(ids, stop - start, f, rows);
+  for (int64_t i = 0; i < stop - start; ++i) {
+    const auto id = static_cast<int64_t>(ids[i]);
+    const bool in_range = bags.in_range(id, f);
+    rows[i] = in_range && id != bags.padding_idx ? f.row(id) : kLeftOut;
+    if (!in_range) note_bad(bounds, 0, start + i);
   }
 }
 
@@ -52,56 +88,103 @@ void map_to_part(const Bags& bags, const Feature& f, int64_t start, int64_t stop
   else map_ids(bags, f, static_cast<const int32_t*>(bags.ids), start, stop, rows, bounds);
 }
 
+// The rows of the ids of some bags in a part's table, from a column on.
+struct PartRows {
+  const float* table;
+  const int64_t* rows;  // of ids from the first of these bags on
+  bool far;             // no cache holds the table
+};
+
 // Bags [begin, end) of one feature, whose parts' tables are floats.
 struct Composed {
   Bags bags;
   int64_t begin, end;
   int64_t D;
-  const float* tables[kMaxParts];
-  const int64_t* rows[kMaxParts];  // of ids from the first of these bags on
-  int64_t parts;
+  PartRows parts[kMaxParts];
+  int64_t count;  // of parts
   bool multiplies, mean;
+  bool one_id_each;  // in every bag, without a weight
   Sums sums;
 };
 
-// Columns [column, column + NV * W); kParts of them are known, or 0.
-template <int NV, bool kTail, int kParts>
-void compose_block(const Composed k, int64_t column, int tail) {
-  const int64_t parts = kParts > 0 ? kParts : k.parts, D = k.D, ahead = prefetch_distance(D * 4 * parts);
-  const int64_t first = k.bags.offset(k.begin), last = k.bags.offset(k.end);
-  const float* factors = k.bags.per_sample_weights;
+// Columns [column, column + NV * W) of ids' rows. kParts: how many parts there are, or 0.
+template <int NV, bool kTail, int kParts, bool kMultiply>
+class ComposedBlock {
+ public:
+  ComposedBlock(const Composed& k, int64_t column, int tail)
+      : parts_(kParts > 0 ? kParts : k.count), D_(k.D), ahead_(prefetch_distance(k.D * 4)), tail_(tail) {
+    for (int64_t p = 0; p < parts_; ++p) part_[p] = {k.parts[p].table + column, k.parts[p].rows, k.parts[p].far};
+  }
+
+  // The id's row, while that of a later id is on its way; false: the id is left out.
+  RK_HOST_DEVICE bool read(int64_t i, int64_t count, Vec* x) const {
+    if (i + ahead_ < count)
+      for (int64_t p = 0; p < parts_; ++p)
+        if (part_[p].far) prefetch(part_[p], i + ahead_);
+    if (__builtin_expect(part_[0].rows[i] == kLeftOut, 0)) return false;
+    load_row<NV, kTail>(row(part_[0], i), tail_, x);
+    for (int64_t p = 1; p < parts_; ++p) {
+      Vec y[NV];
+      load_row<NV, kTail>(row(part_[p], i), tail_, y);
+      for (int v = 0; v < NV; ++v) x[v] = kMultiply ? x[v] * y[v] : x[v] + y[v];
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE const float* row(const PartRows& part, int64_t i) const { return part.table + part.rows[i] * D_; }
+  RK_HOST_DEVICE void prefetch(const PartRows& part, int64_t i) const {
+    const uintptr_t row = reinterpret_cast<uintptr_t>(part.table) + static_cast<uintptr_t>(part.rows[i]) * D_ * 4;
+    for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(row) + line);
+  }
+
+  int64_t parts_, D_, ahead_;
+  int tail_;
+  PartRows part_[kMaxParts];
+};
+
+template <int NV, bool kTail, int kParts, bool kMultiply>
+void compose_block(const Composed& k, int64_t column, int tail) {
+  // Copies, which a store to the output cannot change.
+  const Bags bags = k.bags;
+  const ComposedBlock<NV, kTail, kParts, kMultiply> block(k, column, tail);
+  const int64_t first = bags.offset(k.begin), count = bags.offset(k.end) - first, end = k.end, stride = k.sums.stride;
+  const float* factors = bags.per_sample_weights ? bags.per_sample_weights + first : nullptr;
+  const bool mean = k.mean;
   float* out = k.sums.first + column;
-  int64_t start = first;
-  for (int64_t bag = k.begin; bag < k.end; ++bag, out += k.sums.stride) {
-    const int64_t stop = k.bags.offset(bag + 1);
-    int64_t counted = stop - start;
-    Vec sum[NV];
+  int64_t i = 0;
+  for (int64_t bag = k.begin; bag < end; ++bag, out += stride) {
+    const int64_t stop = bags.offset(bag + 1) - first;
+    int64_t counted = stop - i;
+    Vec x[NV], sum[NV];
     for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
-    for (int64_t i = start; i < stop; ++i) {
-      if (i + ahead < last)
-        for (int64_t p = 0; p < parts; ++p) {
-          const uintptr_t next = reinterpret_cast<uintptr_t>(k.tables[p] + column) +
-                                 static_cast<uintptr_t>(k.rows[p][i + ahead - first]) * D * 4;
-          for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(next) + line);
-        }
-      if (__builtin_expect(k.rows[0][i - first] == kLeftOut, 0)) {
+    for (; i < stop; ++i) {
+      if (!block.read(i, count, x)) {
         --counted;
         continue;
-      }
-      Vec x[NV], y[NV];
-      load_row<NV, kTail>(k.tables[0] + k.rows[0][i - first] * D + column, tail, x);
-      for (int64_t p = 1; p < parts; ++p) {
-        load_row<NV, kTail>(k.tables[p] + k.rows[p][i - first] * D + column, tail, y);
-        for (int v = 0; v < NV; ++v) x[v] = k.multiplies ? x[v] * y[v] : x[v] + y[v];
       }
       // A factor of 1 changes no bit of a sum.
       const Vec factor = Vec::broadcast(factors ? factors[i] : 1.0f);
       for (int v = 0; v < NV; ++v) sum[v] = fused_multiply_add(factor, x[v], sum[v]);
     }
-    if (k.mean && counted > 1)
+    if (mean && counted > 1)
       for (int v = 0; v < NV; ++v) sum[v] = sum[v] / Vec::broadcast(static_cast<float>(counted));
     store_columns<NV, kTail>(sum, out, tail);
-    start = stop;
+  }
+}
+
+// Bags of one id each, without a weight.
+template <int NV, bool kTail, int kParts, bool kMultiply>
+void compose_each(const Composed& k, int64_t column, int tail) {
+  const ComposedBlock<NV, kTail, kParts, kMultiply> block(k, column, tail);
+  const int64_t count = k.end - k.begin, stride = k.sums.stride;
+  float* out = k.sums.first + column;
+  for (int64_t i = 0; i < count; ++i, out += stride) {
+    Vec x[NV], sum[NV];
+    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
+    if (block.read(i, count, x))
+      for (int v = 0; v < NV; ++v) sum[v] = sum[v] + x[v];
+    store_columns<NV, kTail>(sum, out, tail);
   }
 }
 
@@ -110,8 +193,16 @@ struct ComposeColumns {
 
   template <int NV, bool kTail>
   void block(int64_t column, int tail) const {
-    if (k.parts == 2) compose_block<NV, kTail, 2>(k, column, tail);
-    else compose_block<NV, kTail, 0>(k, column, tail);
+    if (k.multiplies) combine<NV, kTail, true>(column, tail);
+    else combine<NV, kTail, false>(column, tail);
+  }
+
+ private:
+  template <int NV, bool kTail, bool kMultiply>
+  void combine(int64_t column, int tail) const {
+    if (k.count != 2) compose_block<NV, kTail, 0, kMultiply>(k, column, tail);
+    else if (k.one_id_each) compose_each<NV, kTail, 2, kMultiply>(k, column, tail);
+    else compose_block<NV, kTail, 2, kMultiply>(k, column, tail);
   }
 };
 
@@ -119,15 +210,19 @@ void pool_composed_floats(const PoolArgs& a, const Feature* parts, int64_t count
                           Bounds* bounds) {
   for_few_bags(a.bags, begin, end, count, [&](int64_t from, int64_t to, int64_t* rows) {
     const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
-    Composed k{a.bags,      from,
-               to,          parts->embedding_dim,
-               {},          {},
-               count,       parts->combine == Combine::kMult,
-               parts->mean, {sums.first + (from - begin) * sums.stride, sums.stride}};
+    Composed k{};
+    k.bags = a.bags;
+    k.begin = from;
+    k.end = to;
+    k.D = parts->embedding_dim;
+    k.count = count;
+    k.multiplies = parts->combine == Combine::kMult;
+    k.mean = parts->mean;
+    k.one_id_each = !a.bags.per_sample_weights && a.bags.offsets_rise<true>(from, to);
+    k.sums = {sums.first + (from - begin) * sums.stride, sums.stride};
     Bounds again;  // of ids that were looked at before
     for (int64_t p = 0; p < count; ++p, rows += stop - start) {
-      k.tables[p] = reinterpret_cast<const float*>(a.weights + parts[p].weight_offset);
-      k.rows[p] = rows;
+      k.parts[p] = {reinterpret_cast<const float*>(a.weights + parts[p].weight_offset), rows, is_far(parts[p])};
       map_to_part(a.bags, parts[p], start, stop, rows, p == 0 ? bounds : &again);
     }
     for_blocks(k.D, ComposeColumns{k});

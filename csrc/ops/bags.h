@@ -13,15 +13,21 @@ constexpr int64_t kNoBadPosition = INT64_MAX;
 struct Partition {
   Divisor divisor, modulus;
   bool divides, wraps;  // false where the step changes nothing for any id of the feature
+  bool narrow;          // ids are below 2^31
 
   RK_HOST_DEVICE static Partition of(int64_t divisor, int64_t modulus, int64_t id_limit) {
-    return {Divisor::of(divisor), Divisor::of(modulus), divisor != 1, quotients(id_limit, divisor) > modulus};
+    return {Divisor::of(divisor), Divisor::of(modulus), divisor != 1, quotients(id_limit, divisor) > modulus,
+            id_limit <= INT64_C(1) << 31};
   }
   // How many numbers id / divisor there are, of the ids in [0, id_limit).
   RK_HOST_DEVICE static int64_t quotients(int64_t id_limit, int64_t divisor) {
     return id_limit / divisor + (id_limit % divisor != 0);
   }
   RK_HOST_DEVICE int64_t row(int64_t id) const {
+    if (narrow) {
+      const auto n = static_cast<uint32_t>(id), quotient = divides ? divisor.divide_narrow(n) : n;
+      return wraps ? modulus.remainder_narrow(quotient) : quotient;
+    }
     const int64_t quotient = divides ? divisor.divide(id) : id;
     return wraps ? modulus.remainder(quotient) : quotient;
   }
