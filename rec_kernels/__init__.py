@@ -6,6 +6,7 @@ from rec_kernels._version import __version__
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
@@ -40,6 +41,7 @@ __all__ = [
     "dequantize_rows",
     "embedding_bag",
     "fake_quantize",
+    "mixed_dimensions",
     "ops",
     "quantize_rows",
     "row_bytes",
