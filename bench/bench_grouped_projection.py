@@ -44,7 +44,7 @@ class Groups:
         return 4 * self.batch * (sum(self.in_dims) + sum(self.out_dims))
 
 
-# Criteo's 26 features as rk.mixed_dimensions has them; wider ones; few and large ones, which is a matter of arithmetic.
+# 26 features of widths that rk.mixed_dimensions gives Criteo's; wider ones; few and large ones, a matter of arithmetic.
 NARROW = (1, 2, 3, 4, 8, 9, 10, 11, 15, 16)
 GROUPS = [
     Groups("26 of 1-16 to 16", 2048, tuple(NARROW[g % 10] for g in range(26)), 16),
