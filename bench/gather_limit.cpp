@@ -1,5 +1,6 @@
-// What the machine can do at best: rows gathered and added up, nothing checked, any order of threads. The yardstick of
-// bench_embedding_bag; built by bench/limits.py for the machine it runs on.
+// What the machine can do at best: rows gathered and added up, nothing checked, any order of threads; numbers
+// multiplied. The yardstick of bench_embedding_bag and bench_grouped_projection; built by bench/limits.py for the
+// machine it runs on.
 #include <cstdint>
 
 namespace {
@@ -92,4 +93,19 @@ extern "C" void update_rows(float* weights, const int64_t* rows, int64_t n, int6
 #pragma omp simd
     for (int64_t c = 0; c < dim; ++c) row[c] += by;
   }
+}
+
+// `count` multiplications and additions of numbers in registers, as many at once as it takes to keep the units busy.
+extern "C" float multiply_add(int64_t count) {
+  constexpr int64_t kLanes = 16, kChains = 16;
+  float total = 0;
+#pragma omp parallel for schedule(static) reduction(+ : total)
+  for (int64_t block = 0; block < 64; ++block) {
+    Line sum[kChains] = {}, factor = Line{} + 1.0f / static_cast<float>(block + 2);
+    for (int64_t i = 0; i < count / (64 * kLanes * kChains); ++i) {
+      for (int64_t c = 0; c < kChains; ++c) sum[c] = sum[c] * factor + factor;
+    }
+    for (int64_t c = 0; c < kChains; ++c) total += sum[c][c];
+  }
+  return total;
 }

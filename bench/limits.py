@@ -1,4 +1,4 @@
-"""The measured limits: a bare C++ gather and a bare read-modify-write of rows, built for this machine."""
+"""The measured limits: bare C++ loops that gather rows, read and write them, and multiply, built for this machine."""
 
 from __future__ import annotations
 
@@ -55,3 +55,7 @@ class Limits:
         """Reads and writes a byte of every cache line of the given (unique, sorted) rows of uint8 [N, row bytes]."""
         pointers = (ctypes.c_void_p(weights.data_ptr()), ctypes.c_void_p(rows.data_ptr()))
         self._library.rewrite_rows(*pointers, ctypes.c_int64(rows.numel()), ctypes.c_int64(weights.shape[1]))
+
+    def multiply_add(self, count: int) -> None:
+        """``count`` multiplications, each with an addition, of numbers in registers."""
+        self._library.multiply_add(ctypes.c_int64(count))

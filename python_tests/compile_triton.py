@@ -2,8 +2,8 @@
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
 compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel (with its row
-format), and how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, and has
-instructions that approximate or flush denormals.
+format), and how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions
+that approximate or flush denormals, and multiplies TF32 tiles.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 import rec_kernels as rk
 import rec_kernels.triton as kernels
+from rec_kernels.triton import grouped_projection
 from rec_kernels.triton.fake_quantize import fake_quantize
 
 TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)]
-COUNTED = [r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\."]
+COUNTED = [r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\.", r"mma\.sync.*\.tf32\.tf32\."]
+PRECISIONS = {"cuda": "tf32x3", "hip": "ieee"}  # of products, as rec_kernels.triton.grouped_projection has them
 _seen: set[tuple] = set()
 
 
@@ -37,7 +39,10 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     if key in _seen:
         return
     _seen.add(key)
+    precision = self.arg_names.index("PRECISION") if "PRECISION" in self.arg_names else None
     for target in TARGETS:
+        if precision is not None:
+            constants[(precision,)] = PRECISIONS[target.backend]
         code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
         ptx = code.get("ptx", "")
         kernel = "-".join([self.fn.__name__, *([given["FORMAT"]] if "FORMAT" in given else [])])
@@ -72,7 +77,18 @@ def compile_fake_quantize() -> None:
         fake_quantize(torch.zeros(4, 5000, dtype=torch.float16), format, "stochastic", None, seed)
 
 
+def compile_grouped_projection() -> None:
+    """Calls it and its gradients with narrow columns and with wide ones."""
+    for in_dims, out_dims in (([3, 2], [4, 4]), ([70, 40], [130, 40])):
+        x, grad = torch.zeros(100, sum(in_dims)), torch.zeros(100, sum(out_dims))
+        dims = (in_dims, out_dims, [0, 1])
+        weights = grouped_projection.grouped_projection_backward_weights(grad, x, *dims)
+        grouped_projection.grouped_projection(x, weights, *dims)
+        grouped_projection.grouped_projection_backward_input(grad, weights, *dims)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     compile_embedding_bag()
     compile_fake_quantize()
+    compile_grouped_projection()

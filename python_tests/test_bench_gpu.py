@@ -304,6 +304,17 @@ def test_scale_rows_is_checked() -> None:
             case._build(lambda x, s: x * s[:, None] * (1 + 1e-5), operation, x, scale).check()
 
 
+def test_grouped_projection_is_checked() -> None:
+    case = subjects.GroupedProjection(5, [3, 4], 4)
+    found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
+    forward = 4 * (5 * 7 + 12 + 5 * 8)
+    assert [row["bytes"]["all"] for row in found["results"]] == [forward, 2 * forward] * 2
+    x, weights = torch.randn(5, 7, requires_grad=True), torch.randn(12, requires_grad=True)
+    case._build(case._by_us, "forward", x, weights).check()
+    with pytest.raises(AssertionError):
+        case._build(lambda x, w: case._by_us(x, w) * (1 + 1e-4), "forward", x, weights).check()
+
+
 # Clocks
 
 

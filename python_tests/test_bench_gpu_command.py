@@ -19,11 +19,13 @@ from bench.gpu import __main__ as command
 from bench.gpu import cases, report, subjects
 from bench.gpu import implementations as imp
 
+GROUPS = "grouped-projection-5x2x4"
+
 
 def test_the_whole_command(tmp_path: Path) -> None:
     """A trial on the CPU in a process of its own, Triton's kernels interpreted."""
     output = tmp_path / "trial.json"
-    chosen = ["--case", "trial-zipf", "--case", "scale-rows"]
+    chosen = ["--case", "trial-zipf", "--case", "scale-rows", "--case", "grouped"]
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--output", output, "--commit", "abc", *chosen],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -33,7 +35,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
-    about, (bags, rows) = found["about"], found["cases"]
+    about, (bags, *others) = found["about"], found["cases"]
     assert about["command"].startswith("python -m bench.gpu --device cpu")
     assert (about["commit"], about["gpu"], about["torch"]) == ("abc", None, torch.__version__)
     assert {"date", "cuda", "triton", "fbgemm", "python", "version", "cuda_architectures"} <= about.keys()
@@ -45,7 +47,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert "triton" not in about["left_out"]
     failed = [row for case in found["cases"] for row in case["results"] if "error" in row or "graph_error" in row]
     assert not failed
-    assert {row["implementation"] for row in rows["results"]} == {"ours", "torch"}
+    assert [case["name"] for case in others] == ["scale-rows-5x16", GROUPS]
+    assert all({row["implementation"] for row in case["results"]} == {"ours", "torch"} for case in others)
     assert report.table(found) in done.stdout
     assert "| trial-zipf | forward |" in done.stdout
     if importlib.util.find_spec("matplotlib"):
@@ -72,7 +75,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert command.effort_of(arguments(monkeypatch, "--quick", "--limit", "5")).limit_s == 5
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--list", "--device", "cpu", "--output", str(tmp_path / "x")])
     command.main()
-    assert capsys.readouterr().out.split() == [*(w.name for w in cases.TRIAL), "scale-rows-5x16"]
+    assert capsys.readouterr().out.split() == [*(w.name for w in cases.TRIAL), "scale-rows-5x16", GROUPS]
 
 
 def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +84,7 @@ def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict.fromkeys(["ours", "triton", "torch"])
     every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
     bags = [case for case in every if case.about()["op"] == "embedding_bag"]
-    assert len(every) == len(bags) + 2
+    assert len(every) == len(bags) + 4
     assert [next(iter(case.available)) for case in bags[:4]] == ["ours", "triton", "torch", "ours"]
     some = arguments(monkeypatch, "--case", "d128-zipf", "--case", "d64-zipf")
     names = [case.name for case in command.chosen_cases(some, found, 140 * 2**30)]

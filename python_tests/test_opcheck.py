@@ -42,6 +42,10 @@ def layout() -> dict[str, object]:
 STEP = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "clip_grad_value": 1.0, "clip_grad_norm": 2.0}
 
 
+# in_dims, out_dims, outputs: two groups in the first block, the second of them the identity.
+PROJECTION = ([2, 5, 3], [5, 4], [0, 0, 1])
+
+
 def strides() -> dict[str, object]:
     """The layout with batch sizes of the features' own, one of which is frozen."""
     return layout() | {
@@ -83,6 +87,7 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
     values, offsets, factors = jagged()
     grad, shape = torch.randn(B, sum(DIMS)), [96]
     x, scale = torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
+    projected, matrices = torch.randn(5, 10), torch.randn(22)
     single = (torch.randn(9, 5, requires_grad=True), values, offsets)
     tables = [torch.randn(t, requires_grad=True) for t in TABLES]
     state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
@@ -103,6 +108,9 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             for format, dtype in zip(rk.ROW_FORMATS, [torch.float32, torch.float16, torch.bfloat16] * 5, strict=True)
             for rest in ((), ("stochastic", torch.tensor(3), torch.tensor(4), 1, 2**33, "floor"))
         ],
+        "grouped_projection": [((projected.requires_grad_(), matrices.requires_grad_(), *PROJECTION), {})],
+        "grouped_projection_backward_input": [((torch.randn(5, 9), matrices.detach(), *PROJECTION), {})],
+        "grouped_projection_backward_weights": [((torch.randn(5, 9), projected.detach(), *PROJECTION), {})],
         "row_dot": [((x, torch.randn(5, 7, requires_grad=True)), {})],
         "embedding_bag": [
             ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),

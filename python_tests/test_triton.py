@@ -16,6 +16,7 @@ from rec_kernels import ROW_FORMATS
 pytest.importorskip("triton")
 
 INTEGER_ROWS = {"long_row_kernel", *(f"tile_kernel-{format}" for format in ("int8", "int4", "int2"))}
+PRODUCTS = {"product_kernel", "weight_gradient_kernel"}
 FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
 
 
@@ -28,7 +29,8 @@ def run(*arguments: str, interpret: bool = False) -> str:
 
 
 @pytest.mark.parametrize(
-    ("op", "comparisons"), [("embedding_bag", 200), ("embedding_bag_options", 5), ("fake_quantize", 500)]
+    ("op", "comparisons"),
+    [("embedding_bag", 200), ("embedding_bag_options", 5), ("fake_quantize", 500), ("grouped_projection", 60)],
 )
 def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
     """test_<op>_triton.py, on CPU tensors; its comparisons count here."""
@@ -55,10 +57,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
-    counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE}
+    counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step"]
     assert counts.keys() == {(target, f"{kernel}_kernel") for target in ("cuda", "hip") for kernel in kernels}
-    assert all(fused == 0 and inexact == 0 for fused, _, _, inexact in counts.values())
+    assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, _ in counts.values())
     divides = {kernel for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
     assert divides == {f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")}
     assert counts["cuda", "finish_rows_kernel"][2] > 0
@@ -68,9 +70,19 @@ def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> N
     """In every format: only integer rows are divided and decoded by a fused operation; no denormal becomes 0."""
     assert {kernel for target, kernel in compiled if target == "hip"} >= FAKE_QUANTIZE
     for kernel in FAKE_QUANTIZE:
-        fused, divisions, _, inexact = compiled["cuda", kernel]
+        fused, divisions, _, inexact, _ = compiled["cuda", kernel]
         has_grid = kernel in INTEGER_ROWS
         assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
+
+
+def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """For NVIDIA, tiles are multiplied by the tensor cores, three times, and by nothing else."""
+    for kernel in PRODUCTS:
+        assert ("hip", kernel) in compiled
+        fused, divisions, _, _, products = compiled["cuda", kernel]
+        assert (fused, divisions) == (0, 0), kernel
+        assert products > 0
+        assert products % 3 == 0
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")

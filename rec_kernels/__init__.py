@@ -7,11 +7,13 @@ from rec_kernels.nn.compression import Hash, Partitions, QuotientRemainder
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.fake_quantize import fake_quantize
+from rec_kernels.ops.grouped_projection import grouped_projection
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
@@ -44,6 +46,8 @@ __all__ = [
     "dequantize_rows",
     "embedding_bag",
     "fake_quantize",
+    "grouped_projection",
+    "mixed_dimensions",
     "ops",
     "quantize_rows",
     "row_bytes",

@@ -18,7 +18,7 @@ import torch
 from bench.gpu import cases, report
 from bench.gpu.implementations import available
 from bench.gpu.measure import Effort, measure_case
-from bench.gpu.subjects import Case, EmbeddingBag, ScaleRows
+from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 from bench.gpu.timing import CudaTimer, Timer, WallClock, copy_gb_per_s
 
 # (budget_ms, least, most) calls of a figure, and the limit of the whole run in seconds.
@@ -55,13 +55,13 @@ def arguments() -> argparse.Namespace:
 def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int) -> list[Case]:
     """The cases, filtered by --case; implementations take turns at going first."""
     if args.device == "cpu":
-        workloads, rows = cases.TRIAL, [(5, 16)]
+        workloads, rows, groups = cases.TRIAL, [(5, 16)], [(5, [2, 4], 4)]
     else:
-        workloads, rows = cases.workloads(memory), [(2**20, 128), (2**22, 16)]
+        workloads, rows, groups = cases.workloads(memory), [(2**20, 128), (2**22, 16)], cases.GROUPS
     names = list(found)
     turned = [names[i % len(names) :] + names[: i % len(names)] for i in range(len(workloads))]
     bags = [EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)]
-    every: list[Case] = [*bags, *(ScaleRows(*size) for size in rows)]
+    every: list[Case] = [*bags, *(ScaleRows(*size) for size in rows), *(GroupedProjection(*g) for g in groups)]
     return [case for case in every if not args.case or any(part in case.name for part in args.case)]
 
 

@@ -54,6 +54,12 @@ def workloads(memory: int) -> list[Workload]:
     return found
 
 
+#: Batch, columns of each group and of each block: 26 features of widths that rk.mixed_dimensions gives, and wider ones.
+GROUPS = [
+    (8192, [(1, 2, 3, 4, 8, 9, 10, 11, 15, 16)[g % 10] for g in range(26)], 16),
+    (8192, [4 + 60 * g // 25 for g in range(26)], 64),
+]
+
 #: For a run of the harness itself on a CPU; its times mean nothing.
 TRIAL = [
     Workload("trial-uniform", 2, 3, 20, 16, 2),

@@ -1,4 +1,4 @@
-"""What the loop measures: a case of embedding_bag, or of scale_rows, the template op."""
+"""What the loop measures: a case of embedding_bag, of scale_rows, the template op, or of grouped_projection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import rec_kernels as rk
@@ -142,5 +143,68 @@ class ScaleRows:
             assert error.max().item() <= 0
 
         # Autograd would need its forward within the graph.
+        call = {"forward": forward, "backward": backward}[operation]
+        return Built(call, lambda turn: None, check, operation == "forward")
+
+
+class GroupedProjection:
+    """grouped_projection beside a loop of torch's linear. The bytes are few: the two counts are the same."""
+
+    def __init__(self, batch: int, in_dims: list[int], out_dim: int) -> None:
+        self.batch, self.in_dims, self.out_dim = batch, in_dims, out_dim
+        self.out_dims = [out_dim] * len(in_dims)
+        self.name = f"grouped-projection-{batch}x{len(in_dims)}x{out_dim}"
+
+    def about(self) -> dict[str, object]:
+        """Samples, the groups' columns, and those of each block."""
+        sizes = {"batch": self.batch, "in_dims": self.in_dims, "dim": self.out_dim}
+        return {"name": self.name, "op": "grouped_projection"} | sizes
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        matrices = [(self.out_dim, d) for d in self.in_dims if d != self.out_dim]
+        x = torch.randn(self.batch, sum(self.in_dims), device=device, requires_grad=True)
+        weights = torch.randn(sum(o * i for o, i in matrices), device=device, requires_grad=True)
+        out = 4 * self.batch * sum(self.out_dims)
+        # Forward: x and weights read, the result written. Backward: the gradient and what it is of read, once for each
+        # of the two that are written.
+        moved = {"forward": 4 * x.numel() + 4 * weights.numel() + out}
+        moved["backward"] = 2 * moved["forward"]
+        for name, function in (("ours", self._by_us), ("torch", self._by_torch)):
+            for operation, size in moved.items():
+                build = functools.partial(self._build, function, operation, x, weights)
+                yield Subject(name, operation, None, {"all": size, "unique": size}, build)
+
+    def _by_us(self, x: Tensor, weights: Tensor) -> Tensor:
+        return rk.grouped_projection(x, weights, self.in_dims, self.out_dims)
+
+    def _by_torch(self, x: Tensor, weights: Tensor) -> Tensor:
+        sizes = [0 if d == self.out_dim else d * self.out_dim for d in self.in_dims]
+        pairs = zip(x.split(self.in_dims, 1), weights.split(sizes), strict=True)
+        return torch.cat([F.linear(c, w.view(self.out_dim, -1)) if len(w) else c for c, w in pairs], 1)
+
+    def _build(self, function: Callable, operation: str, x: Tensor, weights: Tensor) -> Built:
+        output = function(x, weights)
+        grad = torch.randn_like(output)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(x, weights)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(output, (x, weights), grad, retain_graph=True)
+
+        def check() -> None:
+            found = forward(), *backward()
+            wide = [t.detach().double().requires_grad_() for t in (x, weights)]
+            exact = self._by_torch(*wide)
+            exact = exact, *torch.autograd.grad(exact, wide, grad.double())
+            size = [t.detach().double().abs().requires_grad_() for t in (x, weights)]
+            most = self._by_torch(*size)
+            most = most, *torch.autograd.grad(most, size, grad.double().abs())
+            for mine, right, magnitude in zip(found, exact, most, strict=True):
+                # As docs/numerics.md has it, for the most terms that a sum has here.
+                allowed = (max(self.batch, self.out_dim, *self.in_dims) + 8) * 2.0**-22 * magnitude
+                assert ((mine.double() - right).abs() - allowed).max().item() <= 0
+
         call = {"forward": forward, "backward": backward}[operation]
         return Built(call, lambda turn: None, check, operation == "forward")

@@ -1,0 +1,140 @@
+"""Groups of every kind for the tests of grouped_projection, and sums whose rounding is bounded."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.ops.grouped_projection import num_weights
+
+
+class Dims(NamedTuple):
+    """The lists that the ops take, in their order."""
+
+    in_dims: list[int]
+    out_dims: list[int]
+    outputs: list[int]
+
+    def __str__(self) -> str:
+        return "-".join("x".join(map(str, dims)) for dims in self)
+
+
+DIMS = [
+    Dims([3, 2, 5], [4, 4, 4], [0, 1, 2]),
+    Dims([1], [1], [0]),  # the identity of one column
+    Dims([1, 1], [2], [0, 0]),
+    Dims([1, 2, 3, 4, 8, 9, 10, 11, 15, 16], [16] * 10, list(range(10))),
+    Dims([2, 5, 5, 7, 1], [5, 7], [0, 0, 0, 1, 1]),  # identities before and behind other groups
+    Dims([17, 33, 20], [1, 129], [0, 1, 1]),
+    Dims([70, 31, 65, 64, 5], [65, 64, 130], [0, 0, 0, 1, 2]),  # several panels, of partial registers
+]
+LARGE = Dims([300, 512], [512, 512], [0, 1])
+
+
+class Call(NamedTuple):
+    """x [B, sum(in_dims)], flat weights, grad [B, sum(out_dims)], and the lists."""
+
+    x: Tensor
+    weights: Tensor
+    grad: Tensor
+    dims: Dims
+
+    def each(self, ops: object) -> tuple[Tensor, Tensor, Tensor]:
+        """The result and both gradients, as three calls of ``ops``."""
+        return (
+            ops.grouped_projection(self.x, self.weights, *self.dims),
+            ops.grouped_projection_backward_input(self.grad, self.weights, *self.dims),
+            ops.grouped_projection_backward_weights(self.grad, self.x, *self.dims),
+        )
+
+
+def make_call(dims: Dims, batch: int, dtype: torch.dtype = torch.float32) -> Call:
+    """Random numbers for these widths."""
+    sizes = (batch, sum(dims.in_dims)), (num_weights(*dims),), (batch, sum(dims.out_dims))
+    return Call(*(torch.randn(size, dtype=dtype) for size in sizes), dims)
+
+
+def by_torch(x: Tensor, weights: Tensor, dims: Dims) -> Tensor:
+    """The same by torch.nn.functional.linear and torch.cat, in any float dtype."""
+    blocks: list[Tensor | None] = [None] * len(dims.out_dims)
+    for columns, in_dim, block in zip(x.split(dims.in_dims, 1), dims.in_dims, dims.outputs, strict=True):
+        out_dim = dims.out_dims[block]
+        if in_dim != out_dim:
+            matrix, weights = weights[: in_dim * out_dim], weights[in_dim * out_dim :]
+            columns = torch.nn.functional.linear(columns, matrix.view(out_dim, in_dim))
+        before = blocks[block]
+        blocks[block] = columns if before is None else before + columns
+    return torch.cat([x[:, :0], *blocks], 1)
+
+
+def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and both gradients by torch's autograd, in float64."""
+    x, weights = (t.detach().double().requires_grad_() for t in (call.x, call.weights))
+    out = by_torch(x, weights, call.dims)
+    return out.detach(), *torch.autograd.grad(out, (x, weights), call.grad.double(), materialize_grads=True)
+
+
+def most_terms(call: Call) -> tuple[int, int, int]:
+    """The most terms that an element of the result and of each gradient is the sum of."""
+    groups = zip(call.dims.in_dims, call.dims.outputs, strict=True)
+    terms = [0] * len(call.dims.out_dims)
+    for in_dim, block in groups:
+        terms[block] += in_dim
+    return max(terms), max(call.dims.out_dims), len(call.x)
+
+
+def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each element, the sum of its terms' absolute values, in float64."""
+    return each_by_torch(Call(call.x.abs(), call.weights.abs(), call.grad.abs(), call.dims))
+
+
+T, U = torch.ones(2, 5), torch.ones(8)
+GOOD = {"x": T, "weights": U, "in_dims": [2, 3], "out_dims": [4, 3], "outputs": [0, 1]}
+#: What every op says of wrong lists.
+BAD_DIMS = {
+    "in_dims[1] = 0 must be in [1, 1048576]": {"in_dims": [2, 0]},
+    "in_dims[0] = 1048577 must be in [1, 1048576]": {"in_dims": [2**20 + 1, 3]},
+    "out_dims[0] = -4 must be in [1, 1048576]": {"out_dims": [-4, 3]},
+    "outputs must have one element for each of the 2 in_dims, got 1": {"outputs": [0]},
+    "outputs[0] = 1 must be 0": {"outputs": [1, 1]},
+    "outputs[0] = -1 must be 0": {"outputs": [-1, 0]},
+    "outputs[1] = 2 must be outputs[0] = 0 or one more": {"outputs": [0, 2]},
+    "outputs[1] = -1 must be outputs[0] = 0 or one more": {"outputs": [0, -1]},
+    "out_dims must have one element for each of the 1 blocks that outputs names, got 2": {"outputs": [0, 0]},
+    "out_dims must have one element for each of the 2 blocks that outputs names, got 1": {"out_dims": [4]},
+}
+BAD_WEIGHTS = {
+    "weights must have 8 elements, the matrices of all groups that are not the identity, got 17": {
+        "weights": torch.ones(17)
+    },
+    "weights must have 1 dimension(s), got shape [4, 2]": {"weights": torch.ones(4, 2)},
+    "weights must be float32, got float64": {"weights": U.double()},
+}
+BAD_X = {
+    "x must have sum(in_dims) = 5 columns, got shape [2, 6]": {"x": torch.ones(2, 6)},
+    "x must have 2 dimension(s), got shape [5]": {"x": torch.ones(5)},
+    "x must be float32, got float16": {"x": T.half()},
+}
+BAD_GRAD = {
+    "grad must have sum(out_dims) = 7 columns, got shape [2, 6]": {"grad": torch.ones(2, 6)},
+    "grad must have 2 dimension(s), got shape [7]": {"grad": torch.ones(7)},
+    "grad must be float32, got bfloat16": {"grad": torch.ones(2, 7).bfloat16()},
+}
+BAD_BATCH = {"x must have shape [2, 5], got [3, 5]": {"x": torch.ones(3, 5)}}
+#: The arguments of each op, and its messages.
+BAD = {
+    "grouped_projection": (("x", "weights"), BAD_DIMS | BAD_WEIGHTS | BAD_X),
+    "grouped_projection_backward_input": (("grad", "weights"), BAD_DIMS | BAD_WEIGHTS | BAD_GRAD),
+    "grouped_projection_backward_weights": (("grad", "x"), BAD_DIMS | BAD_X | BAD_GRAD | BAD_BATCH),
+}
+BAD_CALLS = [(op, message) for op, (_, messages) in BAD.items() for message in messages]
+
+
+def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
+    """Arguments of an op that are right, and those for which it must give the message."""
+    tensors, messages = BAD[op]
+    names = (*tensors, "in_dims", "out_dims", "outputs")
+    good = GOOD | {"grad": torch.ones(2, 7)}
+    return tuple(good[n] for n in names), tuple((good | messages[message])[n] for n in names)

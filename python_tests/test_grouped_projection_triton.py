@@ -1,0 +1,124 @@
+"""grouped_projection in Triton against float64, within the bound of docs/numerics.md.
+
+Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
+starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_grouped_projection_triton.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from backends import PASSED
+from grouped_projection_cases import (
+    BAD_CALLS,
+    DIMS,
+    LARGE,
+    Call,
+    Dims,
+    bad_arguments,
+    each_by_torch,
+    magnitudes,
+    make_call,
+    most_terms,
+)
+from torch import Tensor
+
+from rec_kernels.testing import same_bits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rec_kernels.triton import grouped_projection as module  # noqa: E402  (after the check that it can be imported)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+
+
+def on_device(call: Call) -> Call:
+    """The same call where the kernels run."""
+    return Call(*(t.to(DEVICE) for t in call[:3]), call.dims)
+
+
+def check(call: Call) -> None:
+    """All three ops: apart from float64 by at most (n + 8) 2^-22 of the terms' magnitudes."""
+    found = [t.cpu() for t in on_device(call).each(module)]
+    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
+    for mine, right, magnitude, terms in compared:
+        assert mine.shape == right.shape
+        assert mine.dtype == torch.float32
+        assert mine.is_contiguous()
+        assert bool(((mine.double() - right).abs() <= (terms + 8) * 2.0**-22 * magnitude).all())
+        PASSED["triton"] += 1
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+@pytest.mark.parametrize("batch", [1, module.ROWS, module.ROWS + 3])
+def test_matches_float64(dims: Dims, batch: int) -> None:
+    """Whole tiles and partial ones."""
+    check(make_call(dims, batch))
+
+
+def test_large_dimensions() -> None:
+    """Many tiles of a matrix."""
+    check(make_call(LARGE, 5))
+
+
+def test_many_samples() -> None:
+    """The weights' gradient is summed by several programs, the last of which has few samples."""
+    check(make_call(Dims([3, 2], [2], [0, 0]), 2 * module.SUMMED_ROWS + 5))
+
+
+def test_again() -> None:
+    """The same bits; nothing is written to the arguments."""
+    call = on_device(make_call(DIMS[6], 70))
+    before = [t.clone() for t in call[:3]]
+    assert all(map(same_bits, call.each(module), call.each(module)))
+    assert all(map(same_bits, call[:3], before))
+
+
+def test_strided_inputs() -> None:
+    """Non-contiguous arguments mean what they say."""
+    call = make_call(DIMS[4], 20)
+    x, weights, grad = (torch.randn(*(2 * n for n in t.shape)) for t in call[:3])
+    check(Call(x[::2, ::2], weights[::2], grad[1::2, 1::2], call.dims))
+
+
+def test_without_rows_or_groups() -> None:
+    """Empty results, and a gradient of zeros."""
+    for dims, batch in ((DIMS[4], 0), (Dims([], [], []), 0), (Dims([], [], []), 5)):
+        call = make_call(dims, batch)
+        out, grad_x, grad_weights = (t.cpu() for t in on_device(call).each(module))
+        assert (out.shape, grad_x.shape) == (call.grad.shape, call.x.shape)
+        assert same_bits(grad_weights, torch.zeros_like(call.weights))
+
+
+def test_nothing_but_a_sample_meets_its_numbers() -> None:
+    """NaN stays in its sample and block: what lies behind a tile's end is not multiplied by zero."""
+    call = make_call(Dims([3, 2, 4], [4, 5, 4], [0, 1, 2]), 10)
+    call.x[4, 1] = torch.nan
+    out: Tensor = on_device(call).each(module)[0].cpu()
+    bad = torch.zeros(10, 13, dtype=torch.bool)
+    bad[4, :4] = True
+    assert torch.equal(out.isnan(), bad)
+
+
+@pytest.mark.parametrize(("op", "message"), BAD_CALLS)
+def test_bad_arguments(op: str, message: str) -> None:
+    """What the CPU's op says is said here."""
+    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
+    getattr(module, op)(*good)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        getattr(module, op)(*bad)
+
+
+def test_registered() -> None:
+    """GPU tensors reach these kernels."""
+    for op in ("grouped_projection", "grouped_projection_backward_input", "grouped_projection_backward_weights"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
+    if not INTERPRETED:
+        call = on_device(make_call(DIMS[4], 9))
+        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(module)))

@@ -1,0 +1,68 @@
+"""Widths of embedding tables by how many rows they have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+
+def mixed_dimensions(
+    num_embeddings: Sequence[int],
+    base_dim: int,
+    temperature: float,
+    *,
+    threshold: int = 200,
+    power_of_two: bool = False,
+    budget: float | None = None,
+) -> list[int]:
+    """Chooses an embedding dimension for each table: the more rows, the fewer columns.
+
+    The power law of A. Ginart et al., "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation
+    Systems" (arXiv:1909.11810): ``d = scale * n ** -temperature`` for a table of n rows. What a row of the large tables
+    loses is seldom looked up. ``rk.grouped_projection`` brings the rows back to ``base_dim`` columns.
+
+    Args:
+        num_embeddings: rows of each table, at least 1.
+        base_dim: the width that the model wants, at least 1: of the smallest table, and the most of any.
+        temperature: how fast the widths fall, at least 0, which gives all tables the same width.
+        threshold: tables of at most so many rows keep ``base_dim``: they cost next to nothing.
+        power_of_two: take the nearest power of two, on a logarithmic scale, instead of the nearest whole number.
+        budget: parameters of all tables, before rounding, ``base_dim`` and ``threshold`` change it: ``scale`` is then
+            ``budget / sum(n ** (1 - temperature))``. None: the smallest table's width is ``base_dim``.
+
+    Returns:
+        The widths, from 1 to ``base_dim``, in the order of ``num_embeddings``. A ``base_dim`` that is no power of two
+        stays what it is.
+
+    Raises:
+        ValueError: no tables, or a number out of range; the message names it.
+    """
+    _check(num_embeddings, base_dim, temperature, threshold, budget)
+    if budget is None:
+        scale = base_dim * min(num_embeddings) ** temperature
+    else:
+        scale = budget / sum(n ** (1 - temperature) for n in num_embeddings)
+    dims = []
+    for n in num_embeddings:
+        wanted = max(scale * n**-temperature, 1.0)
+        rounded = 2 ** round(math.log2(wanted)) if power_of_two else round(wanted)
+        dims.append(base_dim if n <= threshold else min(rounded, base_dim))
+    return dims
+
+
+def _check(
+    num_embeddings: Sequence[int], base_dim: int, temperature: float, threshold: int, budget: float | None
+) -> None:
+    if not len(num_embeddings):
+        raise ValueError("num_embeddings must name at least one table, got none")
+    for i, n in enumerate(num_embeddings):
+        if n < 1:
+            raise ValueError(f"num_embeddings[{i}] = {n} must be at least 1")
+    if base_dim < 1:
+        raise ValueError(f"base_dim = {base_dim} must be at least 1")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature = {temperature} must be at least 0 and finite")
+    if threshold < 0:
+        raise ValueError(f"threshold = {threshold} must be at least 0")
+    if budget is not None and not 0 < budget < math.inf:
+        raise ValueError(f"budget = {budget} must be above 0 and finite")

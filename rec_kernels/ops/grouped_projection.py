@@ -1,0 +1,109 @@
+"""grouped_projection: the features of mixed-dimension embedding tables brought to the widths that a model wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
+
+_ops = torch.ops.rec_kernels
+
+
+def grouped_projection(
+    x: Tensor,
+    weights: Tensor,
+    in_dims: Sequence[int],
+    out_dims: Sequence[int],
+    outputs: Sequence[int] | None = None,
+) -> Tensor:
+    """Projects groups of columns, each by a matrix of its own, all in one call.
+
+    It stands behind the pooling of mixed-dimension embedding tables (A. Ginart et al., "Mixed Dimension Embeddings with
+    Application to Memory-Efficient Recommendation Systems", arXiv:1909.11810; ``rk.mixed_dimensions`` chooses the
+    widths): equal to ``torch.nn.functional.linear`` without a bias for each group, and ``torch.cat``. Several groups in
+    one block serve a table that is split by popularity, each part with a width of its own.
+
+    Args:
+        x: [B, sum(in_dims)] float32: the groups' columns, one group after the other.
+        weights: flat, float32: for each group g, W_g [out_dims[outputs[g]], in_dims[g]] row-major, one after the other.
+            A group as wide as its block is the identity: it has no W_g and is copied, or added.
+        in_dims: columns of each group, from 1 to 2^20.
+        out_dims: columns of each block of the result, from 1 to 2^20.
+        outputs: the block of each group, beginning with 0; each next is the same or one more, the last
+            ``len(out_dims) - 1``. None: every group has a block of its own.
+
+    Returns:
+        [B, sum(out_dims)] float32, contiguous: block o is the sum of ``x_g @ W_g.T`` over its groups, in their order.
+        Differentiable in x and weights, once. On the CPU the same bits for every instruction set and
+        number of threads; on a GPU, where the op is a Triton kernel, within the bound of docs/numerics.md
+        ("grouped_projection"). Under autocast, half-precision arguments are widened.
+
+    Raises:
+        ValueError: a shape, dtype, device or list is not as above; the message names the argument, the value, its place
+            and what is allowed.
+    """
+    if outputs is None:
+        outputs = range(len(in_dims))
+    return _ops.grouped_projection(x, weights, list(in_dims), list(out_dims), list(outputs))
+
+
+def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> int:
+    """Elements of the flat weights of such groups."""
+    pairs = ((in_dim, out_dims[block]) for in_dim, block in zip(in_dims, outputs, strict=True))
+    return sum(in_dim * out_dim for in_dim, out_dim in pairs if in_dim != out_dim)
+
+
+@torch.library.register_fake("rec_kernels::grouped_projection")
+def _(x, weights, in_dims, out_dims, outputs):
+    check_one_device((x, weights))
+    return x.new_empty((x.shape[0], sum(out_dims)))
+
+
+@torch.library.register_fake("rec_kernels::grouped_projection_backward_input")
+def _(grad, weights, in_dims, out_dims, outputs):
+    check_one_device((grad, weights))
+    return grad.new_empty((grad.shape[0], sum(in_dims)))
+
+
+@torch.library.register_fake("rec_kernels::grouped_projection_backward_weights")
+def _(grad, x, in_dims, out_dims, outputs):
+    check_one_device((grad, x))
+    return x.new_empty((num_weights(in_dims, out_dims, outputs),))
+
+
+def _register_triton(op: str) -> None:
+    """Gives GPU tensors the Triton kernels."""
+
+    def kernel(*inputs):
+        # Imported here: it takes Triton, and seconds.
+        from rec_kernels.triton import grouped_projection as in_triton
+
+        return getattr(in_triton, op)(*inputs)
+
+    torch.library.impl(f"rec_kernels::{op}", "CUDA")(kernel)
+
+
+for _op in ("grouped_projection", "grouped_projection_backward_input", "grouped_projection_backward_weights"):
+    _register_triton(_op)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[:2])
+    ctx.layout = inputs[2:]
+
+
+@once_differentiable
+def _backward(ctx, grad: Tensor):
+    (x, weights), wanted = ctx.saved_tensors, ctx.needs_input_grad
+    grad_x = _ops.grouped_projection_backward_input(grad, weights, *ctx.layout) if wanted[0] else None
+    grad_weights = _ops.grouped_projection_backward_weights(grad, x, *ctx.layout) if wanted[1] else None
+    return grad_x, grad_weights, None, None, None
+
+
+torch.library.register_autograd("rec_kernels::grouped_projection", _backward, setup_context=_setup)
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("rec_kernels::grouped_projection", _device, torch.float32)
