@@ -247,7 +247,7 @@ def test_sequences() -> None:
     found = collection(batch)["b"]
     assert same_bits(found.values(), _composed(collection, compression, 50, 6)[[3, 49, 3, 17]])
     found.values().sum().backward()
-    with pytest.raises(ValueError, match=r"'big'.*compose must be 'per_id' for lookups that are not pooled"):
+    with pytest.raises(ValueError, match=r"'big'.*compose='pooled'\): these lookups are not pooled"):
         rk.EmbeddingConfig(
             50, 6, name="big", feature_names=["b"], compression=rk.QuotientRemainder(4, compose="pooled")
         )

@@ -3,7 +3,7 @@
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
-from rec_kernels.nn.compression import Hash, Partitions, QuotientRemainder
+from rec_kernels.nn.compression import Hash, MixedDimension, Partitions, QuotientRemainder
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -37,6 +37,7 @@ __all__ = [
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
+    "MixedDimension",
     "Partitions",
     "QuotientRemainder",
     "RowwiseAdagrad",

@@ -91,6 +91,10 @@ class TableCollection(Layout):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
             self.embedding_bags[table.name].weight = weight
             self.embedding_bags[table.name].in_bytes = storage.is_bytes
+        for table in self.tables:
+            if table.projection:
+                matrix = torch.empty(table.projection, dtype=torch.float32, device=device)
+                self.embedding_bags[table.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
         self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         if self.optimizer is not None:
             self.register_buffer(
@@ -112,6 +116,9 @@ class TableCollection(Layout):
             tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
             self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
 
+    def _projection(self, table: EmbeddingConfig) -> Tensor:
+        return self.embedding_bags[table.name].projection
+
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
         for i, table in enumerate(self._stored):
@@ -131,6 +138,9 @@ class TableCollection(Layout):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
+        for table in self.tables:
+            if table.projection:
+                move(self.embedding_bags[table.name], "projection", fn)
         self._token = torch.empty(0, dtype=torch.float32, device=self._weights.device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
@@ -355,6 +365,18 @@ def _refuse_data_parallel() -> None:
 @torch.library.register_fake("rec_kernels::_advise_huge_pages")
 def _(flat: Tensor) -> bool:
     return False  # a fake tensor has no memory
+
+
+def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to a parameter as ``torch.nn.Module._apply`` does, but never casts it."""
+    old = module._parameters[name]
+    with torch.no_grad():
+        new = fn(old)
+    new = new if new.dtype == old.dtype else old.to(new.device)
+    if torch._has_compatible_shallow_copy_type(old, new):
+        old.data = new
+        return
+    module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

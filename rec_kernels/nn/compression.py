@@ -1,7 +1,9 @@
 """Tables of many ids in few numbers: ids that share rows, and rows made of those of small tables.
 
 Sources: H.-J. M. Shi, D. Mudigere, M. Naumov and J. Yang, "Compositional Embeddings Using Complementary Partitions for
-Memory-Efficient Recommendation Systems", KDD 2020 (arXiv 1909.02107), for everything but ``Hash``.
+Memory-Efficient Recommendation Systems", KDD 2020 (arXiv 1909.02107); of ``MixedDimension`` A. Ginart, M. Naumov, D.
+Mudigere, J. Yang and J. Zou, "Mixed Dimension Embeddings with Application to Memory-Efficient Recommendation Systems",
+2019 (arXiv 1909.11810).
 """
 
 from __future__ import annotations
@@ -207,6 +209,37 @@ class QuotientRemainder(Compression):
 
     def dims(self, count: int, embedding_dim: int) -> list[int]:
         return Partitions([(1, 1)] * count, combine=self.combine).dims(count, embedding_dim)
+
+
+@dataclass(frozen=True)
+class MixedDimension(Compression):
+    """Rows of fewer columns than the model wants: pooled as they are, then multiplied by a matrix [embedding_dim, dim].
+
+    The matrix is a parameter, ``embedding_bags.<table>.projection``, for the optimizer of the dense parameters, also
+    where the tables have a fused one. All features of a collection are projected in one call.
+
+    Args:
+        dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. With ``embedding_dim`` of them, there is
+            no matrix.
+    """
+
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.dim < 1:
+            raise ValueError(f"MixedDimension: dim must be at least 1, got {self.dim}")
+
+    @property
+    def compose(self) -> str:
+        return "pooled"
+
+    def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
+        return [(1, num_embeddings)]
+
+    def dims(self, count: int, embedding_dim: int) -> list[int]:
+        if self.dim > embedding_dim:
+            raise ValueError(f"MixedDimension: dim = {self.dim} must be at most embedding_dim = {embedding_dim}")
+        return [self.dim]
 
 
 def known_modulus(pairs: Sequence[tuple[int, int]]) -> int:

@@ -11,6 +11,7 @@ from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingBagConfig
+from rec_kernels.ops.grouped_projection import grouped_projection
 
 _ops = torch.ops.rec_kernels
 
@@ -37,7 +38,7 @@ class PooledLookups:
         """
         given = select_keys(features, self.feature_names)
         if given.strides is None:
-            pooled = self._join_parts(self._lookup(given))
+            pooled = self._finish(self._lookup(given))
         else:
             inverse = features.inverse_indices_or_none()
             if inverse is None:
@@ -52,17 +53,30 @@ class PooledLookups:
         """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ."""
         given = select_keys(features, self.feature_names)
         if given.strides is None:
-            return KeyedTensor(self._output_keys, self._output_dims, self._join_parts(self._lookup(given))).to_dict()
+            return KeyedTensor(self._output_keys, self._output_dims, self._finish(self._lookup(given))).to_dict()
         blocks = self._lookup_strides(given).split(given.strides)
         named = zip(self._output_keys, self._features, blocks, strict=True)
-        return {key: _joined(feature, block[:, : feature.width]) for key, feature, block in named}
+        return {key: self._finish_feature(feature, block) for key, feature, block in named}
 
-    def _join_parts(self, pooled: Tensor) -> Tensor:
-        """[B, sum of D] from the ops' output, in which the parts of a bag may lie side by side."""
-        if not any(feature.is_combined_later for feature in self._features):
+    def _finish(self, pooled: Tensor) -> Tensor:
+        """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
+        if any(feature.is_combined_later for feature in self._features):
+            blocks = zip(self._features, pooled.split(self._widths, dim=1), strict=True)
+            pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
+        matrices = self._projections()
+        if not matrices:
             return pooled
-        blocks = zip(self._features, pooled.split(self._widths, dim=1), strict=True)
-        return torch.cat([_joined(feature, block) for feature, block in blocks], dim=1)
+        flat = torch.cat([matrix.reshape(-1) for matrix in matrices])
+        return grouped_projection(pooled, flat, self._combined_dims, self._output_dims).to(self.output_dtype)
+
+    def _finish_feature(self, feature: FeatureLookup, block: Tensor) -> Tensor:
+        """The same of one feature's columns."""
+        block = feature.combined(block[:, : feature.width])
+        if not feature.table.projection:
+            return block.to(self.output_dtype)
+        matrix = self._projection(feature.table)
+        dims = list(matrix.shape)
+        return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(self.output_dtype)
 
     def _lookup_strides(self, given: SelectedKeys) -> Tensor:
         """[bags, largest D]: a row for each bag of features with batch sizes of their own."""
@@ -87,17 +101,7 @@ class PooledLookups:
         if bounds.reports_late(status):
             self._note(status, SelectedKeys(ids, each, None, None), None)
         blocks = zip(wide.to(rows.dtype).view(*places.shape, rows.shape[1]).unbind(), self._features, strict=True)
-        return torch.cat([_joined(feature, block[:, : feature.width]) for block, feature in blocks], dim=1)
-
-
-def _joined(feature: FeatureLookup, block: Tensor) -> Tensor:
-    """The columns of one feature: pooled parts are added or multiplied, in their order."""
-    if not feature.is_combined_later:
-        return block
-    first, *others = block.split(feature.table.embedding_dim, dim=1)
-    for other in others:
-        first = first * other if feature.table.compression.combine == "mult" else first + other
-    return first
+        return torch.cat([self._finish_feature(feature, block) for block, feature in blocks], dim=1)
 
 
 def _check_inverse(good: Tensor, places: Tensor, strides: list[int], keys: list[str]) -> None:

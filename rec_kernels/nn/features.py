@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from rec_kernels.nn.compression import COMBINE
 from rec_kernels.nn.tables import EmbeddingConfig, StoredTable
 
@@ -37,6 +39,15 @@ class FeatureLookup:
         """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
         compression = self.table.compression
         return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
+
+    def combined(self, block: Tensor) -> Tensor:
+        """[B, width] of the ops' output with its pooled parts added or multiplied, in their order."""
+        if not self.is_combined_later:
+            return block
+        first, *others = block.split(self.table.embedding_dim, dim=1)
+        for other in others:
+            first = first * other if self.table.compression.combine == "mult" else first + other
+        return first
 
 
 def lookups(tables: list[EmbeddingConfig]) -> list[FeatureLookup]:

@@ -66,7 +66,7 @@ class Layout(nn.Module):
         }
         if self._places.is_elementwise:
             layout["moment_offsets"] = [self._places.starts[p.stored] for p in parts]
-        self._is_partitioned = any(t.compression for t in self.tables)
+        self._is_partitioned = any(t.part for t in self._stored)
         if self._is_partitioned:
             layout |= partitions(self._features, self._stored)
         for name, numbers in layout.items():
@@ -81,6 +81,8 @@ class Layout(nn.Module):
         self._any_mean = any(means)
         self._num_rows = self._places.rows[-1]
         self._widths = [feature.width for feature in self._features]
+        dims = zip(self._features, self._output_dims, strict=True)
+        self._combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
         self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
@@ -124,7 +126,16 @@ class Layout(nn.Module):
         return {name: self._buffers[f"_{name}"] for name in PARTITIONS}
 
     def _output(self) -> dict[str, object]:
-        return {} if self.output_dtype == torch.float32 else {"output_dtype": self.output_dtype}
+        # What is projected afterwards is rounded afterwards.
+        whole = self.output_dtype == torch.float32 or any(t.projection for t in self.tables)
+        return {} if whole else {"output_dtype": self.output_dtype}
+
+    def _projections(self) -> list[Tensor]:
+        """The matrices [D, dim] of the features that have one, in the order of features."""
+        return [self._projection(f.table) for f in self._features if f.table.projection]
+
+    def _projection(self, table: EmbeddingConfig) -> Tensor:
+        raise NotImplementedError
 
     def _formats(self) -> dict[str, object]:
         """What lookups have to know of rows that are not all float32."""
@@ -152,6 +163,12 @@ class ServedTables(Layout):
             seed=source.seed,
         )
         self.register_buffer("_weights", source._weights)
+        for table in self.tables:
+            if table.projection:
+                self.register_buffer(f"_projection_{table.name}", source._projection(table).detach())
+
+    def _projection(self, table: EmbeddingConfig) -> Tensor:
+        return self._buffers[f"_projection_{table.name}"]
 
     def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
         layout = self._layout(bag_starts) | self._output()

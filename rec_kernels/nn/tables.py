@@ -9,7 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.compression import Compression, Part
+from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
 
@@ -48,9 +48,9 @@ class EmbeddingConfig:
         name: the table's name, different for every table of a collection, without dots.
         feature_names: the features looked up in this table.
         format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
-        compression: None, or how the table is kept in fewer rows: ``rk.Hash``, ``rk.QuotientRemainder`` or
-            ``rk.Partitions``. E is then the number of ids. Of several parts, each is a table of its own, named
-            ``<name>_0``, ``<name>_1`` and so on.
+        compression: None, or how the table is kept in fewer numbers: ``rk.Hash``, ``rk.QuotientRemainder``,
+            ``rk.Partitions`` or, where bags are pooled, ``rk.MixedDimension``. E is then the number of ids. Of several
+            parts, each is a table of its own, named ``<name>_0``, ``<name>_1`` and so on.
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
             to the nearest), or with each part's; None: uniform in +-1/sqrt(E), and parts such that the rows that they
             make have that variance.
@@ -82,8 +82,8 @@ class EmbeddingConfig:
         object.__setattr__(self, "feature_names", list(feature_names))
         if not isinstance(self.compression, Compression | None):
             raise ValueError(
-                f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions or None, got "
-                f"{self.compression!r}"
+                f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions, rk.MixedDimension "
+                f"or None, got {self.compression!r}"
             )
         self._check_compression()
         try:
@@ -93,7 +93,10 @@ class EmbeddingConfig:
 
     def _check_compression(self) -> None:
         if self.compression is not None and self.compression.compose != "per_id":
-            raise ValueError(f"table {self.name!r}: compose must be 'per_id' for lookups that are not pooled")
+            raise ValueError(
+                f"table {self.name!r}: compression must not be {self.compression}: these lookups are not pooled, so it "
+                "must be None or one with compose 'per_id'"
+            )
 
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
@@ -105,10 +108,20 @@ class EmbeddingConfig:
         parts = self.compression.parts(self.num_embeddings, self.embedding_dim)
         names = [f"{self.name}_{p}" for p in range(len(parts))] if len(parts) > 1 else [self.name]
         bounds = self.compression.bounds(len(parts), bound)
+        whole = len(parts) == 1 and parts[0].num_embeddings == self.num_embeddings
         return [
-            StoredTable(name, part.num_embeddings, part.embedding_dim, self.format, part, self.init, own)
+            StoredTable(
+                name, part.num_embeddings, part.embedding_dim, self.format, None if whole else part, self.init, own
+            )
             for name, part, own in zip(names, parts, bounds, strict=True)
         ]
+
+    @property
+    def projection(self) -> tuple[int, int] | None:
+        """Shape [embedding_dim, dim] of the matrix that rows are multiplied by once pooled, or None."""
+        dim = sum(table.embedding_dim for table in self.stored)
+        narrow = isinstance(self.compression, MixedDimension) and dim < self.embedding_dim
+        return (self.embedding_dim, dim) if narrow else None
 
 
 @dataclass(frozen=True)
@@ -134,7 +147,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
 
 class Table(nn.Module):
-    """Holds one table's parameters, which are views of the collection's flat tensors."""
+    """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
 
     weight: nn.Parameter
     in_bytes = False  # whether the flat tensor of the weights is one of bytes
