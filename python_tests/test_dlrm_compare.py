@@ -216,7 +216,7 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         (["a", "b", "--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
         (["a", "b", "--seed", "3"], "unrecognized arguments: --seed 3"),
         (["a", "b", "--run", "x"], "unrecognized arguments: --run x"),
-        ([], "there is nothing to compare: give configurations, or formats as in --format fp32,int8"),
+        ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),
     ],
 )
 def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, capsys):

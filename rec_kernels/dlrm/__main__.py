@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rec_kernels.dlrm import compare, compare_report
-from rec_kernels.dlrm.config import DEVICES, FORMATS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
@@ -49,9 +49,9 @@ def _parser() -> argparse.ArgumentParser:
         "compare",
         help="train configurations with the same seeds and compare their test scores",
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
-        "seed. Configurations are named, or are the formats and roundings of a list, as in --format fp32,int8,int4 "
-        "--rounding stochastic,nearest. Given again, the command goes on where it stopped. Other flags are options of "
-        "all configurations.",
+        "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
+        "stochastic,nearest or --embedding full,hash,qr,mixed. Given again, the command goes on where it stopped. Other "
+        "flags are options of all configurations.",
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
@@ -73,9 +73,14 @@ def _parser() -> argparse.ArgumentParser:
         help=f"of updated rows that are not fp32, or a list: every format with every rounding; {', '.join(ROUNDINGS)} "
         f"(default: {ROUNDINGS[0]})",
     )
+    command.add_argument(
+        "--embedding",
+        metavar="KIND,...",
+        help=f"kind of tables, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
+    )
     command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
-    add_options(command, without=("run", "seed", "format", "rounding"))
+    add_options(command, without=("run", "seed", "format", "rounding", "embedding"))
     return parser
 
 
@@ -109,7 +114,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
-    rows = {"formats": options.pop("format"), "roundings": options.pop("rounding")}
+    rows = {f"{name}s": options.pop(name) for name in ("format", "rounding", "embedding")}
     try:
         plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **rows)
     except ValueError as error:

@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, datasets
-from rec_kernels.dlrm.config import FORMATS, ROUNDINGS, TrainConfig, widths
+from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, widths
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import TrainingError, train
@@ -53,6 +53,7 @@ def plan(
     *,
     formats: str | None = None,
     roundings: str | None = None,
+    embeddings: str | None = None,
 ) -> Comparison:
     """The comparison that a command line asks for.
 
@@ -65,21 +66,31 @@ def plan(
         formats, roundings: None: as ``base``. Lists, as in "fp32,int8": every configuration in every format with every
             rounding, named "NAME-int8-nearest", or without configurations "int8-nearest". fp32 is not rounded, so it is
             there once.
+        embeddings: the same of kinds of tables, as in "full,hash,qr": every configuration with each, in every format,
+            named "NAME-qr-int8-nearest".
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
     """
     if not is_run_name(name):
         raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
-    variants = _variants(formats or base.format, roundings or base.rounding)
+    variants = {
+        "-".join(part for part in (kind, row) if part): kinds | rows
+        for kind, kinds in _kinds(embeddings or base.embedding).items()
+        for row, rows in _variants(formats or base.format, roundings or base.rounding).items()
+    }
     if not configurations and "" in variants:
-        raise ValueError("there is nothing to compare: give configurations, or formats as in --format fp32,int8")
+        raise ValueError(
+            "there is nothing to compare: give configurations, or lists as in --format fp32,int8 or --embedding full,qr"
+        )
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
-        twice = sorted({"format", "rounding"} & set(given))
+        twice = sorted(set(given) & {"format", "rounding", "embedding"})
         if twice and "" not in variants:
-            raise ValueError(f"configuration {text!r}: {twice[0]!r} is given, and --format or --rounding is a list")
+            raise ValueError(
+                f"configuration {text!r}: {twice[0]!r} is given, and --format, --rounding or --embedding is a list"
+            )
         for variant, rows in variants.items():
             full = "-".join(part for part in (key, variant) if part)
             if full in configs:
@@ -91,6 +102,14 @@ def plan(
     if len(configs) < 2:
         raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+
+
+def _kinds(embeddings: str) -> dict[str, dict[str, str]]:
+    """The option "embedding" by its name; by "" if there is one."""
+    names = embeddings.split(",")
+    if not set(names) <= set(EMBEDDINGS) or len(set(names)) < len(names):
+        raise ValueError(f"embedding is {embeddings!r}, allowed is {', '.join(EMBEDDINGS)}, or several of them")
+    return {name if len(names) > 1 else "": {"embedding": name} for name in names}
 
 
 def _variants(formats: str, roundings: str) -> dict[str, dict[str, str]]:

@@ -13,12 +13,14 @@ from typing import Any
 
 import rec_kernels as rk
 from rec_kernels.dlrm.completejourney import LAST_WEEK
-from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+from rec_kernels.nn.compression import Compression
 from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
 DEVICES = ("cpu", "cuda")
+EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS = {
     "rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8),
@@ -98,6 +100,17 @@ class TrainConfig:
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
+    embedding: str = _choice(
+        "full",
+        "tables: full; hash, ids share rows; qr, quotient and remainder, multiplied, added (qr_add) or side by side "
+        "(qr_concat); mixed, large tables have fewer columns",
+        EMBEDDINGS,
+    )
+    collisions: int = _count(4, "hash, qr: how many ids share a row")
+    temperature: float = _option(
+        0.3, float, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
+    )
+    threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
     format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
@@ -158,7 +171,25 @@ class TrainConfig:
     def run_name(self, data_name: str) -> str:
         """Name of the run where none was given."""
         rows = "" if self.format == "fp32" else f"-{self.format}-{self.rounding}"
-        return f"{data_name}-d{self.embedding_dim}{rows}-b{self.batch_size}-seed{self.seed}"
+        kind = {"full": "", "mixed": f"-mixed{self.temperature:g}"}.get(
+            self.embedding, f"-{self.embedding}{self.collisions}"
+        )
+        return f"{data_name}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
+
+    def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
+        """How the tables of features are kept in fewer numbers, by feature; full ones are not there."""
+        large = [f for f in features if f.num_embeddings > self.threshold]
+        if self.embedding == "full" or not large:
+            return {}
+        if self.embedding == "mixed":
+            sizes = [f.num_embeddings for f in features]
+            dims = rk.mixed_dimensions(sizes, self.embedding_dim, self.temperature, threshold=self.threshold)
+            narrow = {f.name: rk.MixedDimension(dim) for f, dim in zip(features, dims, strict=True)}
+            return {f.name: narrow[f.name] for f in large}
+        if self.embedding == "hash":
+            return {f.name: rk.Hash(-(-f.num_embeddings // self.collisions)) for f in large}
+        combine = {"qr": "mult", "qr_add": "add", "qr_concat": "concat"}[self.embedding]
+        return {f.name: rk.QuotientRemainder(self.collisions, combine) for f in large}
 
     def table_optimizer(self) -> Optimizer:
         """The fused optimizer of the tables."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from torch.autograd.function import once_differentiable
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
+from rec_kernels.nn.compression import Compression
 
 
 class DLRM(nn.Module):
@@ -29,12 +31,14 @@ class DLRM(nn.Module):
         top: widths of the hidden layers between the interaction and the logit.
         format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; outputs, MLPs and optimizer state are float32.
         rounding: of updated rows of formats other than fp32, "stochastic" or "nearest".
+        compressions: of tables that are kept in fewer numbers, by feature (``rk.EmbeddingBagConfig``).
         optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the MLPs are
             the business of the caller's optimizer (``dense_parameters``).
         seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
             stochastic rounding: 2 seed is the collections' one of the features that are not shared, 2 seed + 1 of those
             that are.
-        init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default.
+        init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
+            ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class DLRM(nn.Module):
         top: Sequence[int] = (64, 32),
         format: str = "fp32",
         rounding: str = "stochastic",
+        compressions: Mapping[str, Compression] = MappingProxyType({}),
         optimizer=None,
         seed: int = 0,
         init: Callable[[torch.Tensor], object] | None = None,
@@ -65,12 +70,15 @@ class DLRM(nn.Module):
                     feature_names=[f.name],
                     pooling=f.pooling,
                     format=format,
-                    init=init,
+                    compression=compressions.get(f.name),
+                    init=None if f.name in compressions else init,
                 )
                 for f in chosen
             ]
             options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
-            return rk.EmbeddingBagCollection(tables, **options) if tables else None
+            with torch.random.fork_rng(devices=()):
+                torch.manual_seed(seed)  # of tables without an init
+                return rk.EmbeddingBagCollection(tables, **options) if tables else None
 
         vectors = 1 + len(features)
         self.embedding_dim, self.format = embedding_dim, format
@@ -119,8 +127,9 @@ class DLRM(nn.Module):
             yield
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the two MLPs: all that the caller's optimizer has to update."""
-        return [*self.bottom.parameters(), *self.top.parameters()]
+        """Parameters of the two MLPs and of projections: all that the caller's optimizer has to update."""
+        projections = [p for c in self.collections() for p in c.parameters() if p.requires_grad]
+        return [*self.bottom.parameters(), *self.top.parameters(), *projections]
 
     def memory_report(self) -> list[dict]:
         """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""

@@ -97,6 +97,7 @@ def build_model(config: TrainConfig, data: DataSet) -> DLRM:
         top=config.top,
         format=config.format,
         rounding=config.rounding,
+        compressions=config.compressions(data.features),
         optimizer=config.table_optimizer(),
         seed=config.seed,
     )

@@ -219,8 +219,8 @@ class MixedDimension(Compression):
     where the tables have a fused one. All features of a collection are projected in one call.
 
     Args:
-        dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. With ``embedding_dim`` of them, there is
-            no matrix.
+        dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. With ``embedding_dim`` of them there
+            is no matrix.
     """
 
     dim: int

@@ -1,0 +1,135 @@
+"""The trainer with compressed tables: what it keeps, says, resumes, refuses and compares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+import rec_kernels as rk
+from rec_kernels.dlrm import TrainConfig, checkpoint, report, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.config import EMBEDDINGS
+from rec_kernels.dlrm.data import Feature
+from rec_kernels.dlrm.synthetic import Synthetic
+from rec_kernels.dlrm.train import build_model
+
+OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
+FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
+    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "curves", lambda records: [])
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    return Synthetic(3000, 300)
+
+
+@pytest.mark.parametrize("embedding", EMBEDDINGS)
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_path: Path) -> None:
+    """With every format's rows: the run is named after it, its tables are smaller, it learns, it is resumed to the same."""
+    flags = ["--embedding", embedding, "--collisions", "5", "--format", format, "--epochs", "2"]
+    assert main(["train", *FLAGS, *flags, "--runs-dir", str(tmp_path)]) == 0
+    run = next(tmp_path.iterdir())
+    kind = {"full": "", "mixed": "-mixed0.3"}.get(embedding, f"-{embedding}5")
+    assert run.name.startswith(f"{data.name}-d16{kind}-{'b500' if format == 'fp32' else 'int8-stochastic'}")
+    test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert test["log_loss"] < 0.7
+    full = sum(f.num_embeddings for f in data.features) * rk.row_bytes(format, 16)
+    kept = sum(table["weight_bytes"] for table in test["tables"])
+    assert kept == full if embedding == "full" else kept < 0.65 * full
+    config = TrainConfig.read(run)
+    assert (config.embedding, config.collisions) == (embedding, 5)
+    again = train(
+        TrainConfig(
+            **OPTIONS, embedding=embedding, collisions=5, format=format, runs_dir=str(tmp_path), run="x", epochs=2
+        ),
+        data,
+        progress=False,
+    )
+    states = [checkpoint.load(directory)["model"] for directory in (run, Path(again["directory"]))]
+    assert all(torch.equal(a, b) for a, b in zip(*(s.values() for s in states), strict=True))
+
+
+def test_which_tables_are_compressed() -> None:
+    """Those of more ids than the threshold; widths of mixed dimensions are rk.mixed_dimensions'."""
+    features = [Feature("big", 100_000), Feature("small", 200), Feature("middle", 5000)]
+    kinds = {
+        "full": {},
+        "hash": {"big": rk.Hash(25_000), "middle": rk.Hash(1250)},
+        "qr": dict.fromkeys(("big", "middle"), rk.QuotientRemainder(4)),
+        "qr_add": dict.fromkeys(("big", "middle"), rk.QuotientRemainder(4, "add")),
+        "qr_concat": dict.fromkeys(("big", "middle"), rk.QuotientRemainder(4, "concat")),
+        "mixed": {"big": rk.MixedDimension(2), "middle": rk.MixedDimension(6)},
+    }
+    for kind, expected in kinds.items():
+        assert TrainConfig(embedding=kind).compressions(features) == expected
+    assert TrainConfig(embedding="hash", threshold=10**6).compressions(features) == {}
+    assert TrainConfig(embedding="mixed", threshold=0, temperature=0.0).compressions(features)["small"].dim == 16
+
+
+def test_full_tables_start_as_ever(data: Synthetic) -> None:
+    """Tables that are not compressed, and the MLPs, start with the same numbers beside compressed ones."""
+    full, half = (
+        build_model(TrainConfig(**OPTIONS, embedding=kind, threshold=0 if kind == "full" else 10**6), data)
+        for kind in ("full", "qr")
+    )
+    assert all(torch.equal(a, b) for a, b in zip(full.parameters(), half.parameters(), strict=True))
+    one, other = (build_model(TrainConfig(**OPTIONS, embedding="qr", seed=seed), data) for seed in (0, 1))
+    name = next(t.stored[0].name for t in one.collections()[0].tables if t.compression)
+    weights = [model.collections()[0].embedding_bags[name].weight for model in (one, other)]
+    assert not torch.equal(*weights)
+
+
+def test_projections_are_dense_parameters(data: Synthetic) -> None:
+    """They are the MLPs' optimizer's."""
+    model = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
+    shapes = [tuple(p.shape) for p in model.dense_parameters()]
+    narrow = [t.projection for c in model.collections() for t in c.tables if t.projection]
+    assert narrow and all(shape in shapes for shape in narrow)
+
+
+def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A list of kinds, alone and with formats."""
+    flags = ["--embedding", "full,hash,qr", "--seeds", "2", "--runs-dir", str(tmp_path), "--name", "kinds"]
+    assert main(["compare", *FLAGS, *flags]) == 0
+    table = capsys.readouterr().out
+    assert all(name in table for name in ("full", "hash", "qr"))
+    assert (tmp_path / "kinds").is_dir()
+    both = ["--embedding", "full,qr", "--format", "fp32,int8", "--seeds", "1", "--runs-dir", str(tmp_path)]
+    assert main(["compare", *FLAGS, *both, "--name", "both"]) == 0
+    runs = {path.name for path in (tmp_path / "both").iterdir() if path.is_dir()}
+    assert runs == {f"{name}-seed0" for name in ("full-fp32", "full-int8-stochastic", "qr-fp32", "qr-int8-stochastic")}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "--embedding", "qr4"], "embedding is 'qr4', allowed is full, hash, qr, qr_add, qr_concat or mixed"),
+        (["train", "--collisions", "0"], "collisions is 0, allowed is 1 or more"),
+        (["train", "--temperature", "-1"], "temperature is -1.0, allowed is 0 or more"),
+        (["train", "--threshold", "-1"], "threshold is -1, allowed is 0 or more"),
+        (["compare", "--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
+        (["compare", "--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
+        (["compare", "--embedding", "qr"], "there is nothing to compare"),
+        (["compare", "a", "b:embedding=qr", "--embedding", "full,hash"], "'embedding' is given, and --format, "),
+    ],
+)
+def test_wrong_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Named with what is allowed; nothing is made."""
+    with pytest.raises(SystemExit, match="2"):
+        main([*arguments, "--runs-dir", str(tmp_path / "runs")])
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
