@@ -50,8 +50,8 @@ def _parser() -> argparse.ArgumentParser:
         help="train configurations with the same seeds and compare their test scores",
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
         "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
-        "stochastic,nearest or --embedding full,hash,qr,mixed. Given again, the command goes on where it stopped. Other "
-        "flags are options of all configurations.",
+        "stochastic,nearest or --embedding full,hash,qr,mixed. Given again, the command goes on where it stopped. "
+        "Other flags are options of all configurations.",
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
