@@ -39,7 +39,7 @@ def data() -> Synthetic:
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_path: Path) -> None:
-    """With rows of two formats: the run is named after it, its tables are smaller, it learns; again, to the same bits."""
+    """With rows of two formats: the run is named after it, its tables are smaller, it learns, and again the same."""
     flags = ["--embedding", embedding, "--collisions", "5", "--format", format, "--epochs", "2"]
     assert main(["train", *FLAGS, *flags, "--runs-dir", str(tmp_path)]) == 0
     run = next(tmp_path.iterdir())
