@@ -104,14 +104,23 @@ class Case:
         layout = {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
         return layout | {"mean": torch.tensor(self.mean), "output_dim": columns, "padding_idx": self.padding_idx}
 
-    def _columns(self) -> tuple[list[int], int]:
-        """Of each part its first column of the output, and how many there are."""
-        firsts, column = [], 0
+    @property
+    def columns(self) -> list[tuple[list[int], int]]:
+        """Of each feature the first column of each part, counted from the feature's own, and how many it has."""
+        found = []
         for f in self.features:
             dims = [self.tables[t][1] for t in (f.tables if isinstance(f, Parts) else [f])]
             together = isinstance(f, Parts) and f.combine != "concat"
-            firsts += [column if together else column + sum(dims[:p]) for p in range(len(dims))]
-            column += dims[0] if together else sum(dims)
+            firsts = [0 if together else sum(dims[:p]) for p in range(len(dims))]
+            found.append((firsts, dims[0] if together else sum(dims)))
+        return found
+
+    def _columns(self) -> tuple[list[int], int]:
+        """Of each part its first column of the output, and how many there are."""
+        firsts, column = [], 0
+        for mine, width in self.columns:
+            firsts += [column + first for first in mine]
+            column += width
         return firsts, column
 
     def _partitions(self) -> dict[str, list[int]]:

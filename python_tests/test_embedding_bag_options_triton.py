@@ -78,8 +78,9 @@ def test_refused() -> None:
     """What needs the compiled library is named."""
     case, layout = _two_features()
     bags = {"values": case.values, "offsets": case.offsets} | layout
-    with pytest.raises(ValueError, match=r"bag_starts must not be given.*compiled CUDA library"):
-        triton.embedding_bag(**_moved(bags | {"weights": case.weights, "bag_starts": torch.tensor([0, 2, 4])}))
+    for name in ("bag_starts", "partition_starts"):
+        with pytest.raises(ValueError, match=rf"{name} must not be given.*compiled CUDA library"):
+            triton.embedding_bag(**_moved(bags | {"weights": case.weights, name: torch.tensor([0, 2, 4])}))
     state = {"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": None}
     for name, value in (("weight_decay", 0.1), ("clip_grad_value", 1.0), ("clip_grad_norm", 1.0)):
         with pytest.raises(ValueError, match=f"{name} must not be given"):

@@ -11,9 +11,11 @@ from embedding_bag_cases import Case, make_case
 from embedding_bag_format_cases import EncodedCase, encoded_cases, every_format_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_embedding_bag_partitions import partitioned
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
 BAD_LAYOUT = torch.iinfo(torch.int64).min
@@ -41,31 +43,29 @@ class Strided:
         features = range(len(self.sizes))
         lengths = torch.cat([case.offsets.diff()[self.bags(f)] for f in features])
         first = case.offsets[:1]
-        dims = [case.tables[t][1] for t in case.features]
         return self.encoded.layout | {
             "values": case.values,
             "offsets": torch.cat([first, first + lengths.cumsum(0)]).to(case.offsets.dtype),
-            "output_offsets": torch.zeros(len(dims), dtype=torch.int64),
-            "output_dim": max(dims),
+            "output_offsets": torch.tensor([first for firsts, _ in case.columns for first in firsts]),
+            "output_dim": max(width for _, width in case.columns),
             "bag_starts": torch.tensor([0, *self.sizes]).cumsum(0),
         }
 
     def rows_of(self, wide: Tensor) -> Tensor:
-        """[bags, largest D], zeros behind a feature's columns, from [B, sum of D]."""
+        """[bags, most columns], zeros behind a feature's columns, from [B, all columns]."""
         case, column, blocks = self.case, 0, []
-        widest = max(case.tables[t][1] for t in case.features)
-        for f, t in enumerate(case.features):
-            dim = case.tables[t][1]
-            block = wide[: self.sizes[f], column : column + dim]
-            blocks.append(torch.nn.functional.pad(block, (0, widest - dim)))
-            column += dim
+        widest = max(width for _, width in case.columns)
+        for size, (_, width) in zip(self.sizes, case.columns, strict=True):
+            block = wide[:size, column : column + width]
+            blocks.append(torch.nn.functional.pad(block, (0, widest - width)))
+            column += width
         return torch.cat(blocks)
 
 
 @st.composite
 def strided_cases(draw) -> Strided:
-    """Any case and formats, with some of its empty bags left out."""
-    encoded = draw(encoded_cases())
+    """Any case and formats, partitioned features too, with some of its empty bags left out."""
+    encoded = draw(encoded_cases() | partitioned(list(BAG_FORMATS)).map(lambda of: EncodedCase(*of)))
     case = encoded.case
     sizes = []
     for f in range(len(case.features)):
@@ -184,7 +184,7 @@ def test_messages_name_feature_and_bag() -> None:
     [
         ({"bag_starts": torch.tensor([0, 4])}, "bag_starts must have shape"),
         ({"bag_starts": torch.tensor([0, 2, 4], dtype=torch.int32)}, "bag_starts must be"),
-        ({"output_dim": 7}, "output_dim = 7 must be 8, the largest of embedding_dims, or more"),
+        ({"output_dim": 7}, "output_dim = 7 must be 8, the most columns of a feature, or more"),
         ({"output_offsets": torch.tensor([0, 8])}, r"output_offsets\[1\] = 8 must be 0, as bag_starts is given"),
     ],
 )

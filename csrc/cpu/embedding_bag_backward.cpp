@@ -251,6 +251,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
       partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
+  check_own_weights(weights, weights_shape, values, layout);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
@@ -277,6 +278,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
       partition_starts, divisors,          moduli,         id_limits,      combine};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
+  check_own_weights(weights, weights_shape, values, layout);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);

@@ -69,9 +69,9 @@ struct ElementwiseTarget : Base {
   }
   __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
-  __device__ void expect_state(int64_t feature, const Feature& f, int64_t row, int lane) const {
+  __device__ void expect_state(int64_t part, const Feature& f, int64_t row, int lane) const {
     if (4 * lane >= f.embedding_dim) return;
-    const int64_t place = place_of(feature, f, row) + 4 * lane;
+    const int64_t place = place_of(part, f, row) + 4 * lane;
     const OptimizerState& s = u.state;
     if (s.sum) prefetch(s.moment(s.sum, place));
     if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
@@ -85,9 +85,9 @@ struct ElementwiseTarget : Base {
     u.state.exp_avg_sq[row] = second;
     return o.row_divisor(second);
   }
-  __device__ RowState state_of(int64_t feature, const Feature& f, int64_t row, float divisor) const {
+  __device__ RowState state_of(int64_t part, const Feature& f, int64_t row, float divisor) const {
     const Elementwise o = optimizer();
-    const int64_t place = place_of(feature, f, row);
+    const int64_t place = place_of(part, f, row);
     const OptimizerState& s = u.state;
     float* second = s.sum ? s.sum : s.exp_avg_sq;
     return {o,
@@ -124,8 +124,8 @@ struct ElementwiseTarget : Base {
   }
 
  private:
-  __device__ int64_t place_of(int64_t feature, const Feature& f, int64_t row) const {
-    return u.moments.offset(feature) + (row - f.row_offset) * f.embedding_dim;
+  __device__ int64_t place_of(int64_t part, const Feature& f, int64_t row) const {
+    return u.moments.offset(part) + (row - f.row_offset) * f.embedding_dim;
   }
 };
 

@@ -1,6 +1,5 @@
 // embedding_bag on the GPU: forward (kernels in embedding_bag_pool.cu) and the gradient of per_sample_weights.
-#include "cuda/embedding_bag.cuh"
-#include "cuda/row_codec.cuh"
+#include "cuda/embedding_bag_pool.cuh"
 
 namespace rec_kernels {
 namespace {
@@ -28,26 +27,14 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
   if (*a.status == kBadLayout) return;
   const Group<kWarpSize> warp;
   for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag);
-    if (!a.features.has_format(feature, a.format)) continue;
-    const Feature f = a.features[feature];
-    const Range ids = range_of(a.bags, bag, a.status);
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
+    const Feature f = a.features[part];
+    const int64_t D = f.embedding_dim;
     const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
-    int64_t counted = 0;
-    for (int64_t i = ids.start; i < ids.stop; ++i) {
-      const int64_t id = a.bags.id(i);
-      counted += a.bags.in_range(id, f) && id != a.bags.padding_idx;
-    }
-    const float each = f.mean && counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
-    for (int64_t i = ids.start; i < ids.stop; ++i) {
-      const int64_t id = a.bags.id(i);
-      float dot = 0.0f;
-      if (a.bags.in_range(id, f) && id != a.bags.padding_idx)
-        dot = warp_dot<Format>(g, a.weights + f.weight_offset + id * Format::row_bytes(f.embedding_dim),
-                               f.embedding_dim, warp.lane);
-      else if (!a.bags.in_range(id, f) && warp.lane == 0) note_bad(a.status, i);
-      if (warp.lane == 0) out[i] = f.mean && counted > 1 ? dot * each : dot;
-    }
+    write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id) {
+      return warp_dot<Format>(g, a.weights + f.weight_offset + id * Format::row_bytes(D), D, warp.lane);
+    });
   }
 }
 
@@ -68,8 +55,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   PoolArgs args = pool_args(weights, in, status);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
-  for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
+  for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format) {
     launch_pool(args, in.max_dim, stream);
+    if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);
+  }
   return {output, status};
 }
 
@@ -185,6 +174,8 @@ Tensor per_sample_weights_gradient(
       launch(weight_gradient_kernel<decltype(format)>, blocks_for(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
              device.stream(), args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
     });
+  if (in.features.parts && in.bags.num_bags > 0)
+    launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), device.stream());
   return out;
 }
 

@@ -13,33 +13,50 @@ constexpr int64_t kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
-// The layout tensors; null: one table.
+// What start_kernel makes, once a call, of a part of a call with partition_starts.
+struct Part {
+  Partition partition;
+  int64_t feature;  // whose part it is, and what this feature says of its ids
+  int64_t id_limit;
+  Combine combine;  // with the feature's other parts; kConcat of one alone
+  bool composed;    // an id is no row of one table: it is mapped to one, or the feature has several parts
+  bool multiplied;  // rows of its table are multiplied with others, for this feature or another; known to updates only
+};
+
+// The layout tensors; null: one table. They have an element for each part, but for `means` and `frozen`.
 struct Features {
   const int64_t *weight_offsets, *row_offsets, *num_embeddings, *embedding_dims, *output_offsets;
   const bool* means;
   const int64_t *format_of, *table_ids;  // or null: formats[0], and 0
   const bool* frozen;                    // or null: none is
+  Part* parts;                           // or null: every feature is one table, and an id its row
+  int most_parts, part_bits;             // no feature has more; of the number of a part within its feature
   Feature one;
   int element_bytes;  // of `weights`: what weight_offsets count
   int num_formats;
   RowFormat formats[kNumBagFormats];
 
-  __device__ __forceinline__ Feature operator[](int64_t f) const {
+  // Part p; its partition and what becomes of the feature's parts are in parts[p].
+  __device__ __forceinline__ Feature operator[](int64_t p) const {
     if (!embedding_dims) return one;
     Feature out;
     // Unsigned: the offset of a bad layout, which is noted elsewhere, may be anything.
-    out.weight_offset = static_cast<int64_t>(static_cast<uint64_t>(weight_offsets[f]) * element_bytes);
-    out.row_offset = row_offsets[f];
-    out.num_embeddings = num_embeddings[f];
-    out.embedding_dim = embedding_dims[f];
-    out.output_offset = output_offsets[f];
-    out.table_id = table_ids ? table_ids[f] : 0;
-    out.mean = means ? means[f] : one.mean;
-    out.frozen = frozen && frozen[f];
+    out.weight_offset = static_cast<int64_t>(static_cast<uint64_t>(weight_offsets[p]) * element_bytes);
+    out.row_offset = row_offsets[p];
+    out.num_embeddings = num_embeddings[p];
+    out.embedding_dim = embedding_dims[p];
+    out.output_offset = output_offsets[p];
+    out.table_id = table_ids ? table_ids[p] : 0;
+    out.number = parts ? parts[p].feature : p;
+    out.id_limit = parts ? parts[p].id_limit : out.num_embeddings;
+    out.mean = means ? means[out.number] : one.mean;
+    out.frozen = frozen && frozen[out.number];
     return out;
   }
-  // Whether feature f's rows are of formats[index].
-  __device__ __forceinline__ bool has_format(int64_t f, int index) const { return !format_of || format_of[f] == index; }
+  // Whether part p's rows are of formats[index].
+  __device__ __forceinline__ bool has_format(int64_t p, int index) const { return !format_of || format_of[p] == index; }
+  // Whether an id of part p's feature is one row of one table.
+  __device__ __forceinline__ bool is_plain(int64_t p) const { return !parts || !parts[p].composed; }
 };
 
 __device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
@@ -76,19 +93,33 @@ struct PoolArgs {
   int64_t output_dim;
   int64_t* status;
 };
-// Pools every bag of the features of one format; no row is wider than max_dim.
+// Pools every bag of the plain features of one format; no row is wider than max_dim.
 void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// The same of the features that are not plain, of calls with partition_starts.
+void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
+void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);
+
+// What the parts of a call with partition_starts are made from; null without.
+struct Partitions {
+  const int64_t *divisors, *moduli;    // of each part
+  const int64_t *id_limits, *combine;  // of each feature
+};
 
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
   Tensor values, offsets;
-  OptionalTensor per_sample_weights;
+  OptionalTensor per_sample_weights, parts;
   Features features;
+  Partitions partitions;
   Bags bags;
   BagOptions options;
-  int64_t num_features, output_dim;
+  int64_t num_features, num_parts, output_dim;
   int64_t max_dim, num_rows;  // widest row; above every linear row number
   bool any_mean;              // or the features' own say is not known to the host
+
+  // Whether a feature may have several parts, the rows of which may be multiplied: the device knows.
+  bool may_multiply() const { return features.most_parts > 1; }
 };
 
 // `rows` and `columns` describe the single table of a call without a layout.
@@ -101,7 +132,7 @@ struct Moments {
   const int64_t* offsets = nullptr;  // or null: 0
   int64_t count = -1;                // elements; -1: there is no such state
 
-  __device__ __forceinline__ int64_t offset(int64_t feature) const { return offsets ? offsets[feature] : 0; }
+  __device__ __forceinline__ int64_t offset(int64_t part) const { return offsets ? offsets[part] : 0; }
 };
 
 // A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many elements they have.

@@ -76,19 +76,22 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
   beta_powers[1] = beta_powers[1] * beta2;
 }
 
-SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const float* grad_scale,
-                 const Skip& skip) {
-  return {o.runs,  in.features, 0,       in.bags, grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
-          nullptr, nullptr,     nullptr, 0};
+SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const OptionalTensor& weights,
+                 const float* grad_scale, const Skip& skip) {
+  check_value(!in.may_multiply() || weights,
+              "weights must be given: partition_starts gives features several parts, whose rows may be multiplied");
+  const auto* rows = in.may_multiply() ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
+  return {o.runs, in.features, rows,    0,       in.bags, grad.const_data_ptr<float>(), in.output_dim, grad_scale,
+          skip,   nullptr,     nullptr, nullptr, 0};
 }
 
-// The sums of chunks of long runs, which finishing starts from; owns their memory.
+// The sums of chunks, which finishing starts from; owns their memory.
 struct ChunkSums {
   Tensor partials, next, owners;
 };
 
 ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
-  const int64_t rows = in.bags.num_ids > kChunk ? args->runs.most_chunks : 0;
+  const int64_t rows = in.bags.num_ids > kChunk || in.may_multiply() ? args->runs.most_chunks : 0;
   ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {(rows / 2 + 1) * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {rows * 4}, ScalarType::Byte)};
@@ -101,6 +104,9 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     launch(sum_chunks_kernel<G, kBlocks>, blocks_for(args->runs.most_chunks, G), dim3(kThreads), 0, stream, *args);
   });
+  for (args->format = 0; args->format < in.features.num_formats && in.may_multiply(); ++args->format)
+    launch_product_sums(*args, stream);
+  args->format = 0;
   return sums;
 }
 
@@ -154,7 +160,8 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                      const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -164,13 +171,14 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const OnDeviceOf device(values);
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
+  check_own_weights(weights, weights_shape, values, layout);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in),
                status = new_status(in, floats_of(weights_shape), true, grad, device.stream());
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, device.stream());
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  finish_all(in, sum_args(in, o, grad, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
+  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
              device.stream());
   return out;
 }
@@ -178,7 +186,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
 // Columns of each run, and behind the last run nothing.
 __global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, int64_t* dims) {
   for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())
-    dims[r] = r < *a.runs.num_runs ? a.features[feature_of_run(a, r)].embedding_dim : 0;
+    dims[r] = r < *a.runs.num_runs ? a.features[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
 }
 
 // Runs whose row is below `row`.
@@ -192,10 +200,10 @@ __device__ int64_t runs_below(const Runs& runs, int64_t row) {
   return low;
 }
 
-__global__ void row_counts_kernel(SumArgs a, int64_t features, int64_t* counts) {
-  for (int64_t f = Group<1>::first(); f < features; f += Group<1>::stride()) {
-    const Feature table = a.features[f];
-    counts[f] = runs_below(a.runs, table.row_offset + table.num_embeddings) - runs_below(a.runs, table.row_offset);
+__global__ void row_counts_kernel(SumArgs a, int64_t parts, int64_t* counts) {
+  for (int64_t p = Group<1>::first(); p < parts; p += Group<1>::stride()) {
+    const Feature table = a.features[p];
+    counts[p] = runs_below(a.runs, table.row_offset + table.num_embeddings) - runs_below(a.runs, table.row_offset);
   }
 }
 
@@ -207,7 +215,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -217,10 +226,11 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
+  check_own_weights(weights, weights_shape, values, layout);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  const SumArgs args = sum_args(in, o, grad, nullptr, {});
+  const SumArgs args = sum_args(in, o, grad, weights, nullptr, {});
   // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
   int64_t bad = 0, num_runs = 0, floats = 0;
   copy_to_host(&bad, status.const_data_ptr<int64_t>(), sizeof bad, stream);
@@ -233,8 +243,8 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   copy_to_host(&floats, first.const_data_ptr<int64_t>() + most, sizeof floats, stream);
   Tensor rows = new_tensor(grad, {num_runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {floats}, ScalarType::Float);
-  Tensor row_counts = new_tensor(grad, {in.num_features}, ScalarType::Long);
-  launch(row_counts_kernel, blocks_for(in.num_features, 1), dim3(kThreads), 0, stream, args, in.num_features,
+  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
+  launch(row_counts_kernel, blocks_for(in.num_parts, 1), dim3(kThreads), 0, stream, args, in.num_parts,
          row_counts.mutable_data_ptr<int64_t>());
   const SparseTarget target{rows.mutable_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(),
                             row_grads.mutable_data_ptr<float>()};
@@ -294,7 +304,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
-  const SumArgs args = sum_args(in, o, grad, scale, skip);
+  const SumArgs args = sum_args(in, o, grad, weights, scale, skip);
   auto* counter = step.mutable_data_ptr<int64_t>();
   const UpdateArgs update{static_cast<uint8_t*>(weights.mutable_data_ptr()),
                           state.pointers(),

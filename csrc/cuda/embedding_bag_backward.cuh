@@ -12,20 +12,36 @@ inline namespace RK_ISA {
 // Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
 constexpr int64_t kChunk = 64;
 
-// Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long").
+// Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Runs of
+// multiplied tables have chunks too where they are short: their sums are needed before any row changes.
 struct Runs {
   const uint64_t* keys;       // linear row of each entry
-  const uint32_t* payloads;   // of each entry: its bag, or with coefficients its occurrence
-  const uint32_t* bag_of;     // of an occurrence; null: the payload is the bag
-  const float* coefficients;  // of an occurrence; null: 1
+  const uint32_t* payloads;   // of each entry: its bag; or its id's position << part_bits, and behind it, its part
+  const uint32_t* bag_of;     // of a position; null: the payload is the bag
+  const float* coefficients;  // of a position; null: 1
   const int64_t* starts;      // run r is entries [starts[r], starts[r + 1])
   const int64_t* num_runs;
-  const uint32_t* chunk_starts;  // of run r: chunks of the long runs before; one more behind the last run
+  const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
   int64_t most_runs, most_chunks;
+  int part_bits;  // of the number of a part within its feature
 
   __device__ __forceinline__ int64_t count(int64_t run) const { return starts[run + 1] - starts[run]; }
-  __device__ __forceinline__ uint32_t bag(uint32_t payload) const { return bag_of ? bag_of[payload] : payload; }
+  __device__ __forceinline__ uint32_t position(uint32_t payload) const { return payload >> part_bits; }
+  __device__ __forceinline__ uint32_t bag(uint32_t payload) const {
+    return bag_of ? bag_of[position(payload)] : payload;
+  }
+  // The part of a feature, in a call with partition_starts, that an entry is of.
+  __device__ __forceinline__ int64_t part(const Bags& bags, int64_t feature, uint32_t payload) const {
+    return bags.part_starts[feature] + (payload & ((1u << part_bits) - 1));
+  }
 };
+
+// The part that a run's first entry is of; all of its entries are of parts that read the same table.
+__device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bags, int64_t run) {
+  const uint32_t payload = runs.payloads[runs.starts[run]], bag = runs.bag(payload);
+  const int64_t feature = bags.starts ? bags.feature_of(bag) : bag / static_cast<uint32_t>(bags.batch);
+  return bags.part_starts ? runs.part(bags, feature, payload) : feature;
+}
 
 // Gradient rows a group has on their way, as in the forward.
 constexpr int kInFlight = 4;
@@ -44,7 +60,8 @@ struct Skip {
 struct SumArgs {
   Runs runs;
   Features features;
-  int format;  // of the rows to finish, an index into features.formats
+  const uint8_t* weights;  // as they were, for multiplied tables; or null: there are none
+  int format;              // of the rows to finish or to multiply, an index into features.formats
   Bags bags;
   const float* grad;
   int64_t output_dim;
@@ -70,7 +87,19 @@ __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[k
     }
 }
 
-// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients.
+// The columns of an entry's part in the gradient of its bag.
+__device__ __forceinline__ const float* gradient_of(const SumArgs& a, uint32_t payload, uint32_t bag) {
+  if (a.bags.part_starts) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.runs.part(a.bags, feature, payload);
+    return a.grad + a.bags.output_row(bag, feature) * a.output_dim + a.features[part].output_offset;
+  }
+  if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
+  const auto batch = static_cast<uint32_t>(a.bags.batch);
+  return a.grad + int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
+}
+
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, for a
+// `first` of -1 - i and a count of 1, chunk sum i.
 template <int G, int kBlocks>
 struct OccurrenceSum {
   const SumArgs& a;
@@ -80,14 +109,16 @@ struct OccurrenceSum {
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
     for (int64_t begin = 0; begin < count; begin += G) {
-      int64_t place = 0;
+      auto place = reinterpret_cast<uintptr_t>(a.grad);
       float c = 1.0f;
       if (begin + group.lane < count) {
-        const uint32_t payload = a.runs.payloads[first + begin + group.lane], bag = a.runs.bag(payload);
-        const auto batch = static_cast<uint32_t>(a.bags.batch);
-        if (a.bags.starts) place = int64_t{bag} * a.output_dim;
-        else place = int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
-        if (weighted) c = a.runs.coefficients[payload];
+        if (first < 0) {
+          place = reinterpret_cast<uintptr_t>(a.partials + (-1 - first) * a.max_dim);
+        } else {
+          const uint32_t payload = a.runs.payloads[first + begin + group.lane];
+          place = reinterpret_cast<uintptr_t>(gradient_of(a, payload, a.runs.bag(payload)));
+          if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
+        }
       }
       const int here = static_cast<int>(count - begin < G ? count - begin : G);
       for (int next = 0; next < here; next += kInFlight) {
@@ -95,7 +126,7 @@ struct OccurrenceSum {
         Vec4 x[kInFlight][kBlocks];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          const float* row = a.grad + group.broadcast(place, next + u);
+          const auto* row = reinterpret_cast<const float*>(group.broadcast(place, next + u));
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
           const bool aligned = rows_aligned(row, D);
 #pragma unroll
@@ -139,5 +170,9 @@ struct SortedOccurrences {
 
 // Bad ids and offsets are noted in `status`.
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream);
+
+// The chunk sums of the multiplied tables of one format: gradients times the rows of the other parts. All of them come
+// before any row is updated.
+void launch_product_sums(const SumArgs& args, cudaStream_t stream);
 
 }  // namespace rec_kernels

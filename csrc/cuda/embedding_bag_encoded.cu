@@ -78,12 +78,11 @@ struct EncodedTarget {
   }
 };
 
-// Rows that neither fit in few lanes nor in a warp's registers are updated block by block.
 template <class Target>
 void finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
-  if (a.max_dim <= 4 * kFewLanes) launch_finish<kFewLanes, 1>(a, target, stream);
-  else if (a.max_dim <= 4 * kWarpSize) launch_finish<kWarpSize, 1>(a, target, stream);
-  else launch_finish<kWarpSize, kMaxBlocks>(a, target, stream);
+  with_few_widths(a.max_dim, [&](auto group, auto blocks) {
+    launch_finish<decltype(group)::value, decltype(blocks)::value>(a, target, stream);
+  });
 }
 
 }  // namespace

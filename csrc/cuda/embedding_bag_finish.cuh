@@ -119,14 +119,13 @@ struct StepOf<Target, true> {
 
 // Sums a row's gradient and gives it to the target.
 template <int G, int kBlocks, class Target, class Sum>
-__device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group,
-                                           int64_t feature, const Feature& f, int64_t row, int64_t run,
-                                           const Sum& sum) {
+__device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
+                                           const Feature& f, int64_t row, int64_t run, const Sum& sum) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
   target.expect(f, row, group.lane);
-  if constexpr (Target::kElementwise) target.expect_state(feature, f, row, group.lane);
+  if constexpr (Target::kElementwise) target.expect_state(part, f, row, group.lane);
   Vec4 g[kBlocks];
   StepOf<Target> step(target);
   const auto sum_scaled = [&](int64_t column, const auto& read) {
@@ -155,7 +154,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
   scalar = group.broadcast(scalar, 0);
   if constexpr (Target::kElementwise) {
-    const auto state = target.state_of(feature, f, row, scalar);
+    const auto state = target.state_of(part, f, row, scalar);
     // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
     const auto direction = [&](int64_t column, bool last, const auto& read) {
       if (D > kWidth) sum_scaled(column, read);
@@ -168,11 +167,6 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     put(target, f, row, run, scalar, group, g,
         [&](int64_t column, bool, const auto& read) { sum_scaled(column, read); });
   }
-}
-
-__device__ __forceinline__ int64_t feature_of_run(const SumArgs& a, int64_t run) {
-  const uint32_t bag = a.runs.bag(a.runs.payloads[a.runs.starts[run]]);
-  return a.bags.starts ? a.bags.feature_of(bag) : bag / static_cast<uint32_t>(a.bags.batch);
 }
 
 // A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
@@ -192,15 +186,19 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
   for (int64_t run = Group<G>::first(); run < *a.runs.num_runs; run += Group<G>::stride()) {
     const int64_t start = a.runs.starts[run], count = a.runs.count(run);
     if (count > kChunk) continue;
-    const int64_t feature = feature_of_run(a, run);
-    if (!a.features.has_format(feature, a.format)) continue;
-    const Feature f = a.features[feature];
-    const OccurrenceSum<G, kBlocks> sum{a, group, start, count, f.embedding_dim};
-    finish_row<G, kBlocks>(a, target, group, feature, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    if (!a.features.has_format(part, a.format)) continue;
+    const Feature f = a.features[part];
+    OccurrenceSum<G, kBlocks> sum{a, group, start, count, f.embedding_dim};
+    if (a.weights && a.runs.chunk_starts[run] != a.runs.chunk_starts[run + 1]) {  // of a multiplied table
+      sum.first = -1 - int64_t{a.runs.chunk_starts[run]};
+      sum.count = 1;
+    }
+    finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
   }
 }
 
-// The long run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
+// The run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
 __device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk) {
   int64_t low = 0, high = *runs.num_runs;
   while (high - low > 1) {
@@ -211,7 +209,31 @@ __device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk
   return low;
 }
 
-// Sums the chunks of the long runs, a group to a chunk.
+// The entries of a chunk of a run.
+struct ChunkOfRun {
+  int64_t first, count;
+
+  __device__ __forceinline__ ChunkOfRun(const Runs& runs, int64_t run, int64_t chunk) {
+    const int64_t done = (chunk - runs.chunk_starts[run]) * kChunk, left = runs.count(run) - done;
+    first = runs.starts[run] + done;
+    count = left < kChunk ? left : kChunk;
+  }
+};
+
+// Writes the sum of a chunk, which sum(column, g) makes block by block.
+template <int G, int kBlocks, class Sum>
+__device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>& group, int64_t chunk, int64_t D,
+                                                const Sum& sum) {
+  float* out = a.partials + chunk * a.max_dim;
+  for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+    Vec4 g[kBlocks];
+    sum(column, g);
+    for (int k = 0; k < kBlocks; ++k)
+      store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D) && a.max_dim % 4 == 0, g[k]);
+  }
+}
+
+// Sums the chunks of runs, a group to a chunk, but for those of multiplied tables.
 template <int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   if (a.skip.now()) return;
@@ -220,20 +242,16 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
     const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
     if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
-    const int64_t done = (chunk - a.runs.chunk_starts[run]) * kChunk, left = a.runs.count(run) - done;
-    const int64_t D = a.features[feature_of_run(a, run)].embedding_dim;
-    const OccurrenceSum<G, kBlocks> sum{a, group, a.runs.starts[run] + done, left < kChunk ? left : kChunk, D};
-    float* out = a.partials + chunk * a.max_dim;
-    for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
-      Vec4 g[kBlocks];
-      sum(column, g);
-      for (int k = 0; k < kBlocks; ++k)
-        store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D) && a.max_dim % 4 == 0, g[k]);
-    }
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    if (a.weights && a.features.parts[part].multiplied) continue;
+    const int64_t D = a.features[part].embedding_dim;
+    const ChunkOfRun here(a.runs, run, chunk);
+    write_chunk_sum<G, kBlocks>(a, group, chunk, D, OccurrenceSum<G, kBlocks>{a, group, here.first, here.count, D});
   }
 }
 
-// A block takes a long run: sums of chunks of its chunk sums until at most kChunk are left, then as a short run.
+// A block takes a run of more than kChunk occurrences: sums of chunks of its chunk sums until at most kChunk are left,
+// then as a short run.
 template <int G, int kBlocks, class Target>
 __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target target) {
   if (a.skip.now()) return;
@@ -242,10 +260,10 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
   const uint32_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
     const int64_t run = a.owners[chunk];
-    if (a.runs.chunk_starts[run] != chunk) continue;
-    const int64_t feature = feature_of_run(a, run);
-    if (!a.features.has_format(feature, a.format)) continue;  // the whole block
-    const Feature f = a.features[feature];
+    if (a.runs.chunk_starts[run] != chunk || a.runs.count(run) <= kChunk) continue;
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    if (!a.features.has_format(part, a.format)) continue;  // the whole block
+    const Feature f = a.features[part];
     const int64_t D = f.embedding_dim;
     int64_t count = ceil_div(a.runs.count(run), kChunk);
     float* from = a.partials + int64_t{chunk} * a.max_dim;
@@ -271,7 +289,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     }
     if (mine == 0) {
       const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
-      finish_row<G, kBlocks>(a, target, group, feature, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run,
+      finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run,
                              sum);
     }
     __syncthreads();  // the next run of this block may use the same memory

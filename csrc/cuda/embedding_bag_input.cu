@@ -38,6 +38,19 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   }
 }
 
+void read_partitions(const TableLayout& layout, BagInput* in) {
+  if (!layout.partition_starts) return;
+  in->partitions = {layout.divisors->const_data_ptr<int64_t>(), layout.moduli->const_data_ptr<int64_t>(),
+                    layout.id_limits->const_data_ptr<int64_t>(), layout.combine->const_data_ptr<int64_t>()};
+  in->parts = new_tensor(in->values, {in->num_parts * static_cast<int64_t>(sizeof(Part))}, ScalarType::Byte);
+  Features& f = in->features;
+  f.parts = static_cast<Part*>(in->parts->mutable_data_ptr());
+  // Every feature has a part, so one of them has at most what is left by the others.
+  const int64_t left = in->num_parts - in->num_features + 1;
+  f.most_parts = static_cast<int>(std::max(int64_t{1}, std::min(left, kMaxParts)));
+  for (f.part_bits = 0; 1 << f.part_bits < f.most_parts;) ++f.part_bits;
+}
+
 void read_formats(const TableLayout& layout, Features* features) {
   const std::vector<RowFormat> formats = parse_formats(layout);
   features->element_bytes = static_cast<int>(element_bytes(layout));
@@ -84,43 +97,136 @@ __device__ bool fits(const Moments& moments, const Feature& f, int64_t offset) {
          (offset >= 0 && offset <= moments.count && f.num_embeddings <= (moments.count - offset) / f.embedding_dim);
 }
 
-// One block. A feature's table must lie inside `weights`, its rows and columns within what the host was told: the other
-// kernels trust what passes here, and do nothing where something does not.
-__global__ void __launch_bounds__(kThreads)
-    start_kernel(Features features, Bags bags, int64_t weights, int64_t output_dim, int64_t num_rows, int64_t max_dim,
-                 bool updates, Moments moments, int64_t* status) {
-  if (threadIdx.x == 0) {
-    // Without a bag, no other kernel reads the one offset there is.
-    const bool bad = bags.num_bags == 0 && bags.bad_offset(0, 0) != kNoBadPosition;
-    status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
-    status[1] = 0;
-  }
-  __syncthreads();
+// What start_kernel looks at.
+struct StartArgs {
+  Features features;
+  Partitions partitions;
+  Bags bags;
+  int64_t num_parts;
+  int64_t weights, output_dim, num_rows, max_dim;
+  bool updates;
+  Moments moments;
+  int64_t* status;
+};
+
+// Where every feature's bags start, and its parts.
+__device__ void check_starts(const StartArgs& a) {
+  const Bags& bags = a.bags;
   for (int64_t i = threadIdx.x; bags.starts && i <= bags.num_features; i += blockDim.x) {
     const int64_t before = i > 0 ? bags.starts[i - 1] : 0;
     if (bags.starts[i] < before || (i == 0 && bags.starts[0] != 0) ||
         (i == bags.num_features && bags.starts[i] != bags.num_bags))
-      note_bad(status, kBadLayout);
+      note_bad(a.status, kBadLayout);
   }
-  for (int64_t i = threadIdx.x; features.embedding_dims && i < bags.num_features; i += blockDim.x) {
-    const Feature f = read_feature(features, i, max_dim);
-    const bool place = f.format != RowFormat::kFp32 || f.weight_offset % 4 == 0;
-    const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= max_dim && f.num_embeddings >= 0 && f.row_bytes > 0;
-    const bool rows = f.row_offset >= 0 && f.num_embeddings <= num_rows && f.row_offset <= num_rows - f.num_embeddings;
-    const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= weights &&
-                        f.num_embeddings <= (weights * features.element_bytes - f.weight_offset) / f.row_bytes;
-    const int64_t column = i > 0 && !bags.starts ? features.output_offsets[i - 1] + features.embedding_dims[i - 1] : 0;
-    const int64_t width = f.output_offset + f.embedding_dim;
-    const bool last = bags.starts ? width <= output_dim : i < bags.num_features - 1 || width == output_dim;
-    bool apart = true;
-    for (int64_t j = 0; updates && j < i; ++j)
-      apart = apart && share_all_or_nothing(f, read_feature(features, j, max_dim), moments.count >= 0,
-                                            moments.offset(i), moments.offset(j));
-    const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
-    if (!table || !place || !rows || !inside || !fits(moments, f, moments.offset(i)) || f.output_offset != column ||
-        !last || !apart)
-      note_bad(status, kBadLayout);
+  for (int64_t i = threadIdx.x; bags.part_starts && i <= bags.num_features; i += blockDim.x) {
+    const int64_t start = bags.part_starts[i], before = i > 0 ? bags.part_starts[i - 1] : -1;
+    if (start <= before || (i == 0 ? start != 0 : start - before > kMaxParts) ||
+        (i == bags.num_features && start != a.num_parts))
+      note_bad(a.status, kBadLayout);
   }
+}
+
+// Whether a feature, this one or another, multiplies rows of part p's table with others.
+__device__ bool is_multiplied(const StartArgs& a, int64_t p) {
+  for (int64_t f = 0; f < a.bags.num_features; ++f) {
+    const int64_t first = a.bags.part_starts[f], last = a.bags.part_starts[f + 1];
+    if (last - first == 1 || a.partitions.combine[f] != static_cast<int64_t>(Combine::kMult)) continue;
+    for (int64_t q = first; q < last; ++q)
+      if (a.features.row_offsets[q] == a.features.row_offsets[p] && a.features.num_embeddings[q] > 0) return true;
+  }
+  return false;
+}
+
+// Writes a feature's parts, where the numbers are good.
+__device__ void make_parts(const StartArgs& a, int64_t feature) {
+  const int64_t first = a.bags.part_starts[feature], last = a.bags.part_starts[feature + 1];
+  const int64_t combine = a.partitions.combine[feature], limit = a.partitions.id_limits[feature];
+  const bool known = combine >= 0 && combine <= 2 && limit >= 0;
+  for (int64_t p = first; p < last; ++p) {
+    const int64_t divisor = a.partitions.divisors[p], modulus = a.partitions.moduli[p];
+    bool good = known && divisor >= 1 && modulus >= 1;
+    if (good) {
+      const int64_t quotients = Partition::quotients(limit, divisor);
+      good = (quotients < modulus ? quotients : modulus) <= a.features.num_embeddings[p];
+    }
+    if (!good) {
+      note_bad(a.status, kBadLayout);
+      return;
+    }
+    const Partition partition = Partition::of(divisor, modulus, limit);
+    const bool alone = last - first == 1;
+    a.features.parts[p] = {partition,
+                           feature,
+                           limit,
+                           alone ? Combine::kConcat : static_cast<Combine>(combine),
+                           !alone || partition.divides || partition.wraps,
+                           a.updates && is_multiplied(a, p)};
+  }
+}
+
+// Part i among those of its feature: they read different tables, and rows that become one have one shape. Returns the
+// column of the output that is to be its first.
+__device__ int64_t first_column(const StartArgs& a, int64_t i, const Feature& f) {
+  const Features& features = a.features;
+  const int64_t first = a.bags.first_part(f.number);
+  const bool apart = !features.parts || features.parts[i].combine == Combine::kConcat;
+  for (int64_t j = first; j < i; ++j) {
+    const bool same_shape = features.embedding_dims[j] == f.embedding_dim &&
+                            (!features.format_of || features.format_of[j] == features.format_of[i]);
+    const bool same_table = features.row_offsets[j] == f.row_offset && f.num_embeddings != 0;
+    if ((!apart && !same_shape) || same_table) note_bad(a.status, kBadLayout);
+  }
+  if (i == first && (i == 0 || a.bags.starts)) return 0;
+  if (i > first && !apart) return features.output_offsets[i - 1];
+  return features.output_offsets[i - 1] + features.embedding_dims[i - 1];
+}
+
+// A table must lie inside `weights`, its rows and columns within what the host was told.
+__device__ void check_part(const StartArgs& a, int64_t i) {
+  const Features& features = a.features;
+  const Feature f = read_feature(features, i, a.max_dim);
+  const bool place = f.format != RowFormat::kFp32 || f.weight_offset % 4 == 0;
+  const bool sizes = f.embedding_dim >= 1 && f.embedding_dim <= a.max_dim && f.num_embeddings >= 0 && f.row_bytes > 0;
+  const bool rows =
+      f.row_offset >= 0 && f.num_embeddings <= a.num_rows && f.row_offset <= a.num_rows - f.num_embeddings;
+  const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= a.weights &&
+                      f.num_embeddings <= (a.weights * features.element_bytes - f.weight_offset) / f.row_bytes;
+  const int64_t width = f.output_offset + f.embedding_dim;
+  const bool last = a.bags.starts ? width <= a.output_dim : i < a.num_parts - 1 || width == a.output_dim;
+  bool apart = true;
+  for (int64_t j = 0; a.updates && j < i; ++j)
+    apart = apart && share_all_or_nothing(f, read_feature(features, j, a.max_dim), a.moments.count >= 0,
+                                          a.moments.offset(i), a.moments.offset(j));
+  const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
+  if (!table || !place || !rows || !inside || !fits(a.moments, f, a.moments.offset(i)) ||
+      f.output_offset != first_column(a, i, f) || !last || !apart)
+    note_bad(a.status, kBadLayout);
+}
+
+// Whether no thread of the block has found the layout to be bad so far.
+__device__ bool is_good(const int64_t* status) {
+  __syncthreads();
+  const bool good = *status != kBadLayout;
+  __syncthreads();  // nobody notes more before all have seen the same
+  return good;
+}
+
+// One block. The other kernels trust what passes here, and do nothing where something does not.
+__global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
+  if (threadIdx.x == 0) {
+    // Without a bag, no other kernel reads the one offset there is.
+    const bool bad = a.bags.num_bags == 0 && a.bags.bad_offset(0, 0) != kNoBadPosition;
+    a.status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
+    a.status[1] = 0;
+  }
+  __syncthreads();
+  check_starts(a);
+  if (a.features.parts) {
+    if (!is_good(a.status)) return;
+    for (int64_t i = threadIdx.x; i < a.bags.num_features; i += blockDim.x) make_parts(a, i);
+    if (!is_good(a.status)) return;
+  }
+  for (int64_t i = threadIdx.x; a.features.embedding_dims && i < a.num_parts; i += blockDim.x) check_part(a, i);
 }
 
 }  // namespace
@@ -129,13 +235,26 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream) {
   const int64_t features = check_bags(values, offsets, per_sample_weights, layout, include_last_offset);
-  BagInput in{
-      as_contiguous(values),      as_contiguous(offsets), std::nullopt, Features{}, Bags{}, options, features, 0, 0, 0,
-      options.mean || layout.mean};
+  BagInput in{as_contiguous(values),
+              as_contiguous(offsets),
+              std::nullopt,
+              std::nullopt,
+              Features{},
+              Partitions{},
+              Bags{},
+              options,
+              features,
+              count_parts(layout, features),
+              0,
+              0,
+              0,
+              options.mean || layout.mean};
+  in.features.most_parts = 1;
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   read_formats(layout, &in.features);
   if (layout.embedding_dims) {
     read_layout(layout, &in, stream);
+    read_partitions(layout, &in);
   } else {
     const OneTable table = read_one_table(layout, rows, columns);
     in.features.one = one_table(table, rows, options.mean);
@@ -149,8 +268,18 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
 Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
                   const Moments& moments) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, in.features, in.bags, weights, in.output_dim, in.num_rows,
-         in.max_dim, updates, moments, status.mutable_data_ptr<int64_t>());
+  const StartArgs args{in.features,
+                       in.partitions,
+                       in.bags,
+                       in.num_parts,
+                       weights,
+                       in.output_dim,
+                       in.num_rows,
+                       in.max_dim,
+                       updates,
+                       moments,
+                       status.mutable_data_ptr<int64_t>()};
+  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
   return status;
 }
 

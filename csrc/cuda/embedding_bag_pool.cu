@@ -3,15 +3,10 @@
 // A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned). The group
 // loads its ids together, one to a lane, and passes them around; kInFlight rows are on their way at any time. Rows are
 // added in ascending position. Bytes moved: every row read once per occurrence, the ids, the output written once.
-#include "cuda/embedding_bag.cuh"
-#include "cuda/row_codec.cuh"
+#include "cuda/embedding_bag_pool.cuh"
 
 namespace rec_kernels {
 namespace {
-
-// Rows a group has on their way: 4 x 16 bytes x 2048 threads cover the latency of an H200's memory; more cost
-// registers.
-constexpr int kMostInFlight = 4;
 
 // Ids [begin, begin + G) of a bag, one to a lane: the row's first byte (or -1: the id does not count) and its factor.
 template <int G>
@@ -35,31 +30,6 @@ struct IdsOfLanes {
     }
   }
 };
-
-// Columns c .. c+3 of D, of the output's elements from `row` on.
-__device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {
-  const bool aligned = D % 4 == 0 && row % 4 == 0;
-  if (a.output_format == RowFormat::kFp32) {
-    float* out = static_cast<float*>(a.output) + row;
-    store_columns(out, c, D, aligned && reinterpret_cast<uintptr_t>(a.output) % 16 == 0, x);
-    return;
-  }
-  if (c >= D) return;
-  uint64_t codes = 0;
-  for (int j = 0; j < 4; ++j) {
-    const uint32_t half = a.output_format == RowFormat::kFp16 ? Fp16::encode<false>(x.v[j], uint32_t{0})
-                                                              : Bf16::encode<false>(x.v[j], uint32_t{0});
-    codes |= uint64_t{half} << 16 * j;
-  }
-  store_little<8>(static_cast<uint8_t*>(a.output) + 2 * (row + c), codes,
-                  aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0, 2 * (D - c));
-}
-
-// Columns c .. c+3 of a row, zeros behind its end; `aligned`: of its table.
-template <class Format>
-__device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t D, bool aligned) {
-  return c < D ? ColumnReader<Format>(row, D, aligned).read(c) : Vec4{};
-}
 
 // Columns [column, column + kBlocks * 4 * G) of one bag.
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
@@ -119,9 +89,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 1) pool_kernel(Po
   }
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag);
-    if (!a.features.has_format(feature, a.format)) continue;
-    const Feature f = a.features[feature];
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
+    const Feature f = a.features[part];
     const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
@@ -129,9 +99,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 1) pool_kernel(Po
       if (aligned) pool_columns<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
       else pool_columns<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
     }
-    // Columns behind the feature's, of a row that is the bag's alone.
-    for (int64_t c = f.embedding_dim + group.lane; a.bags.starts && c < a.output_dim; c += G)
-      store_output(a, out + c, 0, 1, Vec4{});
+    store_zeros_behind(a, out, f.embedding_dim, group);
   }
 }
 

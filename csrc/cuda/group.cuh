@@ -88,4 +88,14 @@ void with_widths(int64_t max_dim, const Body& body) {
 // Lanes for the short rows of formats, which a warp would leave mostly idle.
 constexpr int kFewLanes = 8;
 
+// The same with fewer kernels, for encoded rows: those that neither fit in few lanes nor in a warp's registers are
+// taken block by block.
+template <class Body>
+void with_few_widths(int64_t max_dim, const Body& body) {
+  using std::integral_constant;
+  if (max_dim <= 4 * kFewLanes) body(integral_constant<int, kFewLanes>(), integral_constant<int, 1>());
+  else if (max_dim <= 4 * kWarpSize) body(integral_constant<int, kWarpSize>(), integral_constant<int, 1>());
+  else body(integral_constant<int, kWarpSize>(), integral_constant<int, kMaxBlocks>());
+}
+
 }  // namespace rec_kernels

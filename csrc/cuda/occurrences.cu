@@ -1,4 +1,5 @@
-// Every id of a call as an entry (linear row, bag), sorted by row, and cut into runs of one row.
+// Every id of a call as an entry (linear row, bag) for each of its parts, sorted by row, and cut into runs of one row.
+#include <algorithm>
 #include <vector>
 
 #include "core/device_algorithms.h"
@@ -31,6 +32,14 @@ __device__ int64_t count_ids(const EntryArgs& a, const Feature& f, const Group<G
   return n;
 }
 
+// 1 / n of a bag of a feature with mean pooling, if coefficients are asked for.
+template <int G>
+__device__ float factor_of_bag(const EntryArgs& a, const Feature& f, const Group<G>& group, Range ids) {
+  if (!a.coefficients || !f.mean) return 1.0f;
+  const int64_t n = count_ids(a, f, group, ids);
+  return n > 0 ? 1.0f / static_cast<float>(n) : 1.0f;
+}
+
 // A group takes a bag. An id's entry is at its own place, so the order of (feature, bag, position) is kept.
 template <int G>
 __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
@@ -39,11 +48,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const Feature f = a.features[a.bags.feature_of(bag)];
     const Range ids = range_of(a.bags, bag, a.status);
-    float each = 1.0f;
-    if (a.coefficients && f.mean) {
-      const int64_t n = count_ids(a, f, group, ids);
-      if (n > 0) each = 1.0f / static_cast<float>(n);
-    }
+    const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
       const int64_t id = a.bags.id(i);
       if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
@@ -52,6 +57,34 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
       if (!a.coefficients) continue;
       a.bag_of[i] = static_cast<uint32_t>(bag);
       a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
+    }
+  }
+}
+
+// The same with an entry for each part of an id, next to each other. Those of parts that a feature does not have, or
+// whose rows get no gradient, are left out before.
+template <int G>
+__global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), first = a.bags.first_part(feature);
+    const int64_t count = a.bags.first_part(feature + 1) - first;
+    const Feature f = a.features[first];
+    const Range ids = range_of(a.bags, bag, a.status);
+    const float each = factor_of_bag(a, f, group, ids);
+    for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
+      const int64_t id = a.bags.id(i);
+      a.bag_of[i] = static_cast<uint32_t>(bag);
+      if (a.coefficients) a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
+      if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
+      if (!counts(a, f, id)) continue;
+      for (int64_t p = 0; p < count; ++p) {
+        const int64_t entry = i * a.features.most_parts + p;
+        const int64_t row = a.features.parts[first + p].partition.row(id);
+        a.keys[entry] = static_cast<uint64_t>(a.features.row_offsets[first + p] + row);
+        a.payloads[entry] = static_cast<uint32_t>(i << a.features.part_bits | p);
+      }
     }
   }
 }
@@ -87,10 +120,12 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 __global__ void __launch_bounds__(kThreads)
-    count_chunks_kernel(const int64_t* starts, const int64_t* num_runs, int64_t most_runs, uint32_t* chunks) {
-  for (int64_t r = Group<1>::first(); r <= most_runs; r += Group<1>::stride()) {
-    const int64_t count = r < *num_runs ? starts[r + 1] - starts[r] : 0;
-    chunks[r] = count > kChunk ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
+    count_chunks_kernel(Runs runs, Features features, Bags bags, bool may_multiply, uint32_t* chunks) {
+  for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
+    const int64_t count = r < *runs.num_runs ? runs.count(r) : 0;
+    const bool summed =
+        count > kChunk || (may_multiply && count > 0 && features.parts[part_of_run(runs, bags, r)].multiplied);
+    chunks[r] = summed ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
   }
 }
 
@@ -122,43 +157,41 @@ class Memory {
 };
 
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
-  const int64_t N = in.bags.num_ids;
-  launch(leave_out_kernel, blocks_for(N, 1), dim3(kThreads), 0, stream, args.keys, args.payloads, N, args.left_out);
+  const int64_t N = in.bags.num_ids, entries = N * in.features.most_parts;
+  launch(leave_out_kernel, blocks_for(entries, 1), dim3(kThreads), 0, stream, args.keys, args.payloads, entries,
+         args.left_out);
   if (in.bags.num_bags == 0) return;
   with_lanes(lanes_for(4 * ceil_div(N, in.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;
-    launch(entries_kernel<G>, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
+    const auto kernel = in.features.parts ? part_entries_kernel<G> : entries_kernel<G>;
+    launch(kernel, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
   });
 }
 
 }  // namespace
 
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream) {
-  const int64_t N = in.bags.num_ids;
-  check_value(N < INT64_C(0xffffffff), "values has ", N, " ids; at most 2^32 - 2 fit in a call on a GPU");
+  const int64_t ids = in.bags.num_ids, N = ids * in.features.most_parts;
+  check_value(N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
+              " ids; at most 2^32 - 2 fit in a call on a GPU, a quarter of it where features have several parts");
   SortedOccurrences out{};
   Memory memory(like, &out.memory);
   const bool weighted = in.bags.per_sample_weights || in.any_mean;
   const auto left_out = static_cast<uint64_t>(in.num_rows);
   auto* keys = memory.make<uint64_t>(N);
   auto* payloads = memory.make<uint32_t>(N);
-  auto* bag_of = weighted ? memory.make<uint32_t>(N) : nullptr;
-  auto* coefficients = weighted ? memory.make<float>(N) : nullptr;
+  auto* bag_of = weighted || in.features.parts ? memory.make<uint32_t>(ids) : nullptr;
+  auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
   auto* sorted_keys = memory.make<uint64_t>(N);
   auto* sorted_payloads = memory.make<uint32_t>(N);
   auto* flags = memory.make<uint32_t>(N + 1);
   auto* places = memory.make<uint32_t>(N + 1);
   auto* starts = memory.make<int64_t>(N + 1);
   auto* num_runs = memory.make<int64_t>(1);
-  out.runs = {sorted_keys,
-              sorted_payloads,
-              bag_of,
-              coefficients,
-              starts,
-              num_runs,
-              places,
-              N,
-              N / kChunk + N / (kChunk + 1) + 1};
+  // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
+  const int64_t most_chunks = in.may_multiply() ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
+  out.runs = {sorted_keys, sorted_payloads, bag_of, coefficients,    starts,
+              num_runs,    places,          N,      most_chunks + 1, in.features.part_bits};
   // Also where there are no ids: this is what reads the offsets.
   write_entries(in, {in.features, in.bags, keys, payloads, bag_of, coefficients, left_out, status}, stream);
   if (N == 0) {
@@ -170,7 +203,8 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
   exclusive_sum(flags, places, N, like, stream);
   launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, places, starts, num_runs);
-  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, starts, num_runs, N, flags);
+  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags, in.may_multiply(),
+         flags);
   exclusive_sum(flags, places, N + 1, like, stream);
   return out;
 }

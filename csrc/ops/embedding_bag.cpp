@@ -201,6 +201,15 @@ void check_weights(const Tensor& weights, const Tensor& values, const TableLayou
   check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
 }
 
+void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
+                       const TableLayout& layout) {
+  if (!weights) return;
+  check_weights(*weights, values, layout);
+  bool same = true;  // the ranks are
+  for (size_t i = 0; i < shape.size(); ++i) same = same && weights->size(static_cast<int64_t>(i)) == shape[i];
+  check_value(same, "weights must have the shape that weights_shape names, got ", shape_of(*weights));
+}
+
 void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim) {
   check_shape(grad, {rows, output_dim}, "grad");
   check_dtype(grad, ScalarType::Float, "grad");
