@@ -56,6 +56,23 @@ def strides() -> dict[str, object]:
     }
 
 
+def partitions() -> dict[str, object]:
+    """Three features over both tables: plain, a product of both, hashed."""
+    return {
+        "weight_offsets": torch.tensor([48, 0, 48, 0]),
+        "row_offsets": torch.tensor([11, 0, 11, 0]),
+        "num_embeddings": torch.tensor([7, 11, 7, 11]),
+        "embedding_dims": torch.full((4,), 4),
+        "output_offsets": torch.tensor([0, 4, 4, 8]),
+        "output_dim": 12,
+        "partition_starts": torch.tensor([0, 1, 3, 4]),
+        "divisors": torch.tensor([1, 1, 11, 1]),
+        "moduli": torch.tensor([7, 11, 7, 3]),
+        "id_limits": torch.tensor([7, 77, 50]),
+        "combine": torch.tensor([0, 2, 0]),
+    }
+
+
 def jagged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """values, offsets, per_sample_weights of the three features."""
     lengths = torch.tensor([2, 0, 3, 1, 2, 1, 0, 1, 2])
@@ -118,6 +135,7 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((*single[:2], offsets[:-1]), {"include_last_offset": False}),
             (single, {"output_dtype": torch.bfloat16}),
             ((weights(True), values, offsets, factors.clone().requires_grad_()), strides()),
+            ((weights(True), values, offsets, factors.clone().requires_grad_()), partitions()),
         ],
         "embedding_bag_tables": [((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout())],
         "embedding_bag_fused": [_fused(values, offsets, factors.clone())],
@@ -127,8 +145,12 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((state[0], torch.zeros(96), *state[2:], grad, values, offsets), layout() | _moments("adagrad")),
             ((state[0], None, *state[2:], grad, values, offsets), layout() | _moments("adam")),
             ((*state, torch.randn(9, 6), values, offsets, factors), strides() | STEP),
+            ((*state, torch.randn(B, 12), values, offsets, factors), partitions()),
         ],
-        "embedding_bag_backward_dense": [((grad, shape, values, offsets, factors), layout())],
+        "embedding_bag_backward_dense": [
+            ((grad, shape, values, offsets, factors), layout()),
+            ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
+        ],
         "embedding_bag_backward_sparse": [((grad, shape, values, offsets, factors), layout())],
         "embedding_bag_backward_per_sample_weights": [((grad, weights(), values, offsets), layout())],
     }
