@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import gc
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -209,6 +210,7 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
             config = comparison.run_config(name, seed)
             bar.set_postfix_str(config.run)
             outcomes[name][seed] = _outcome(Path(config.runs_dir) / config.run) or _train(config, data)
+            gc.collect()  # a model is part of reference cycles; those of many runs would wait for each other
             bar.update()
     return outcomes
 
