@@ -18,6 +18,7 @@ from embedding_bag_samples import Sample
 from torch import Tensor
 
 from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
 INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -74,7 +75,7 @@ class BadCall:
         if position == INT64_MAX or self.sample.bounds_check != "error":
             return None
         bag = int((case.offsets[:-1] <= position).nonzero()[-1])  # of several that start there, the one that has ids
-        feature, limit = bag // case.batch, case.tables[case.features[bag // case.batch]][0]
+        feature, limit = bag // case.batch, case.num_ids[bag // case.batch]
         place = f"values[{position}] = {int(case.values[position])} (feature {feature}, bag {bag % case.batch})"
         text = f"{place} is out of range: ids of this feature must be in [0, {limit})"
         return Complaint(IndexError, text, position)
@@ -102,7 +103,7 @@ class BadCall:
         if op == "per_sample_weights":
             given, layout = (case.grad, encoded.flat, values, offsets), encoded.layout
         else:
-            given, layout = (case.grad, list(case.weights.shape), *case.jagged), case.layout
+            given, layout = (case.grad, list(case.weights.shape), *case.jagged), case.layout | {"weights": case.weights}
         return getattr(ops, f"embedding_bag_backward_{op}")(*given, **layout, **self.options)
 
     @functools.cached_property
@@ -140,12 +141,29 @@ def _bad_offset(offsets: list[int], ids: int, batch: int) -> Complaint | None:
     return None
 
 
+def _parts(r: random.Random, tables: list[tuple[int, int, str]], table: int, most: int) -> Parts:
+    """A feature of ``table`` and others that can go with it; its ids end at ``most`` or before."""
+    combine = r.choice(["concat", "add", "mult", "mult"])
+    # Rows that become one are alike.
+    others = [
+        t for t, kind in enumerate(tables) if t != table and (combine == "concat" or kind[1:] == tables[table][1:])
+    ]
+    chosen = [table, *r.sample(others, r.randint(0, len(others)))]
+    partitions = [(r.choice([1, 2, 3, 7]), tables[t][0]) for t in chosen]
+    return Parts(chosen, partitions, r.choice([n for n in (5, 40, 1000, 2**33) if n <= most]), combine)
+
+
 def _sample(r: random.Random) -> Sample:
     bounds_check = r.choice(["error", "error", "ignore", "none"])
     # Bad offsets hand a feature the ids of another one, which "none" trusts: they must fit every table.
     rows = [1, 2, 5, 40] if bounds_check != "none" else [5]
     tables = [(r.choice(rows), r.choice([1, 3, 16, 33, 130]), r.choice(BAG_FORMATS)) for _ in range(r.randint(1, 3))]
     features = [(r.randrange(len(tables)), r.choice(["sum", "mean"])) for _ in range(r.randint(1, 4))]
+    ids = r.choice([32, 64])
+    if r.random() < 0.4:  # partitioned features, and tables of one kind for them
+        tables = [(e, *tables[0][1:]) for e, _, _ in tables] if r.random() < 0.7 else tables
+        most = 5 if bounds_check == "none" else 2**33 if ids == 64 else 1000
+        features = [(_parts(r, tables, t, most) if r.random() < 0.7 else t, pooling) for t, pooling in features]
     batch = r.choice([0, 1, 2, 3, 5, 5])
     return Sample(
         tables,
@@ -154,7 +172,7 @@ def _sample(r: random.Random) -> Sample:
         weighted=r.random() < 0.5,
         padding_idx=r.choice([-1, 0, 3]),
         bounds_check=bounds_check,
-        ids=r.choice([32, 64]),
+        ids=ids,
         offsets=r.choice([32, 64]),
         gaps=r.choice([0, 1]),
         optimizer=r.choice(ALL_OPTIMIZERS),
@@ -188,7 +206,8 @@ def bad_call(seed: int) -> BadCall:
             near = [-1, 1, ids + 1, ids, offsets[max(i - 1, 0)] - 1, offsets[min(i + 1, len(offsets) - 1)] + 1]
             of_offsets.append((i, _number(r, sample.offsets, near)))
         elif ids and sample.bounds_check != "none":
-            near = [-1, *(e for e, _, _ in sample.tables), *(e + 1 for e, _, _ in sample.tables)]
+            limits = call.encoded.case.num_ids
+            near = [-1, *limits, *(n + 1 for n in limits)]
             of_ids.append((r.randrange(ids), _number(r, sample.ids, near)))
     return replace(call, offsets=of_offsets, values=of_ids)
 

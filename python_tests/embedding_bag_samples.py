@@ -11,6 +11,7 @@ from embedding_bag_format_cases import ROUNDINGS, EncodedCase
 from hypothesis import strategies as st
 
 from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.reference.embedding_bag import Parts
 
 COLUMNS = [1, 2, 3, 4, 7, 8, 16, 17, 31, 32, 33, 64, 100, 129, 260]
 ROWS = st.integers(1, 4) | st.integers(1, 200)
@@ -27,7 +28,7 @@ class Sample:
     """
 
     tables: list[tuple[int, int, str]]  # (E, D, format)
-    features: list[tuple[int, str]]  # (table, pooling)
+    features: list[tuple[int | Parts, str]]  # (table or parts, pooling)
     lengths: list[list[int]]  # of the bags of each feature
     weighted: bool = False
     padding_idx: int = -1

@@ -21,12 +21,13 @@ import embedding_bag_fuzz
 import torch
 from backends import Backend, OnCuda, build, emulated, sanitized_environment
 from embedding_bag_cases import EPS, LR, Case, make_case
-from embedding_bag_format_cases import every_format_once
+from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import rec_kernels as rk
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.reference.row_formats import ROW_FORMATS
 from rec_kernels.testing import same_bits
 
@@ -62,6 +63,19 @@ def _cases() -> Iterator[Case]:
     )
 
 
+def _partitioned() -> Case:
+    """Rows that are multiplied, added and side by side, plain ones among them; tables of several features."""
+    tables = [(40, 12), (3, 12), (5, 130), (4, 12)]
+    features = [
+        Parts([0, 1], [(3, 40), (1, 3)], 120, "mult"),
+        Parts([1, 3, 0], [(40, 3), (10, 4), (1, 40)], 120, "add"),
+        Parts([2, 0], [(7, 5), (1, 40)], 999, "concat"),
+        2,
+        Parts([3], [(1, 4)], 2**40, "concat"),
+    ]
+    return make_case(tables, features, [70, 0, 3, 9, 1, 2, 1, 0, 4, 2, 0, 66, 2, 1, 0], weighted=True, seed=3)
+
+
 def _one_table(ops) -> object:
     weights, ids = torch.arange(7 * 5).view(7, 5).float(), torch.tensor([3, 6, 0, 6])
     return ops.embedding_bag(weights, ids, torch.tensor([0, 1, 1]), include_last_offset=False)
@@ -93,19 +107,20 @@ def _row_formats(ops) -> Iterator[Tensor]:
             yield from (rows, status, noisy, ops.dequantize_rows(rows, name, columns, dtype))
 
 
-def _everything(case: Case, ops) -> list[object]:
+def _everything(encoded: EncodedCase, ops) -> list[object]:
+    case = encoded.case
     shape, (values, offsets, _) = list(case.weights.shape), case.jagged
     state, sizes = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0)), {"num_rows": len(case.sum)}
     layout = case.layout | sizes | {"max_embedding_dim": max(d for _, d in case.tables)}
     return [
         ops.embedding_bag(case.weights, *case.jagged, **layout),
         ops.embedding_bag_fused(case.weights, *state, *case.jagged, **layout, eps=EPS),
-        ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout),
-        ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout),
+        ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout, weights=case.weights),
+        ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout, weights=case.weights),
         ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **layout),
         case.update("sgd", ops),
         case.update("rowwise_adagrad", ops, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
-        *(MomentCase(every_format_once(case), name).update("stochastic", ops) for name in ELEMENTWISE),
+        *(MomentCase(encoded, name).update("stochastic", ops) for name in ELEMENTWISE),
     ]
 
 
@@ -113,8 +128,9 @@ def call_all(ops) -> list[Tensor]:
     """Every tensor that any op returns or changes."""
     x, y = torch.linspace(-3, 5, 5 * 131).view(5, 131), torch.linspace(2, -1, 5 * 131).view(5, 131)
     found = [ops.scale_rows(x, x[:, 7]), ops.row_dot(x, y), _one_table(ops), _tables(ops), *_row_formats(ops)]
-    for case in _cases():
-        found += _everything(case, ops)
+    partitioned = EncodedCase(_partitioned(), ["int8", "int8", "fp16", "int8"])
+    for encoded in (*map(every_format_once, _cases()), partitioned):
+        found += _everything(encoded, ops)
     return tree_flatten(found)[0]
 
 

@@ -83,7 +83,7 @@ def test_accesses_outside_of_memory_end_a_sanitized_run(bug: int, asan: dict[str
 def test_the_kernels_run_clean_under_the_sanitizers(asan: dict[str, str]) -> None:
     """The comparisons with the reference and bad input on the device, with the sanitized library."""
     environment = asan | {"REC_KERNELS_TEST_LIBRARY": str(build("rec_kernels_emulated_asan"))}
-    bags = [f"embedding_bag{part}" for part in ("", "_device", "_fused", "_moments")]
+    bags = [f"embedding_bag{part}" for part in ("", "_device", "_fused", "_moments", "_partitions_device")]
     tests = [f"python_tests/test_{name}.py" for name in (*bags, "scale_rows")]
     left_out = "not flush_denormal and not (moments and (any_case or widths))"  # for the sake of time
     command = [sys.executable, "-m", "pytest", "-q", *tests, "-k", left_out]

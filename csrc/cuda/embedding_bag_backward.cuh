@@ -19,6 +19,7 @@ struct Runs {
   const uint32_t* payloads;   // of each entry: its bag; or its id's position << part_bits, and behind it, its part
   const uint32_t* bag_of;     // of a position; null: the payload is the bag
   const float* coefficients;  // of a position; null: 1
+  const int64_t* places;      // where a payload's part begins in the gradient; null: its bag tells
   const int64_t* starts;      // run r is entries [starts[r], starts[r + 1])
   const int64_t* num_runs;
   const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
@@ -87,46 +88,38 @@ __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[k
     }
 }
 
-// The columns of an entry's part in the gradient of its bag.
-__device__ __forceinline__ const float* gradient_of(const SumArgs& a, uint32_t payload, uint32_t bag) {
-  if (a.bags.part_starts) {
-    const int64_t feature = a.bags.feature_of(bag), part = a.runs.part(a.bags, feature, payload);
-    return a.grad + a.bags.output_row(bag, feature) * a.output_dim + a.features[part].output_offset;
-  }
-  if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
-  const auto batch = static_cast<uint32_t>(a.bags.batch);
-  return a.grad + int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
-}
-
-// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, for a
-// `first` of -1 - i and a count of 1, chunk sum i.
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where they
+// were `summed` before, the one chunk sum `first`.
 template <int G, int kBlocks>
 struct OccurrenceSum {
   const SumArgs& a;
   const Group<G>& group;
-  int64_t first, count, D;
+  uint32_t first;  // as there are fewer entries
+  int count;
+  int64_t D;
+  bool summed;
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
-    for (int64_t begin = 0; begin < count; begin += G) {
-      auto place = reinterpret_cast<uintptr_t>(a.grad);
+    for (int begin = 0; begin < count; begin += G) {
+      const float* place = a.grad;
       float c = 1.0f;
       if (begin + group.lane < count) {
-        if (first < 0) {
-          place = reinterpret_cast<uintptr_t>(a.partials + (-1 - first) * a.max_dim);
+        if (summed) {
+          place = a.partials + int64_t{first} * a.max_dim;
         } else {
           const uint32_t payload = a.runs.payloads[first + begin + group.lane];
-          place = reinterpret_cast<uintptr_t>(gradient_of(a, payload, a.runs.bag(payload)));
+          place += place_of(payload);
           if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
         }
       }
-      const int here = static_cast<int>(count - begin < G ? count - begin : G);
+      const int here = count - begin < G ? count - begin : G;
       for (int next = 0; next < here; next += kInFlight) {
         float factor[kInFlight];
         Vec4 x[kInFlight][kBlocks];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          const auto* row = reinterpret_cast<const float*>(group.broadcast(place, next + u));
+          const float* row = group.broadcast_pointer(place, next + u);
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
           const bool aligned = rows_aligned(row, D);
 #pragma unroll
@@ -138,6 +131,15 @@ struct OccurrenceSum {
           if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
       }
     }
+  }
+
+ private:
+  // Of an entry, in the gradient.
+  __device__ __forceinline__ int64_t place_of(uint32_t payload) const {
+    if (a.runs.places) return a.runs.places[payload];
+    const uint32_t bag = a.runs.bag(payload), batch = static_cast<uint32_t>(a.bags.batch);
+    if (a.bags.starts) return int64_t{bag} * a.output_dim;
+    return int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
   }
 };
 

@@ -48,14 +48,17 @@ __device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
   for (int j = 0; j < 4; ++j) x->v[j] = multiply ? x->v[j] * y.v[j] : x->v[j] + y.v[j];
 }
 
-// Columns [column, column + kBlocks * 4 * G) of one bag.
-template <class Format, int G, int kBlocks, bool kAligned>
+// Columns [column, column + kBlocks * 4 * G) of one bag; kAlone: of one part.
+template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Together& parts, const Feature& f,
                                              const Group<G>& group, Range ids, int64_t out, int64_t column,
                                              bool report) {
   const int64_t D = f.embedding_dim, first = column + 4 * group.lane;
   const int64_t row_bytes = Format::row_bytes(D);
-  constexpr int kInFlight = kAligned ? kMostInFlight / kBlocks : 1;  // of two rows each
+  // Ids: of one row, as many as a plain feature has on its way; else half of them, of two rows each or more.
+  constexpr int kIds = kAlone ? (kBlocks == kMaxBlocks ? 2 : kMostInFlight) : (kBlocks == 1 ? kMostInFlight / 2 : 1);
+  constexpr int kInFlight = kAligned ? kIds : 1;
+  const int count = kAlone ? 1 : parts.count;
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
   for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
@@ -68,23 +71,23 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Together& 
       for (int u = 0; u < kInFlight; ++u) {
         // Lanes past the last id hold no row, and the number of the last lane is never passed.
         row[u] = group.broadcast(mine.row[0], next + u);
-        const int64_t other = group.broadcast(mine.row[1], next + u);
+        const int64_t other = kAlone ? 0 : group.broadcast(mine.row[1], next + u);
         if (row[u] < 0) continue;
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
           x[u][k] = load_row<Format>(a.weights + row[u], first + k * 4 * G, D, kAligned);
-          if (parts.count > 1) y[u][k] = load_row<Format>(a.weights + other, first + k * 4 * G, D, kAligned);
+          if (count > 1) y[u][k] = load_row<Format>(a.weights + other, first + k * 4 * G, D, kAligned);
         }
       }
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         if (row[u] < 0) continue;
         ++counted;
-        if (parts.count > 1)
+        if (count > 1)
           for (int k = 0; k < kBlocks; ++k) combine(parts.multiply, y[u][k], &x[u][k]);
 #pragma unroll
         for (int p = 2; p < kMaxParts; ++p) {
-          if (p >= parts.count) continue;
+          if (p >= count) continue;
           const uint8_t* other = a.weights + group.broadcast(mine.row[p], next + u);
 #pragma unroll
           for (int k = 0; k < kBlocks; ++k)
@@ -133,9 +136,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const bool aligned = all_aligned<Format>(a, parts, D);
     for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
       const bool report = number == 0 && column == 0;  // once for an id
-      if (aligned)
-        pool_columns<Format, G, kBlocks, true>(a, parts, f, group, ids, row + f.output_offset, column, report);
-      else pool_columns<Format, G, kBlocks, false>(a, parts, f, group, ids, row + f.output_offset, column, report);
+      const int64_t out = row + f.output_offset;
+      if (!aligned) pool_columns<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
+      else if (count == 1) pool_columns<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
+      else pool_columns<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
     }
     if (part + count == behind) store_zeros_behind(a, row, f.output_offset + D, group);
   }

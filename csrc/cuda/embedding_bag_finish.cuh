@@ -189,14 +189,20 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     const int64_t part = part_of_run(a.runs, a.bags, run);
     if (!a.features.has_format(part, a.format)) continue;
     const Feature f = a.features[part];
-    OccurrenceSum<G, kBlocks> sum{a, group, start, count, f.embedding_dim};
-    if (a.weights && a.runs.chunk_starts[run] != a.runs.chunk_starts[run + 1]) {  // of a multiplied table
-      sum.first = -1 - int64_t{a.runs.chunk_starts[run]};
-      sum.count = 1;
-    }
+    const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
+    const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
+    const OccurrenceSum<G, kBlocks> sum{a,
+                                        group,
+                                        summed ? chunk : static_cast<uint32_t>(start),
+                                        summed ? 1 : static_cast<int>(count),
+                                        f.embedding_dim,
+                                        summed};
     finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
   }
 }
+
+// Of the room for sums of chunk sums, how many chunks share a row.
+constexpr int64_t kChunksPerNext = kChunk / 2;
 
 // The run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
 __device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk) {
@@ -211,12 +217,13 @@ __device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk
 
 // The entries of a chunk of a run.
 struct ChunkOfRun {
-  int64_t first, count;
+  int64_t first;
+  int count;
 
   __device__ __forceinline__ ChunkOfRun(const Runs& runs, int64_t run, int64_t chunk) {
     const int64_t done = (chunk - runs.chunk_starts[run]) * kChunk, left = runs.count(run) - done;
     first = runs.starts[run] + done;
-    count = left < kChunk ? left : kChunk;
+    count = static_cast<int>(left < kChunk ? left : kChunk);
   }
 };
 
@@ -246,7 +253,9 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     if (a.weights && a.features.parts[part].multiplied) continue;
     const int64_t D = a.features[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
-    write_chunk_sum<G, kBlocks>(a, group, chunk, D, OccurrenceSum<G, kBlocks>{a, group, here.first, here.count, D});
+    write_chunk_sum<G, kBlocks>(
+        a, group, chunk, D,
+        OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D, false});
   }
 }
 
@@ -267,8 +276,8 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     const int64_t D = f.embedding_dim;
     int64_t count = ceil_div(a.runs.count(run), kChunk);
     float* from = a.partials + int64_t{chunk} * a.max_dim;
-    // Half as far: a run has at least two chunks, and what their sums need is at most half of them.
-    float* to = a.next_partials + int64_t{chunk / 2} * a.max_dim;
+    // A run of n chunks, more than kChunk, has n / 64 sums of these, rounded up: room for n / 32 is enough.
+    float* to = a.next_partials + int64_t{chunk / kChunksPerNext} * a.max_dim;
     while (count > kChunk) {
       for (int64_t first = mine * kChunk; first < count; first += groups * kChunk) {
         const int64_t left = count - first;

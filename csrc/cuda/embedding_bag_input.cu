@@ -160,7 +160,7 @@ __device__ void make_parts(const StartArgs& a, int64_t feature) {
                            limit,
                            alone ? Combine::kConcat : static_cast<Combine>(combine),
                            !alone || partition.divides || partition.wraps,
-                           a.updates && is_multiplied(a, p)};
+                           a.updates && a.features.most_parts > 1 && is_multiplied(a, p)};
   }
 }
 

@@ -23,9 +23,7 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   const uint32_t payload = a.runs.payloads[entry], position = a.runs.position(payload), bag = a.runs.bag_of[position];
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
   const int64_t first = a.bags.part_starts[feature], count = a.bags.part_starts[feature + 1] - first;
-  Term term{a.grad + a.bags.output_row(bag, feature) * a.output_dim + a.features[own].output_offset,
-            {},
-            a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
+  Term term{a.grad + a.runs.places[payload], {}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
   if (a.features.parts[own].combine != Combine::kMult) return term;  // of another feature that reads the table
   const int64_t id = a.bags.id(position);
 #pragma unroll
@@ -43,22 +41,24 @@ template <class Format, int G, int kBlocks>
 struct ProductSum {
   const SumArgs& a;
   const Group<G>& group;
-  int64_t first, count, D;
+  int64_t first;
+  int count;
+  int64_t D;
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
     constexpr int kTerms = kInFlight / kBlocks;  // on their way, of two rows each
-    for (int64_t begin = 0; begin < count; begin += G) {
+    for (int begin = 0; begin < count; begin += G) {
       Term mine{};
       if (begin + group.lane < count) mine = term_of<Format>(a, first + begin + group.lane, D);
-      const int here = static_cast<int>(count - begin < G ? count - begin : G);
+      const int here = count - begin < G ? count - begin : G;
       for (int next = 0; next < here; next += kTerms) {
         Vec4 x[kTerms][kBlocks], y[kTerms][kBlocks];
         bool multiplied[kTerms];
 #pragma unroll
         for (int u = 0; u < kTerms; ++u) {
-          const float* gradient = broadcast(mine.gradient, next + u);
-          const uint8_t* other = broadcast(mine.others[0], next + u);
+          const float* gradient = group.broadcast_pointer(mine.gradient, next + u);
+          const uint8_t* other = group.broadcast_pointer(mine.others[0], next + u);
           multiplied[u] = other != nullptr;
           if (next + u >= here) continue;
           const bool aligned = rows_aligned(gradient, D);
@@ -73,7 +73,7 @@ struct ProductSum {
           if (multiplied[u]) multiply(y[u], x[u]);
 #pragma unroll
           for (int o = 1; o < kMostOthers; ++o) {
-            const uint8_t* other = broadcast(mine.others[o], next + u);
+            const uint8_t* other = group.broadcast_pointer(mine.others[o], next + u);
             if (other == nullptr) continue;
             load(other, column, y[u]);
             multiply(y[u], x[u]);
@@ -85,10 +85,6 @@ struct ProductSum {
   }
 
  private:
-  template <class T>
-  __device__ __forceinline__ const T* broadcast(const T* p, int from) const {
-    return reinterpret_cast<const T*>(group.broadcast(reinterpret_cast<uintptr_t>(p), from));
-  }
   __device__ __forceinline__ void load(const uint8_t* row, int64_t column, Vec4 (&y)[kBlocks]) const {
     const bool aligned = columns_aligned<Format>(row, D);
     const ColumnReader<Format> reader(row, D, aligned);
@@ -111,8 +107,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_k
   const Group<G> group;
   const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
-    const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
-    const int64_t part = part_of_run(a.runs, a.bags, run);
+    const int64_t run = a.owners[chunk], part = part_of_run(a.runs, a.bags, run);
     if (!a.features.parts[part].multiplied || !a.features.has_format(part, a.format)) continue;
     const int64_t D = a.features[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);

@@ -15,6 +15,8 @@ struct EntryArgs {
   uint32_t* payloads;
   uint32_t* bag_of;
   float* coefficients;
+  int64_t* places;
+  int64_t output_dim;
   uint64_t left_out;  // key of entries that do not count: above every row
   int64_t* status;
 };
@@ -70,6 +72,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), first = a.bags.first_part(feature);
     const int64_t count = a.bags.first_part(feature + 1) - first;
+    const int64_t start = a.bags.output_row(bag, feature) * a.output_dim;
     const Feature f = a.features[first];
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
@@ -83,7 +86,9 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
         const int64_t entry = i * a.features.most_parts + p;
         const int64_t row = a.features.parts[first + p].partition.row(id);
         a.keys[entry] = static_cast<uint64_t>(a.features.row_offsets[first + p] + row);
-        a.payloads[entry] = static_cast<uint32_t>(i << a.features.part_bits | p);
+        const int64_t payload = i << a.features.part_bits | p;
+        a.payloads[entry] = static_cast<uint32_t>(payload);
+        a.places[payload] = start + a.features.output_offsets[first + p];
       }
     }
   }
@@ -129,10 +134,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* chunk_starts) {
+__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* sums) {
   *num_runs = 0;
   starts[0] = 0;
-  chunk_starts[0] = 0;
+  sums[0] = 0;
 }
 
 int bit_width(uint64_t n) {
@@ -182,30 +187,33 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   auto* payloads = memory.make<uint32_t>(N);
   auto* bag_of = weighted || in.features.parts ? memory.make<uint32_t>(ids) : nullptr;
   auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
+  auto* places = in.features.parts ? memory.make<int64_t>(ids << in.features.part_bits) : nullptr;
   auto* sorted_keys = memory.make<uint64_t>(N);
   auto* sorted_payloads = memory.make<uint32_t>(N);
   auto* flags = memory.make<uint32_t>(N + 1);
-  auto* places = memory.make<uint32_t>(N + 1);
+  auto* sums = memory.make<uint32_t>(N + 1);
   auto* starts = memory.make<int64_t>(N + 1);
   auto* num_runs = memory.make<int64_t>(1);
   // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
   const int64_t most_chunks = in.may_multiply() ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
-  out.runs = {sorted_keys, sorted_payloads, bag_of, coefficients,    starts,
-              num_runs,    places,          N,      most_chunks + 1, in.features.part_bits};
+  out.runs = {sorted_keys,     sorted_payloads,      bag_of, coefficients, places, starts, num_runs, sums, N,
+              most_chunks + 1, in.features.part_bits};
   // Also where there are no ids: this is what reads the offsets.
-  write_entries(in, {in.features, in.bags, keys, payloads, bag_of, coefficients, left_out, status}, stream);
+  write_entries(in,
+                {in.features, in.bags, keys, payloads, bag_of, coefficients, places, in.output_dim, left_out, status},
+                stream);
   if (N == 0) {
-    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, places);
+    launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, sums);
     return out;
   }
   sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), like, stream);
   const dim3 grid = blocks_for(N + 1, 1);
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
-  exclusive_sum(flags, places, N, like, stream);
-  launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, places, starts, num_runs);
+  exclusive_sum(flags, sums, N, like, stream);
+  launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
   launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags, in.may_multiply(),
          flags);
-  exclusive_sum(flags, places, N + 1, like, stream);
+  exclusive_sum(flags, sums, N + 1, like, stream);
   return out;
 }
 

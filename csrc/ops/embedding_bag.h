@@ -20,14 +20,15 @@
 // id_limits and combine one for each feature. Ids are in [0, id_limits[f]); part p reads row (id / divisors[p]) %
 // moduli[p] of its table, in int64. combine[f]: 0 (concat): every part has columns of its own, as if it were a feature
 // with the same bags; 1 (add), 2 (mult): an id's row is the sum or product of its parts' rows, in their order, which
-// have one width, format and output_offset. A product's gradients come from rows as they are before the update. The
-// parts of a feature read different tables. Columns outside every feature are not written: there must be none. Ids
-// equal to padding_idx are left out, of the sum, of n and of every gradient. Bounds. "error": IndexError names the
-// first bad id by feature and bag, and nothing is changed. "ignore": bad ids are left out and counted. "none": no
-// check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when there is none), and how many ids
-// were left out for being out of range. Offsets are always checked. Gradients: of weights and per_sample_weights.
-// Occurrences of a row are summed in chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule.
-// Not differentiable in values and offsets.
+// have one width, format and output_offset. A product's gradients come from rows as they are before the update, which
+// `weights` of the dense and sparse backward are: a GPU wants them where a feature has several parts. The parts of a
+// feature read different tables. Columns outside every feature are not written: there must be none. Ids equal to
+// padding_idx are left out, of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id
+// by feature and bag, and nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is
+// int64 [2]: the smallest bad position in `values` (INT64_MAX when there is none), and how many ids were left out for
+// being out of range. Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row
+// are summed in chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable
+// in values and offsets.
 #pragma once
 
 #include <vector>
