@@ -261,7 +261,7 @@ BAD_ARGUMENTS = [
         lambda n: 31,
         "max_embedding_dim = 31 must be 0 or 32, the largest of embedding_dims, or more",
     ),
-    ("output_dim", lambda n: 65, "output_dim = 65 must be 64, the sum of embedding_dims"),
+    ("output_dim", lambda n: 65, "output_dim = 65 must be 64, the columns of all features"),
     ("mean", lambda t: t.long(), "mean must be bool, got int64"),
     ("mean", lambda t: t[1:], "mean must have shape [3], got [2]"),
     ("pooling", lambda _: "max", 'pooling must be "sum" or "mean", got "max"'),

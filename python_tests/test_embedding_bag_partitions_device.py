@@ -159,6 +159,25 @@ def test_too_many_parts_are_noted() -> None:
         assert status[0] == BAD_LAYOUT, backend.name
 
 
+@pytest.mark.parametrize("offsets", [[0, 4, 0, 8], [0, 8, 4, 8], [8, 8, 0, 8], [0, 4, 4, 2**40]])
+def test_bad_offsets_are_noted(offsets: list[int]) -> None:
+    """Bags of features with more and fewer parts that have ids in common: nothing outside is touched, or updated."""
+    tables = [(4, 5), (2, 5), (3, 5)]
+    features = [Parts([0, 1, 2], [(1, 4), (4, 2), (8, 3)], 24, "mult"), Parts([0], [(3, 4)], 24, "concat"), 2]
+    case = make_case(tables, features, [4, 2, 2], seed=4)
+    case.values %= 3
+    case.offsets.copy_(torch.tensor(offsets))
+    given = (case.grad, list(case.weights.shape), *case.jagged)
+    for backend in device_backends():
+        _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout)
+        assert BAD_LAYOUT < status[0] < 0, backend.name
+        weights, state, step = case.update("rowwise_adagrad", backend.ops)
+        assert same_bits(weights, case.weights)
+        assert same_bits(state, case.sum)
+        assert step == 6
+        assert not backend.ops.embedding_bag_backward_dense(*given, **case.layout, weights=case.weights).any()
+
+
 def test_gradients_need_the_rows() -> None:
     """Where features have several parts, a device cannot tell the host whether they are multiplied."""
     case, layout = _two_parts()

@@ -124,20 +124,21 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+// `status`, of calls that may multiply, says whether runs make sense: bags with bad offsets may have ids in common.
 __global__ void __launch_bounds__(kThreads)
-    count_chunks_kernel(Runs runs, Features features, Bags bags, bool may_multiply, uint32_t* chunks) {
+    count_chunks_kernel(Runs runs, Features features, Bags bags, const int64_t* status, uint32_t* chunks) {
   for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
     const int64_t count = r < *runs.num_runs ? runs.count(r) : 0;
-    const bool summed =
-        count > kChunk || (may_multiply && count > 0 && features.parts[part_of_run(runs, bags, r)].multiplied);
-    chunks[r] = summed ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
+    const bool multiplied =
+        status && *status >= 0 && count > 0 && features.parts[part_of_run(runs, bags, r)].multiplied;
+    chunks[r] = count > kChunk || multiplied ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
   }
 }
 
-__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* sums) {
+__global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* chunk_starts) {
   *num_runs = 0;
   starts[0] = 0;
-  sums[0] = 0;
+  chunk_starts[0] = 0;
 }
 
 int bit_width(uint64_t n) {
@@ -211,8 +212,8 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
   exclusive_sum(flags, sums, N, like, stream);
   launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
-  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags, in.may_multiply(),
-         flags);
+  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags,
+         in.may_multiply() ? status : nullptr, flags);
   exclusive_sum(flags, sums, N + 1, like, stream);
   return out;
 }
