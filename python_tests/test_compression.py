@@ -170,6 +170,23 @@ def test_pooled(combine: str) -> None:
     torch.testing.assert_close(a.by_feature(batch)["c"], expected[combine]())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_outputs_are_rounded_once(dtype: torch.dtype) -> None:
+    """Also those whose parts are pooled before they are multiplied."""
+    for compose in ("per_id", "pooled"):
+        tables = [
+            rk.EmbeddingBagConfig(
+                50, 6, name="t", feature_names=["b"], compression=rk.QuotientRemainder(4, "mult", compose)
+            )
+        ]
+        torch.manual_seed(1)
+        whole = rk.EmbeddingBagCollection(tables)
+        half = rk.EmbeddingBagCollection(tables, output_dtype=dtype)
+        half.load_state_dict(whole.state_dict())
+        assert same_bits(half(_batch()).values(), whole(_batch()).values().to(dtype))
+        assert same_bits(half.by_feature(_batch())["b"], whole(_batch()).values().to(dtype))
+
+
 @pytest.mark.parametrize("compression", [*COMPRESSIONS, rk.QuotientRemainder(4, "mult", "pooled")], ids=_name)
 def test_training_as_torch_does(compression) -> None:
     """A fused SGD step is torch's on the same parts, whose gradients are dense."""

@@ -78,7 +78,7 @@ def test_training(optimizer) -> None:
     collection, teacher = make(optimizer), make()
     torch.manual_seed(9)
     for table in teacher.tables:
-        initialize(teacher.embedding_bags[table.name].weight, table)
+        initialize(teacher.embedding_bags[table.name].weight, table.stored[0])
     given = batch(collection, size=20)
     goal, dims = teacher(given).values(), [t.embedding_dim for t in collection.tables for _ in t.feature_names]
     losses = []

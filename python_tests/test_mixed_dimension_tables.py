@@ -119,6 +119,16 @@ def test_moves_and_copies() -> None:
     assert same_bits(meta(_batch()).values(), expected)
 
 
+def test_gradients_move_along() -> None:
+    """With the parameters, as those of any module."""
+    collection = _collection(rk.SGD(lr=0.1))
+    collection(_batch()).values().sum().backward()
+    grad = collection.embedding_bags["b"].projection.grad.clone()
+    collection.half()
+    assert same_bits(collection.embedding_bags["b"].projection.grad, grad)
+    assert collection.to("meta").embedding_bags["b"].projection.grad.is_meta
+
+
 def test_accumulated() -> None:
     """The tables' update waits for the end of the block, the gradients of the matrices add up."""
     together, apart = _collection(rk.SGD(lr=0.1)), _collection(rk.SGD(lr=0.1))

@@ -21,22 +21,14 @@ RK_HOST_DEVICE bool is_far(const Feature& part) { return part.num_embeddings * p
 // The floats of an id's row in a part: the table's own, or decoded into scratch [D].
 const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch);
 
-// Makes the rows of ids from those of `count` added or multiplied parts.
-class ComposedRow {
- public:
-  ComposedRow(const Feature* parts, int64_t count)
-      : parts_(parts), count_(count), scratch_(new float[static_cast<uint64_t>(2 * parts->embedding_dim)]) {}
-  ~ComposedRow() { delete[] scratch_; }
-  ComposedRow(const ComposedRow&) = delete;
-  ComposedRow& operator=(const ComposedRow&) = delete;
+// Makes the rows of ids from those of `count` added or multiplied parts; `scratch` is [2, D].
+struct ComposedRow {
+  const Feature* parts;
+  int64_t count;
+  float* scratch;
 
   // [D], until the next call.
-  const float* read(const uint8_t* weights, int64_t id);
-
- private:
-  const Feature* parts_;
-  int64_t count_;
-  float* scratch_;  // [2, D]
+  const float* read(const uint8_t* weights, int64_t id) const;
 };
 
 // out [D] = g times the id's rows in the parts of own's feature but for `own`, one after the other; scratch is [D].

@@ -241,7 +241,8 @@ void pool_composed_encoded(const PoolArgs& a, const Feature* parts, int64_t coun
   const int64_t D = parts->embedding_dim, last = a.bags.offset(end);
   const int64_t ahead = prefetch_distance(parts->row_bytes * count);
   const float* factors = a.bags.per_sample_weights;
-  ComposedRow row(parts, count);
+  auto* scratch = new float[static_cast<uint64_t>(2 * D)];
+  const ComposedRow row{parts, count, scratch};
   float* out = sums.first;
   for (int64_t bag = begin; bag < end; ++bag, out += sums.stride) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
@@ -261,6 +262,7 @@ void pool_composed_encoded(const PoolArgs& a, const Feature* parts, int64_t coun
     const auto n = static_cast<float>(counted);
     for (int64_t c = 0; parts->mean && counted > 1 && c < D; ++c) out[c] = out[c] / n;
   }
+  delete[] scratch;
 }
 
 // out = x * y, or x + y
@@ -299,12 +301,12 @@ const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, f
   return scratch;
 }
 
-const float* ComposedRow::read(const uint8_t* weights, int64_t id) {
-  const int64_t D = parts_->embedding_dim;
-  const float* x = row_of_part(parts_[0], weights, id, scratch_);
-  for (int64_t p = 1; p < count_; ++p) {
-    combine_rows(parts_->combine, row_of_part(parts_[p], weights, id, scratch_ + D), D, x, scratch_);
-    x = scratch_;
+const float* ComposedRow::read(const uint8_t* weights, int64_t id) const {
+  const int64_t D = parts->embedding_dim;
+  const float* x = row_of_part(parts[0], weights, id, scratch);
+  for (int64_t p = 1; p < count; ++p) {
+    combine_rows(parts->combine, row_of_part(parts[p], weights, id, scratch + D), D, x, scratch);
+    x = scratch;
   }
   return x;
 }

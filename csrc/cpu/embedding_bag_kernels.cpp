@@ -213,9 +213,8 @@ float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
 
 // Of one sample's gradient with what an id's parts give.
 float dot_with_parts(const PoolArgs& a, const Feature* parts, int64_t count, const float* grad, int64_t id,
-                     ComposedRow* composed) {
-  if (count > 1 && parts->combine != Combine::kConcat)
-    return row_dot(grad + parts->output_offset, composed->read(a.weights, id), parts->embedding_dim);
+                     const ComposedRow& composed) {
+  if (composed.scratch) return row_dot(grad + parts->output_offset, composed.read(a.weights, id), parts->embedding_dim);
   float sum = 0.0f;
   for (const Feature* f = parts; f < parts + count; ++f) {
     const uint8_t* row = a.weights + f->weight_offset + f->row(id) * f->row_bytes;
@@ -227,7 +226,9 @@ float dot_with_parts(const PoolArgs& a, const Feature* parts, int64_t count, con
 
 void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end,
                              const float* grad, float* out, Bounds* bounds) {
-  ComposedRow composed(parts, count);
+  const bool composes = count > 1 && parts->combine != Combine::kConcat;
+  const ComposedRow composed{parts, count,
+                             composes ? new float[static_cast<uint64_t>(2 * parts->embedding_dim)] : nullptr};
   for (int64_t bag = begin; bag < end; ++bag, grad += a.output_dim) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
     int64_t counted = 0;
@@ -236,12 +237,13 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
       const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != a.bags.padding_idx;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
-      out[i] = counts ? dot_with_parts(a, parts, count, grad, id, &composed) : 0.0f;
+      out[i] = counts ? dot_with_parts(a, parts, count, grad, id, composed) : 0.0f;
     }
     if (!parts->mean || counted < 2) continue;
     const float each = 1.0f / static_cast<float>(counted);
     for (int64_t i = start; i < stop; ++i) out[i] *= each;
   }
+  delete[] composed.scratch;
 }
 
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {

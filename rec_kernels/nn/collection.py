@@ -140,7 +140,7 @@ class TableCollection(Layout):
         super()._apply(fn, recurse)
         for table in self.tables:
             if table.projection:
-                move(self.embedding_bags[table.name], "projection", fn)
+                _move(self.embedding_bags[table.name], "projection", fn)
         self._token = torch.empty(0, dtype=torch.float32, device=self._weights.device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
@@ -367,16 +367,21 @@ def _(flat: Tensor) -> bool:
     return False  # a fake tensor has no memory
 
 
-def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Applies ``fn`` to a parameter as ``torch.nn.Module._apply`` does, but never casts it."""
+def _move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
+
+    def apply(t: Tensor) -> Tensor:
+        moved = fn(t)
+        return moved if moved.dtype == t.dtype else t.to(moved.device)
+
     old = module._parameters[name]
     with torch.no_grad():
-        new = fn(old)
-    new = new if new.dtype == old.dtype else old.to(new.device)
+        new, grad = apply(old), None if old.grad is None else apply(old.grad)
     if torch._has_compatible_shallow_copy_type(old, new):
         old.data = new
-        return
-    module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    else:
+        old = module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    old.grad = grad
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

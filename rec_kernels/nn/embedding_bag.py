@@ -65,7 +65,7 @@ class PooledLookups:
             pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
         matrices = self._projections()
         if not matrices:
-            return pooled
+            return pooled.to(self.output_dtype)
         flat = torch.cat([matrix.reshape(-1) for matrix in matrices])
         return grouped_projection(pooled, flat, self._combined_dims, self._output_dims).to(self.output_dtype)
 

@@ -126,8 +126,9 @@ class Layout(nn.Module):
         return {name: self._buffers[f"_{name}"] for name in PARTITIONS}
 
     def _output(self) -> dict[str, object]:
-        # What is projected afterwards is rounded afterwards.
-        whole = self.output_dtype == torch.float32 or any(t.projection for t in self.tables)
+        # What is combined or projected afterwards is rounded afterwards.
+        later = any(f.is_combined_later or f.table.projection for f in self._features)
+        whole = self.output_dtype == torch.float32 or later
         return {} if whole else {"output_dtype": self.output_dtype}
 
     def _projections(self) -> list[Tensor]:

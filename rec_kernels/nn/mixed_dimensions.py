@@ -38,13 +38,15 @@ def mixed_dimensions(
         ValueError: no tables, or a number out of range; the message names it.
     """
     _check(num_embeddings, base_dim, temperature, threshold, budget)
+    # Relative to the smallest table, so that no power is too large for a float.
+    shares = [(min(num_embeddings) / n) ** temperature for n in num_embeddings]
     if budget is None:
-        scale = base_dim * min(num_embeddings) ** temperature
+        scale = base_dim
     else:
-        scale = budget / sum(n ** (1 - temperature) for n in num_embeddings)
+        scale = budget / sum(n * share for n, share in zip(num_embeddings, shares, strict=True))
     dims = []
-    for n in num_embeddings:
-        wanted = max(scale * n**-temperature, 1.0)
+    for n, share in zip(num_embeddings, shares, strict=True):
+        wanted = max(scale * share, 1.0)
         rounded = 2 ** round(math.log2(wanted)) if power_of_two else round(wanted)
         dims.append(base_dim if n <= threshold else min(rounded, base_dim))
     return dims
