@@ -99,6 +99,8 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
   args->next_partials = sums.next.mutable_data_ptr<float>();
   args->owners = static_cast<uint32_t*>(sums.owners.mutable_data_ptr());
   args->max_dim = in.max_dim;
+  args->partials_place = (reinterpret_cast<intptr_t>(args->partials) - reinterpret_cast<intptr_t>(args->grad)) /
+                         static_cast<int64_t>(sizeof(float));
   if (rows == 0) return sums;
   with_widths(in.max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;

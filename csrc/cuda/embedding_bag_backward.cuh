@@ -72,6 +72,7 @@ struct SumArgs {
   float* next_partials;  // of their sums, and so on
   uint32_t* owners;      // of each chunk: its run
   int64_t max_dim;
+  int64_t partials_place;  // of partials, in floats from grad on: one base address for both leaves kernels registers
 };
 
 // Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum.
@@ -102,16 +103,12 @@ struct OccurrenceSum {
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
     for (int begin = 0; begin < count; begin += G) {
-      const float* place = a.grad;
+      int64_t place = summed ? a.partials_place + int64_t{first} * a.max_dim : 0;
       float c = 1.0f;
-      if (begin + group.lane < count) {
-        if (summed) {
-          place = a.partials + int64_t{first} * a.max_dim;
-        } else {
-          const uint32_t payload = a.runs.payloads[first + begin + group.lane];
-          place += place_of(payload);
-          if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
-        }
+      if (begin + group.lane < count && !summed) {
+        const uint32_t payload = a.runs.payloads[first + begin + group.lane];
+        place = place_of(payload);
+        if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
       }
       const int here = count - begin < G ? count - begin : G;
       for (int next = 0; next < here; next += kInFlight) {
@@ -119,7 +116,7 @@ struct OccurrenceSum {
         Vec4 x[kInFlight][kBlocks];
 #pragma unroll
         for (int u = 0; u < kInFlight; ++u) {
-          const float* row = group.broadcast_pointer(place, next + u);
+          const float* row = a.grad + group.broadcast(place, next + u);
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
           const bool aligned = rows_aligned(row, D);
 #pragma unroll

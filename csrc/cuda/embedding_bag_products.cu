@@ -13,8 +13,8 @@ constexpr int kMostOthers = kMaxParts - 1;
 
 // An entry's term: the gradient of its bag, times rows of other parts in their order, times a coefficient.
 struct Term {
-  const float* gradient;
-  const uint8_t* others[kMostOthers];  // as many as there are, then null
+  int64_t gradient;             // where it begins in the gradients
+  int64_t others[kMostOthers];  // first bytes, of as many rows as there are; then -1
   float coefficient;
 };
 
@@ -23,15 +23,15 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   const uint32_t payload = a.runs.payloads[entry], position = a.runs.position(payload), bag = a.runs.bag_of[position];
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
   const int64_t first = a.bags.part_starts[feature], count = a.bags.part_starts[feature + 1] - first;
-  Term term{a.grad + a.runs.places[payload], {}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
+  Term term{a.runs.places[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
   if (a.features.parts[own].combine != Combine::kMult) return term;  // of another feature that reads the table
   const int64_t id = a.bags.id(position);
+  static_assert(kMostOthers == 3, "as many as there are initializers of others");
 #pragma unroll
   for (int o = 0; o < kMostOthers; ++o) {
     if (o + 1 >= count) continue;
     const int64_t part = first + o + (first + o >= own);
-    term.others[o] =
-        a.weights + a.features[part].weight_offset + a.features.parts[part].partition.row(id) * Format::row_bytes(D);
+    term.others[o] = a.features[part].weight_offset + a.features.parts[part].partition.row(id) * Format::row_bytes(D);
   }
   return term;
 }
@@ -57,9 +57,9 @@ struct ProductSum {
         bool multiplied[kTerms];
 #pragma unroll
         for (int u = 0; u < kTerms; ++u) {
-          const float* gradient = group.broadcast_pointer(mine.gradient, next + u);
-          const uint8_t* other = group.broadcast_pointer(mine.others[0], next + u);
-          multiplied[u] = other != nullptr;
+          const float* gradient = a.grad + group.broadcast(mine.gradient, next + u);
+          const int64_t other = group.broadcast(mine.others[0], next + u);
+          multiplied[u] = other >= 0;
           if (next + u >= here) continue;
           const bool aligned = rows_aligned(gradient, D);
 #pragma unroll
@@ -73,8 +73,8 @@ struct ProductSum {
           if (multiplied[u]) multiply(y[u], x[u]);
 #pragma unroll
           for (int o = 1; o < kMostOthers; ++o) {
-            const uint8_t* other = group.broadcast_pointer(mine.others[o], next + u);
-            if (other == nullptr) continue;
+            const int64_t other = group.broadcast(mine.others[o], next + u);
+            if (other < 0) continue;
             load(other, column, y[u]);
             multiply(y[u], x[u]);
           }
@@ -85,7 +85,8 @@ struct ProductSum {
   }
 
  private:
-  __device__ __forceinline__ void load(const uint8_t* row, int64_t column, Vec4 (&y)[kBlocks]) const {
+  __device__ __forceinline__ void load(int64_t place, int64_t column, Vec4 (&y)[kBlocks]) const {
+    const uint8_t* row = a.weights + place;
     const bool aligned = columns_aligned<Format>(row, D);
     const ColumnReader<Format> reader(row, D, aligned);
 #pragma unroll

@@ -30,10 +30,6 @@ struct Group {
   __device__ __forceinline__ T broadcast(T x, int from) const {
     return __shfl_sync(mask, x, from, G);
   }
-  template <class T>
-  __device__ __forceinline__ const T* broadcast_pointer(const T* p, int from) const {
-    return reinterpret_cast<const T*>(broadcast(reinterpret_cast<uintptr_t>(p), from));
-  }
 };
 
 }  // namespace RK_ISA
