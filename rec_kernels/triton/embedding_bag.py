@@ -184,6 +184,8 @@ def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
 def _read_backward(a: SimpleNamespace) -> BagInput:
     rank = 2 if a.embedding_dims is None else 1
     shape = tuple(a.weights_shape)
+    if a.weights is not None:  # which only products of rows would need
+        inputs.check_weights(a)
     check(len(shape) == rank, f"weights_shape must have {rank} element(s), got {len(shape)}")
     bags = inputs.read_input(a, shape)
     inputs.check_gradient(a, bags)
