@@ -389,7 +389,7 @@ def test_page_examples_run() -> None:
     """The python blocks of docs/modules.md, one after the other, as one program."""
     text = PAGE.read_text()
     examples = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(examples) == text.count("```python") == 11
+    assert 0 < len(examples) == text.count("```python")
     torch.manual_seed(0)
     names = {"__name__": "example"}
     for number, example in enumerate(examples):
