@@ -60,7 +60,7 @@ class PooledLookups:
 
     def _finish(self, pooled: Tensor) -> Tensor:
         """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
-        if any(feature.is_combined_later for feature in self._features):
+        if self._combines_later:
             blocks = zip(self._features, pooled.split(self._widths, dim=1), strict=True)
             pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
         matrices = self._projections()

@@ -84,6 +84,28 @@ class Layout(nn.Module):
         dims = zip(self._features, self._output_dims, strict=True)
         self._combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
         self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
+        self._combines_later = any(f.is_combined_later for f in self._features)
+        self._projected = [f.table for f in self._features if f.table.projection]
+        self._list_arguments()
+
+    def _list_arguments(self) -> None:
+        """What every call of an op is told: found once, because a small lookup takes no longer than finding it."""
+        names = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets"]
+        if self._is_partitioned:
+            names += PARTITIONS
+        if len(self._storage.formats) > 1:
+            names.append("format_of")
+        if self._any_mean:  # without, the backward needs no coefficients
+            names.append("mean")
+        self._tensor_arguments = [(name, f"_{name}") for name in names]
+        self._other_arguments = {
+            "output_dim": sum(self._widths),
+            "num_rows": self._num_rows,
+            "max_embedding_dim": self._max_dim,
+            "bounds_check": self.bounds_check,
+        }
+        if self._storage.is_bytes:
+            self._other_arguments["formats"] = self._storage.formats
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
@@ -98,52 +120,26 @@ class Layout(nn.Module):
         return self
 
     def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
-        one_row_each = bag_starts is not None
-        return (
-            {
-                "weight_offsets": self._weight_offsets,
-                "row_offsets": self._row_offsets,
-                "num_embeddings": self._num_embeddings,
-                "embedding_dims": self._embedding_dims,
-                "output_offsets": self._columns_of_bags if one_row_each else self._output_offsets,
-                # Without it the backward needs no coefficients.
-                "mean": self._mean if self._any_mean else None,
-                "output_dim": max(self._widths, default=0) if one_row_each else sum(self._widths),
-                "num_rows": self._num_rows,
-                "max_embedding_dim": self._max_dim,
-                "bag_starts": bag_starts,
-                "frozen": self._frozen if self._passes_frozen else None,
-                "bounds_check": self.bounds_check,
-            }
-            | self._formats()
-            | self._partitions()
-        )
-
-    def _partitions(self) -> dict[str, Tensor]:
-        """Nothing, for tables whose rows are those of the ids."""
-        if not self._is_partitioned:
-            return {}
-        return {name: self._buffers[f"_{name}"] for name in PARTITIONS}
+        buffers = self._buffers
+        arguments = {name: buffers[buffer] for name, buffer in self._tensor_arguments} | self._other_arguments
+        if self._passes_frozen:
+            arguments["frozen"] = self._frozen
+        if bag_starts is not None:  # every bag has a row of the output
+            wide = max(self._widths, default=0)
+            arguments |= {"bag_starts": bag_starts, "output_offsets": self._columns_of_bags, "output_dim": wide}
+        return arguments
 
     def _output(self) -> dict[str, object]:
         # What is combined or projected afterwards is rounded afterwards.
-        later = any(f.is_combined_later or f.table.projection for f in self._features)
-        whole = self.output_dtype == torch.float32 or later
+        whole = self.output_dtype == torch.float32 or self._combines_later or self._projected
         return {} if whole else {"output_dtype": self.output_dtype}
 
     def _projections(self) -> list[Tensor]:
         """The matrices [D, dim] of the features that have one, in the order of features."""
-        return [self._projection(f.table) for f in self._features if f.table.projection]
+        return [self._projection(table) for table in self._projected]
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         raise NotImplementedError
-
-    def _formats(self) -> dict[str, object]:
-        """What lookups have to know of rows that are not all float32."""
-        if not self._storage.is_bytes:
-            return {}
-        several = len(self._storage.formats) > 1
-        return {"formats": self._storage.formats, "format_of": self._format_of if several else None}
 
 
 class ServedTables(Layout):
