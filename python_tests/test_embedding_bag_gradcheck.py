@@ -8,6 +8,7 @@ from backends import every_backend
 from embedding_bag_cases import Case, make_case
 from torch import Tensor
 
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import assert_same_sum
 
 
@@ -19,48 +20,73 @@ def definition(case: Case, tables: list[Tensor], factors: Tensor | None) -> Tens
         for b in range(case.batch):
             first, last = case.offsets[f * case.batch + b : f * case.batch + b + 2].tolist()
             ids = case.values[first:last]
-            rows = tables[t][ids] if factors is None else tables[t][ids] * factors[first:last, None]
+            rows = _rows(t, tables, ids) if factors is None else _rows(t, tables, ids) * factors[first:last, None]
             bags.append(rows.sum(0) / (max(len(ids), 1) if case.mean[f] else 1))
         columns.append(torch.stack(bags))
     return torch.cat(columns, dim=1)
 
 
-def _case(weighted: bool) -> Case:
-    return make_case(
-        [(5, 3), (4, 2)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[False, True, True], weighted=weighted, seed=1
+def _rows(feature: int | Parts, tables: list[Tensor], ids: Tensor) -> Tensor:
+    """Of ids, docs/numerics.md, "Ids to rows"."""
+    if not isinstance(feature, Parts):
+        return tables[feature][ids]
+    first, *others = (
+        tables[t][ids // divisor % modulus]
+        for t, (divisor, modulus) in zip(feature.tables, feature.partitions, strict=True)
     )
+    if feature.combine == "concat":
+        return torch.cat([first, *others], dim=1)
+    for other in others:
+        first = first * other if feature.combine == "mult" else first + other
+    return first
 
 
+PARTS = {
+    "plain": [0, 1, 0],
+    # Of two and of three factors, some of both features.
+    "mult": [Parts([0, 2], [(1, 5), (5, 4)], 20, "mult"), Parts([2, 0, 3], [(5, 4), (1, 5), (1, 3)], 20, "mult")],
+    "mixed": [Parts([0, 1], [(1, 5), (5, 4)], 20, "concat"), 1, Parts([2, 0], [(1, 4), (4, 5)], 20, "add")],
+}
+
+
+def _case(weighted: bool, parts: str) -> Case:
+    tables, features = [(5, 3), (4, 2), (4, 3), (3, 3)], PARTS[parts]
+    mean, lengths = [False, True, True][: len(features)], [2, 0, 3, 1, 4, 2][: 2 * len(features)]
+    return make_case(tables, features, lengths, mean=mean, weighted=weighted, seed=1)
+
+
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_gradcheck(weighted: bool) -> None:
+def test_gradcheck(weighted: bool, parts: str) -> None:
     """The definition in double precision: its gradients are those of finite differences."""
-    case = _case(weighted)
+    case = _case(weighted, parts)
     tables = [torch.randn(t, dtype=torch.float64, requires_grad=True) for t in case.tables]
     factors = torch.rand(len(case.values), dtype=torch.float64, requires_grad=True) if weighted else None
     inputs = [*tables, *([factors] if weighted else [])]
     assert torch.autograd.gradcheck(lambda *_: definition(case, tables, factors), inputs)
 
 
+@pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("weighted", [False, True])
-def test_ops_have_these_gradients(weighted: bool) -> None:
+def test_ops_have_these_gradients(weighted: bool, parts: str) -> None:
     """Dense gradients of tables and of factors, on every backend, within the rounding of their sums."""
-    case = _case(weighted)
+    case = _case(weighted, parts)
     tables = [t.double().requires_grad_(True) for t in case.split(case.weights)]
     factors = case.per_sample_weights.double().requires_grad_(True) if weighted else None
     inputs = [*tables, *([factors] if weighted else [])]
-    exact = torch.autograd.grad(definition(case, tables, factors), inputs, case.grad.double())
+    exact = torch.autograd.grad(definition(case, tables, factors), inputs, case.grad.double(), materialize_grads=True)
     # The same sums of magnitudes: what their rounding is relative to.
     absolute = [t.detach().abs().requires_grad_(True) for t in inputs]
-    most = definition(case, absolute[:2], absolute[2] if weighted else None)
-    magnitude = torch.autograd.grad(most, absolute, case.grad.double().abs())
+    most = definition(case, absolute[: len(tables)], absolute[-1] if weighted else None)
+    magnitude = torch.autograd.grad(most, absolute, case.grad.double().abs(), materialize_grads=True)
     for backend in every_backend():
         dense = backend.ops.embedding_bag_backward_dense(
-            case.grad, list(case.weights.shape), *case.jagged, **case.layout
+            case.grad, list(case.weights.shape), *case.jagged, **case.layout, weights=case.weights
         )
         for found, expected, size in zip(case.split(dense), exact, magnitude, strict=False):
-            assert_same_sum(found, expected, size, terms=len(case.values) + 3)
+            assert_same_sum(found, expected, size, terms=len(case.values) + 3 + 3)  # of up to three factors
         if weighted:
             gradient = backend.ops.embedding_bag_backward_per_sample_weights(
                 case.grad, case.weights, case.values, case.offsets, **case.layout
             )
-            assert_same_sum(gradient, exact[2], magnitude[2], terms=3 + 2)
+            assert_same_sum(gradient, exact[-1], magnitude[-1], terms=6 + 2 + 3)

@@ -9,6 +9,8 @@ from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
+from rec_kernels.nn.path import PathEmbeddingBag
+from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blocks
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.ops.embedding_bag import embedding_bag
@@ -38,7 +40,9 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedTensor",
     "MixedDimension",
+    "MixedDimensionEmbeddingBag",
     "Partitions",
+    "PathEmbeddingBag",
     "QuotientRemainder",
     "RowwiseAdagrad",
     "RowwiseAdam",
@@ -50,6 +54,7 @@ __all__ = [
     "grouped_projection",
     "mixed_dimensions",
     "ops",
+    "popularity_blocks",
     "quantize_rows",
     "row_bytes",
     "rows_from_fbgemm",

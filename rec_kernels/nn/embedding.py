@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
-from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, select_keys
+from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, check_offsets, select_keys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingConfig
 
@@ -54,7 +54,7 @@ class SequenceLookups:
     def _rows(self, given: SelectedKeys) -> Tensor:
         """Every id as a bag of its own."""
         count, offsets = given.values.shape[0], given.offsets
-        _check_offsets(offsets, count)
+        check_offsets(offsets, count)
         each = torch.arange(count + 1, device=offsets.device)
         batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
         # A slice where it will do: a list of places would have to be copied to the device.
@@ -90,18 +90,3 @@ def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> 
     if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
         return list(features.offset_per_key())
     return given.offsets[bags].tolist()
-
-
-def _check_offsets(offsets: Tensor, count: int) -> None:
-    # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
-    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
-        return
-    if offsets[0] != 0 or offsets[-1] != count:
-        raise ValueError(
-            f"offsets must start at 0 and end at {count}, the number of values, got {int(offsets[0])} and "
-            f"{int(offsets[-1])}"
-        )
-    falls = (offsets.diff() < 0).nonzero()
-    if len(falls):
-        i = int(falls[0]) + 1
-        raise ValueError(f"offsets[{i}] = {int(offsets[i])} is below the offset before it, {int(offsets[i - 1])}")

@@ -16,6 +16,22 @@ def _to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def check_offsets(offsets: Tensor, count: int) -> None:
+    """Raises ValueError unless they rise from 0 to ``count``."""
+    # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
+    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
+        return
+    if offsets[0] != 0 or offsets[-1] != count:
+        raise ValueError(
+            f"offsets must start at 0 and end at {count}, the number of values, got {int(offsets[0])} and "
+            f"{int(offsets[-1])}"
+        )
+    falls = (offsets.diff() < 0).nonzero()
+    if len(falls):
+        i = int(falls[0]) + 1
+        raise ValueError(f"offsets[{i}] = {int(offsets[i])} is below the offset before it, {int(offsets[i - 1])}")
+
+
 def _place(key: str, keys: list[str]) -> int:
     if key not in keys:
         raise KeyError(f"{key!r} is not among the keys {keys}")

@@ -1,0 +1,248 @@
+"""Modules of one table: rows in blocks by popularity, and rows with a function each."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.nn import functional
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+SIZES, DIMS, D = [2, 5, 13], [6, 3, 1], 6
+E = sum(SIZES)
+
+
+def _ranks() -> torch.Tensor:
+    return torch.randperm(E, generator=torch.Generator().manual_seed(2))
+
+
+def _batch(weighted: bool = False, dtype: torch.dtype = torch.int64) -> rk.JaggedTensor:
+    """Nine bags, some empty."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([3, 0, 7, 1, 1, 4, 0, 12, 2])
+    values = torch.randint(0, E, (int(lengths.sum()),), generator=generator).to(dtype)
+    weights = torch.randn(len(values), generator=generator) if weighted else None
+    return rk.JaggedTensor(values, functional.pad(lengths.cumsum(0), (1, 0)).to(dtype), weights)
+
+
+def _pooled(rows: torch.Tensor, batch: rk.JaggedTensor, pooling: str) -> torch.Tensor:
+    """In the precision of ``rows``, one for each id."""
+    rows = rows[batch.values().long()]
+    if batch.weights_or_none() is not None:
+        rows = rows * batch.weights_or_none()[:, None]
+    bags = [r.sum(0) / (max(len(r), 1) if pooling == "mean" else 1) for r in rows.split(batch.lengths().tolist())]
+    return torch.stack(bags)
+
+
+def _blocks(**options) -> rk.MixedDimensionEmbeddingBag:
+    torch.manual_seed(0)
+    return rk.MixedDimensionEmbeddingBag(SIZES, DIMS, D, ranks=_ranks(), name="item", **options)
+
+
+def _rows_of_blocks(tables: list[torch.Tensor], projection: torch.Tensor) -> torch.Tensor:
+    """[E, D]: what the blocks stand for."""
+    matrices = iter(projection.split([d for d in DIMS if d < D], dim=1))
+    rows = [t if t.shape[1] == D else t @ next(matrices).t() for t in tables]
+    return torch.cat(rows)[_ranks()]
+
+
+def _path(**options) -> rk.PathEmbeddingBag:
+    torch.manual_seed(0)
+    return rk.PathEmbeddingBag(E, D, 3, base_dim=4, name="item", **options)
+
+
+def _rows_of_path(rows: torch.Tensor, functions: dict[str, torch.Tensor]) -> torch.Tensor:
+    """[E, D]: what the path stands for."""
+    out = []
+    for i in range(E):
+        x, k = rows[i % 7], i // 7
+        if "bias" in functions:
+            x = (functions["hidden_weight"][k] @ x + functions["hidden_bias"][k]).relu()
+        x = functions["weight"][k] @ x
+        out.append(x + functions["bias"][k] if "bias" in functions else x)
+    return torch.stack(out)
+
+
+def _by_hand(module: torch.nn.Module, batch: rk.JaggedTensor, inputs: list[torch.Tensor]) -> torch.Tensor:
+    if isinstance(module, rk.PathEmbeddingBag):
+        functions = dict(zip([n for n, _ in module.named_parameters(recurse=False)], inputs[1:], strict=True))
+        return _pooled(_rows_of_path(inputs[0], functions), batch, module.pooling)
+    return _pooled(_rows_of_blocks(inputs[:-1], inputs[-1]), batch, module.pooling)
+
+
+def _parameters(module: torch.nn.Module) -> list[torch.Tensor]:
+    """Tables, then the rest."""
+    own = [p for _, p in module.named_parameters(recurse=False)]
+    return [*(p for p in module.parameters() if all(p is not q for q in own)), *own]
+
+
+MODULES = {
+    "blocks": _blocks,
+    "matrices": _path,
+    "perceptrons": lambda **options: _path(hidden=5, **options),
+}
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_as_by_hand(kind: str, pooling: str, weighted: bool) -> None:
+    """Outputs and all gradients are those of the definition in double precision, whose own are finite differences'."""
+    module, batch = MODULES[kind](pooling=pooling), _batch(weighted)
+    with torch.no_grad():
+        for p in _parameters(module):  # of one size: no term may hide behind another
+            p.copy_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(p))))
+    inputs = [p.detach().double().requires_grad_(True) for p in _parameters(module)]
+    output, exact = module(batch), _by_hand(module, batch, inputs)
+    torch.testing.assert_close(output, exact.float(), rtol=1e-5, atol=1e-5)
+    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(3))
+    found = torch.autograd.grad(output, _parameters(module), grad)
+    for a, b in zip(found, torch.autograd.grad(exact, inputs, grad.double()), strict=True):
+        torch.testing.assert_close(a, b.float(), rtol=1e-4, atol=1e-4)
+    assert torch.autograd.gradcheck(lambda *given: _by_hand(module, batch, list(given)), inputs)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_training(kind: str, format: str) -> None:
+    """Tables by their fused optimizer, what is dense by torch's; both learn; the state brings all of it back."""
+    module = MODULES[kind](optimizer=rk.RowwiseAdagrad(lr=0.1), format=format)
+    dense = [p for p in module.parameters() if p.requires_grad]
+    assert len(dense) == len(list(module.named_parameters(recurse=False)))
+    optimizer, target, losses = torch.optim.Adam(dense, lr=0.05), torch.randn(9, D), []
+    before = copy.deepcopy(module.state_dict())
+    for _ in range(40):
+        loss = (module(_batch()) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    state = module.state_dict()
+    same = [name for name, t in state.items() if torch.equal(t, before[name])]
+    assert all("ranks" in name or name.endswith("format") for name in same)
+    other = MODULES[kind](optimizer=rk.RowwiseAdagrad(lr=0.1), format=format)
+    other.load_state_dict(state)
+    assert same_bits(module(_batch()), other(_batch()))
+    assert same_bits(copy.deepcopy(module)(_batch()), other(_batch()))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_ids_of_either_width(kind: str) -> None:
+    """int32 ids and offsets give the same bits."""
+    module = MODULES[kind]()
+    assert same_bits(module(_batch()), module(_batch(dtype=torch.int32)))
+    nothing = rk.JaggedTensor(torch.tensor([], dtype=torch.int64), torch.tensor([0, 0, 0]))
+    assert same_bits(module(nothing), torch.zeros(2, D))
+    assert module(rk.JaggedTensor(nothing.values(), torch.tensor([0]))).shape == (0, D)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_bad_input(kind: str) -> None:
+    """Bad ids and offsets are named, or ids left out: then as if they were not there, in means too."""
+    module = MODULES[kind]()
+    for bad, place in ((E, 1), (-1, 1)):
+        with pytest.raises(IndexError, match=rf"values\[{place}\] = {bad} is out of range.*\[0, {E}\)"):
+            module(rk.JaggedTensor(torch.tensor([3, bad]), torch.tensor([0, 2])))
+    with pytest.raises(ValueError, match="offsets must start at 0 and end at 2"):
+        module(rk.JaggedTensor(torch.tensor([3, 4]), torch.tensor([0, 1])))
+    with pytest.raises(ValueError, match=r"values must be one row of int32 or int64 ids, got torch\.float32"):
+        module(rk.JaggedTensor(torch.rand(2), torch.tensor([0, 2])))
+    ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
+    twin = copy.deepcopy(ignoring)
+    given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), torch.tensor([0, 4, 5]))
+    without = rk.JaggedTensor(torch.tensor([3, 4]), torch.tensor([0, 2, 2]))
+    output = ignoring(given)
+    assert same_bits(output, twin(without))
+    output.sum().backward()
+    twin(without).sum().backward()
+    for (name, a), b in zip(ignoring.state_dict().items(), twin.state_dict().values(), strict=True):
+        assert same_bits(a, b), name
+
+
+def test_blocks_compile() -> None:
+    """One graph, whatever the batch."""
+    module = _blocks(pooling="mean")
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(_batch()), module(_batch()))
+
+
+def test_popularity_blocks() -> None:
+    """Blocks of equal shares, the most popular ids first; with few ids, fewer blocks."""
+    ranks, sizes = rk.popularity_blocks(torch.tensor([1, 5, 3, 0, 2, 1]), 3)
+    assert ranks.tolist() == [3, 0, 1, 5, 2, 4]
+    assert sizes == [1, 1, 4]
+    counts = (1e6 / torch.arange(1, 10_001)).round()
+    shuffle = torch.randperm(10_000)
+    ranks, sizes = rk.popularity_blocks(counts[shuffle], 8)
+    assert sum(sizes) == 10_000
+    assert sizes == sorted(sizes)
+    assert len(sizes) == 8
+    assert torch.equal(counts[shuffle][torch.argsort(ranks)], counts)
+    shares = [float(part.sum() / counts.sum()) for part in counts.split(sizes)]
+    assert all(abs(share - 1 / 8) < 0.11 for share in shares)  # the most popular id alone has more
+    dims = rk.mixed_dimensions(sizes, 16, 0.5, threshold=0)
+    module = rk.MixedDimensionEmbeddingBag(sizes, dims, 16, ranks=ranks)
+    assert dims == sorted(dims, reverse=True)
+    assert sum(p.numel() for p in module.parameters()) < 10_000 * 16 / 4
+    assert rk.popularity_blocks(torch.zeros(4), 3)[1] == [4]
+    assert rk.popularity_blocks(torch.tensor([7.0]), 3)[1] == [1]
+
+
+def test_all_blocks_wide_or_narrow() -> None:
+    """Without a matrix, and without a block as wide as the model."""
+    for dims in ([D, D], [2, 1]):
+        module = rk.MixedDimensionEmbeddingBag([3, 17], dims, D)
+        assert (module.projection is None) == (dims[0] == D)
+        tables = torch.cat([t.detach() if dims[0] == D else t.detach() @ m.t() for t, m in _pairs(module, dims)])
+        torch.testing.assert_close(module(_batch()), _pooled(tables, _batch(), "sum"))
+
+
+def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
+    tables = [module.blocks.embedding_bags[f"block_{k}"].weight for k in range(2)]
+    matrices = [None, None] if module.projection is None else module.projection.detach().split(dims, dim=1)
+    return list(zip(tables, matrices, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: rk.popularity_blocks(torch.tensor([1.0, -2.0]), 2), r"counts\[1\] = -2.0 must be finite"),
+        (lambda: rk.popularity_blocks(torch.ones(2, 2), 2), r"counts must be one row.*\[2, 2\]"),
+        (lambda: rk.popularity_blocks(torch.ones(2), 0), "num_blocks = 0 must be at least 1"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2], [2, 1], 4), "of one length, at least 1, got 1 and 2"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 0], [2, 1], 4), r"block_sizes\[1\] = 0 must be at least 1"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 5], 4), r"block_dims\[1\] = 5 must be in \[1, 4\]"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 0), "embedding_dim = 0 must be at least 1"),
+        (
+            lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.tensor([0, 1, 2, 4])),
+            r"ranks\[3\] = 4 must be in \[0, 4\)",
+        ),
+        (
+            lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.tensor([0, 1, 2, 2])),
+            "ranks must differ, got 2 more than once",
+        ),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.ones(4)), r"ranks must be int64 \[4\]"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, pooling="max"), "pooling must be 'sum' or 'mean'"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, bounds_check="none"), "must be 'error' or 'ignore'"),
+        (lambda: rk.PathEmbeddingBag(10, 4, 0), "collisions = 0 must be at least 1"),
+        (lambda: rk.PathEmbeddingBag(10, 4, 2, hidden=0), "hidden = 0 must be at least 1"),
+        (lambda: rk.PathEmbeddingBag(10, 4, 2, pooling="max"), "pooling must be 'sum' or 'mean', got 'max'"),
+    ],
+)
+def test_bad_arguments(make, message: str) -> None:
+    """Named, with their value and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_functions_that_no_id_has() -> None:
+    """With 10 ids in 4s there are 4 rows of 3, and no fourth function for ids 9 to 11."""
+    module = rk.PathEmbeddingBag(10, 4, 4)
+    assert (module.buckets, module.collisions) == (3, 4)
+    assert rk.PathEmbeddingBag(10, 4, 6).collisions == 5
+    output = module(rk.JaggedTensor(torch.tensor([9]), torch.tensor([0, 1])))
+    assert torch.equal(output[0], module.weight[3] @ module.rows.embedding_bags["path"].weight[0])

@@ -1,0 +1,213 @@
+"""One table whose rows are the narrower the less popular they are.
+
+Source: "block-wise mixed dimension embeddings" of A. Ginart et al., "Mixed Dimension Embeddings with Application to
+Memory-Efficient Recommendation Systems" (arXiv:1909.11810): rows in the order of their popularity, in blocks, each with
+a dimension of its own and a projection to the model's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
+from rec_kernels.nn.jagged import KeyedJaggedTensor
+from rec_kernels.nn.one_table import check_bags, check_choice
+from rec_kernels.nn.tables import EmbeddingBagConfig
+
+
+def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int]]:
+    """Cuts ids into blocks that are looked up equally often.
+
+    Args:
+        counts: [E], how often each id is looked up, at least 0: of the training data.
+        num_blocks: the most blocks, at least 1. Blocks have at least one id, so there may be fewer.
+
+    Returns:
+        The rank of every id, int64 [E], 0 for the most popular one (of equal ones, the smaller id first); and how many
+        ids the blocks have, from the most popular block to the least: few, then ever more. What ``rk.mixed_dimensions``
+        (with ``threshold=0``) and ``rk.MixedDimensionEmbeddingBag`` take.
+
+    Raises:
+        ValueError: counts that are negative, not finite or not one row, or fewer than one block.
+    """
+    if counts.dim() != 1 or len(counts) < 1:
+        raise ValueError(f"counts must be one row of at least one number, got shape {list(counts.shape)}")
+    exact = counts.double().cpu()
+    if not (exact.isfinite() & (exact >= 0)).all():
+        place = int((~(exact.isfinite() & (exact >= 0))).nonzero()[0])
+        raise ValueError(f"counts[{place}] = {counts[place].item()} must be finite and at least 0")
+    if num_blocks < 1:
+        raise ValueError(f"num_blocks = {num_blocks} must be at least 1")
+    order = torch.argsort(exact, descending=True, stable=True)
+    ranks = torch.empty_like(order)
+    ranks[order] = torch.arange(len(order))
+    shares = exact[order].cumsum(0)
+    if shares[-1] == 0:
+        return ranks.to(counts.device), [len(order)]
+    # Block k ends with the id whose share reaches (k + 1) / num_blocks; the last one with the last id.
+    wanted = shares[-1] * torch.arange(1, num_blocks, dtype=torch.float64) / num_blocks
+    ends = sorted({*(torch.searchsorted(shares, wanted) + 1).tolist(), len(order)})
+    return ranks.to(counts.device), [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)]
+
+
+class MixedDimensionEmbeddingBag(nn.Module):
+    """Bags of one table in blocks of rows, each block with a dimension of its own: block-wise mixed dimensions.
+
+    Ids are ranks by popularity, or become such by ``ranks``. The first block has the first ``block_sizes[0]`` ranks, in
+    a table [block_sizes[0], block_dims[0]], and so on. A bag's sum over a block of fewer than ``embedding_dim`` columns
+    is multiplied by the block's matrix; the blocks' results are added. ``rk.popularity_blocks`` and
+    ``rk.mixed_dimensions`` find ranks, sizes and dimensions.
+
+    Args:
+        block_sizes: rows of each block, at least 1; E together.
+        block_dims: columns of each, from 1 to ``embedding_dim``.
+        embedding_dim: D, columns of the output.
+        ranks: int64 [E]: a permutation of 0 to E - 1, id i has rank ``ranks[i]``. None: ids are ranks.
+        name: of the blocks' tables, ``<name>_0``, ``<name>_1`` and so on.
+        pooling: "sum" or "mean".
+        format: of the rows, as in ``rk.EmbeddingBagConfig``.
+        device, optimizer, rounding, seed: as ``rk.EmbeddingBagCollection``'s.
+        bounds_check: what an id out of range does: "error" (IndexError on the CPU; left out on a GPU, where nobody is
+            told) or "ignore" (left out).
+
+    ``blocks`` is the ``rk.EmbeddingBagCollection`` of the tables, with all that this one can do. ``projection``,
+    float32 [D, columns of all narrow blocks], are the narrow blocks' matrices side by side, a parameter for the
+    optimizer of the dense parameters. Each id is looked for in every block, in one call; only those in the block are
+    read.
+
+    Raises:
+        ValueError: sizes, dimensions or ranks that do not fit; the message names them.
+    """
+
+    ranks: Tensor | None
+
+    def __init__(
+        self,
+        block_sizes: Sequence[int],
+        block_dims: Sequence[int],
+        embedding_dim: int,
+        *,
+        ranks: Tensor | None = None,
+        name: str = "block",
+        pooling: str = "sum",
+        format: str = "fp32",
+        device: torch.device | str | None = None,
+        optimizer=None,
+        bounds_check: str = "error",
+        rounding: str = "stochastic",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        sizes, dims = list(block_sizes), list(block_dims)
+        _check_blocks(sizes, dims, embedding_dim)
+        check_choice("pooling", pooling, ("sum", "mean"))
+        check_choice("bounds_check", bounds_check, ("error", "ignore"))
+        self.num_embeddings, self.embedding_dim, self.pooling = sum(sizes), embedding_dim, pooling
+        self.bounds_check = bounds_check
+        self.block_dims = dims
+        bound = self.num_embeddings**-0.5
+        tables = [
+            EmbeddingBagConfig(
+                size,
+                dim,
+                name=f"{name}_{k}",
+                feature_names=[f"{name}_{k}"],
+                format=format,
+                init=lambda rows: rows.uniform_(-bound, bound),  # of the whole table, not of the block
+            )
+            for k, (size, dim) in enumerate(zip(sizes, dims, strict=True))
+        ]
+        # Ids of other blocks are left out by every block.
+        options = {"optimizer": optimizer, "rounding": rounding, "seed": seed}
+        self.blocks = EmbeddingBagCollection(tables, device=device, bounds_check="ignore", **options)
+        starts = torch.tensor(sizes, device=device).cumsum(0) - torch.tensor(sizes, device=device)
+        self.register_buffer("_starts", starts[:, None], persistent=False)
+        narrow = [dim for dim in dims if dim < embedding_dim]
+        matrices = [nn.init.xavier_uniform_(torch.empty(embedding_dim, dim, device=device)) for dim in narrow]
+        self.projection = nn.Parameter(torch.cat(matrices, dim=1)) if narrow else None
+        self.register_buffer("ranks", None if ranks is None else _checked_ranks(ranks, self.num_embeddings, device))
+
+    def forward(self, features) -> Tensor:
+        """Looks up a batch.
+
+        Args:
+            features: ``rk.JaggedTensor`` or TorchRec's: ids [N] int32 or int64, offsets [B + 1], weights [N] or None.
+
+        Returns:
+            [B, D] float32.
+
+        Raises:
+            IndexError: an id is out of range. ValueError: wrong shapes, dtypes or offsets.
+        """
+        values, offsets, weights, bad = check_bags(features, self.num_embeddings, self.bounds_check)
+        ranks = values.long()
+        if self.ranks is not None:
+            ranks = self.ranks[ranks.clamp(0, self.num_embeddings - 1)]
+        ranks = ranks.masked_fill(bad, self.num_embeddings)  # in no block
+        blocks, count = len(self.block_dims), values.shape[0]
+        behind = torch.arange(blocks, device=offsets.device, dtype=offsets.dtype)[:, None] * count
+        whole = KeyedJaggedTensor(
+            self.blocks.feature_names,
+            (ranks - self._starts).view(-1),
+            offsets=torch.cat([(offsets[:-1] + behind).view(-1), offsets[-1:] + behind[-1]]),
+            weights=None if weights is None else weights.repeat(blocks),
+        )
+        pooled = self.blocks(whole).values()
+        if self.pooling == "mean":
+            pooled = pooled / _counted(offsets, bad).clamp(min=1)[:, None]
+        return self._sum_of_blocks(pooled)
+
+    def _sum_of_blocks(self, pooled: Tensor) -> Tensor:
+        parts = pooled.split(self.block_dims, dim=1)
+        wide = [part for part in parts if part.shape[1] == self.embedding_dim]
+        output = sum(wide[1:], wide[0]) if wide else None
+        if self.projection is None:
+            return output
+        narrow = parts if output is None else [part for part in parts if part.shape[1] < self.embedding_dim]
+        projected = functional.linear(pooled if output is None else torch.cat(narrow, dim=1), self.projection)
+        return projected if output is None else output + projected
+
+    def extra_repr(self) -> str:
+        """Sizes, for printing."""
+        return f"{self.num_embeddings} x {self.embedding_dim}, blocks of {self.block_dims} columns, {self.pooling}"
+
+
+def _counted(offsets: Tensor, bad: Tensor) -> Tensor:
+    """How many ids of each bag are in range."""
+    before = functional.pad((~bad).long().cumsum(0), (1, 0))
+    return before[offsets.long()].diff()
+
+
+def _check_blocks(sizes: list[int], dims: list[int], embedding_dim: int) -> None:
+    if embedding_dim < 1:
+        raise ValueError(f"embedding_dim = {embedding_dim} must be at least 1")
+    if not sizes or len(sizes) != len(dims):
+        raise ValueError(
+            f"block_sizes and block_dims must be of one length, at least 1, got {len(sizes)} and {len(dims)}"
+        )
+    for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
+        if size < 1:
+            raise ValueError(f"block_sizes[{k}] = {size} must be at least 1")
+        if not 1 <= dim <= embedding_dim:
+            raise ValueError(f"block_dims[{k}] = {dim} must be in [1, {embedding_dim}], embedding_dim")
+
+
+def _checked_ranks(ranks: Tensor, count: int, device: torch.device | str | None) -> Tensor:
+    if ranks.dtype != torch.int64 or list(ranks.shape) != [count]:
+        raise ValueError(
+            f"ranks must be int64 [{count}], one for each row of the blocks, got {ranks.dtype} {list(ranks.shape)}"
+        )
+    if ranks.is_meta:
+        return ranks
+    outside = (ranks < 0) | (ranks >= count)
+    if outside.any():
+        place = int(outside.nonzero()[0])
+        raise ValueError(f"ranks[{place}] = {int(ranks[place])} must be in [0, {count})")
+    times = torch.bincount(ranks, minlength=count)
+    if (times != 1).any():
+        raise ValueError(f"ranks must differ, got {int(times.argmax())} more than once")
+    return ranks.detach().clone().to(device)
