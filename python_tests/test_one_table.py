@@ -170,6 +170,34 @@ def test_blocks_compile() -> None:
     torch.testing.assert_close(compiled(_batch()), module(_batch()))
 
 
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_sorted_or_repeated(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ids sorted by block, as on the CPU, and bags repeated for every block, as elsewhere: the same bits."""
+    modules = [_blocks(pooling=pooling, bounds_check="ignore", optimizer=rk.Adam(lr=0.1)) for _ in range(2)]
+    monkeypatch.setattr(modules[1], "_sorted", modules[1]._repeated)
+    given = _batch(weighted=True)
+    given.values()[[0, 5]] = torch.tensor([E, -1])
+    outputs = [module(given) for module in modules]
+    assert same_bits(*outputs)
+    for output in outputs:
+        output.square().sum().backward()
+    for a, b in zip(*(module.state_dict().values() for module in modules), strict=True):
+        assert same_bits(a, b)
+    many = rk.MixedDimensionEmbeddingBag([1] * 300, [1] * 300, 2)
+    ids = rk.JaggedTensor(torch.arange(300).flip(0), torch.arange(301))
+    assert same_bits(many._sorted(*_arguments(ids)).lengths(), torch.eye(300).flip(0).t().flatten().long())
+    assert same_bits(many(ids), _with(many, ids, monkeypatch))
+
+
+def _arguments(ids: rk.JaggedTensor) -> tuple:
+    return ids.values(), ids.offsets(), ids.weights_or_none()
+
+
+def _with(module: rk.MixedDimensionEmbeddingBag, ids: rk.JaggedTensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    monkeypatch.setattr(module, "_sorted", module._repeated)
+    return module(ids)
+
+
 def test_popularity_blocks() -> None:
     """Blocks of equal shares, the most popular ids first; with few ids, fewer blocks."""
     ranks, sizes = rk.popularity_blocks(torch.tensor([1, 5, 3, 0, 2, 1]), 3)

@@ -1,0 +1,138 @@
+"""Modules of one table beside the same in plain torch, and beside a plain table: blocks by popularity, and paths."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rec_kernels as rk
+from bench.peers import EPS, LR
+from bench.shapes import BATCHES, Workload
+from bench.timing import time_calls, turned
+
+WORKLOAD = Workload("one d64-zipf", 1, 2048, 1_000_000, 64, 20, zipf=1.05)
+KINDS = ("blocks", "matrices", "perceptrons")
+BLOCKS, TEMPERATURE = 8, 0.3
+COLLISIONS, HIDDEN = 16, 64
+IMPLEMENTATIONS = ["ours", "torch", "plain table"]
+
+
+class TorchBlocks(nn.Module):
+    """What a user would write: for each block, the rows of its ids, a linear layer, and where they belong."""
+
+    def __init__(self, sizes: list[int], dims: list[int], width: int, ranks: Tensor) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(*size, sparse=True) for size in zip(sizes, dims, strict=True))
+        self.matrices = nn.ModuleList(
+            nn.Identity() if dim == width else nn.Linear(dim, width, bias=False) for dim in dims
+        )
+        self.starts, self.ranks, self.width = [sum(sizes[:k]) for k in range(len(sizes) + 1)], ranks, width
+
+    def forward(self, bags: rk.JaggedTensor) -> Tensor:
+        """[B, D]."""
+        ranks = self.ranks[bags.values()]
+        rows = torch.zeros(len(ranks), self.width)
+        for k, (table, matrix) in enumerate(zip(self.tables, self.matrices, strict=True)):
+            places = ((ranks >= self.starts[k]) & (ranks < self.starts[k + 1])).nonzero()[:, 0]
+            rows = rows.index_add(0, places, matrix(table(ranks[places] - self.starts[k])))
+        return torch.segment_reduce(rows, "sum", offsets=bags.offsets(), axis=0)
+
+
+class TorchPath(nn.Module):
+    """What a user would write: rows by remainder, then for each quotient its ids' rows through its function."""
+
+    def __init__(self, rows: int, dim: int, collisions: int, hidden: int | None) -> None:
+        super().__init__()
+        self.buckets = -(-rows // collisions)
+        self.table = nn.Embedding(self.buckets, dim, sparse=True)
+
+        def function() -> nn.Module:
+            if hidden is None:
+                return nn.Linear(dim, dim, bias=False)
+            return nn.Sequential(nn.Linear(dim, hidden), nn.ReLU(), nn.Linear(hidden, dim))
+
+        self.functions = nn.ModuleList(function() for _ in range(collisions))
+
+    def forward(self, bags: rk.JaggedTensor) -> Tensor:
+        """[B, D]."""
+        ids = bags.values()
+        base, quotients = self.table(ids % self.buckets), ids // self.buckets
+        rows = torch.zeros_like(base)
+        for k, function in enumerate(self.functions):
+            places = (quotients == k).nonzero()[:, 0]
+            rows = rows.index_add(0, places, function(base[places]))
+        return torch.segment_reduce(rows, "sum", offsets=bags.offsets(), axis=0)
+
+
+class Trained:
+    """A module and the optimizers of what is sparse and of what is dense in it."""
+
+    def __init__(self, module: nn.Module, read: Callable[[rk.JaggedTensor], Tensor] | None = None) -> None:
+        self.read = read or module
+        tables = [m.weight for m in module.modules() if isinstance(m, nn.Embedding)]
+        dense = [p for p in module.parameters() if p.requires_grad and all(p is not t for t in tables)]
+        self.optimizers = [torch.optim.Adagrad(tables, lr=LR, eps=EPS)] if tables else []
+        self.optimizers += [torch.optim.SGD(dense, lr=LR)] if dense else []
+
+    def train(self, bags: rk.JaggedTensor, grad: Tensor) -> None:
+        """One step."""
+        self.read(bags).backward(grad)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@functools.lru_cache(maxsize=1)
+def _batches() -> list[rk.JaggedTensor]:
+    return [rk.JaggedTensor(WORKLOAD.ids(seed), WORKLOAD.offsets()) for seed in range(BATCHES)]
+
+
+@functools.lru_cache(maxsize=len(IMPLEMENTATIONS))
+def _built(kind: str, name: str) -> Trained:
+    rows, dim, optimizer = WORKLOAD.rows, WORKLOAD.dim, rk.RowwiseAdagrad(lr=LR, eps=EPS)
+    if name == "plain table":
+        plain = rk.EmbeddingBagConfig(rows, dim, name="t", feature_names=["f"])
+        collection = rk.EmbeddingBagCollection([plain], optimizer=optimizer)
+        return Trained(
+            collection, lambda b: collection(rk.KeyedJaggedTensor(["f"], b.values(), offsets=b.offsets())).values()
+        )
+    if kind == "blocks":
+        counts = torch.bincount(torch.cat([b.values() for b in _batches()]), minlength=rows)
+        ranks, sizes = rk.popularity_blocks(counts, BLOCKS)
+        dims = rk.mixed_dimensions(sizes, dim, TEMPERATURE, threshold=0)
+        if name == "torch":
+            return Trained(TorchBlocks(sizes, dims, dim, ranks))
+        return Trained(rk.MixedDimensionEmbeddingBag(sizes, dims, dim, ranks=ranks, optimizer=optimizer))
+    hidden = HIDDEN if kind == "perceptrons" else None
+    if name == "torch":
+        return Trained(TorchPath(rows, dim, COLLISIONS, hidden))
+    return Trained(rk.PathEmbeddingBag(rows, dim, COLLISIONS, hidden=hidden, optimizer=optimizer))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The implementations take turns at who goes first."""
+    metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
+    metafunc.parametrize("kind", KINDS, scope="module")
+
+
+def test_forward(benchmark, kind: str, name: str, rounds: int) -> None:
+    """Pooled lookup under no_grad. Bytes: of a plain table."""
+    benchmark.group = f"forward {kind}"
+    with torch.no_grad():
+        time_calls(benchmark, lambda i: _built(kind, name).read(_batches()[i]), BATCHES, rounds, _bytes())
+
+
+def test_train(benchmark, kind: str, name: str, rounds: int) -> None:
+    """Forward, backward and updates: row-wise Adagrad, of torch the element-wise one; SGD of what is dense."""
+    benchmark.group = f"train {kind}"
+    grad = torch.randn(WORKLOAD.batch, WORKLOAD.dim)
+    rounds = rounds if name != "torch" else max(rounds // 3, 3)
+    time_calls(benchmark, lambda i: _built(kind, name).train(_batches()[i], grad), BATCHES, rounds, _bytes())
+
+
+def _bytes() -> int:
+    return WORKLOAD.forward_bytes()
