@@ -184,8 +184,9 @@ class TrainConfig:
         if self.embedding == "mixed":
             sizes = [f.num_embeddings for f in features]
             dims = rk.mixed_dimensions(sizes, self.embedding_dim, self.temperature, threshold=self.threshold)
-            narrow = {f.name: rk.MixedDimension(dim) for f, dim in zip(features, dims, strict=True)}
-            return {f.name: narrow[f.name] for f in large}
+            # Of all columns: a full table, which starts like one.
+            narrow = zip(features, dims, strict=True)
+            return {f.name: rk.MixedDimension(dim) for f, dim in narrow if dim < self.embedding_dim}
         if self.embedding == "hash":
             return {f.name: rk.Hash(-(-f.num_embeddings // self.collisions)) for f in large}
         combine = {"qr": "mult", "qr_add": "add", "qr_concat": "concat"}[self.embedding]
