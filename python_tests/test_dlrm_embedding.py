@@ -13,7 +13,7 @@ pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, model, report, train
+from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, model, report, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import EMBEDDINGS
 from rec_kernels.dlrm.data import Feature
@@ -138,6 +138,26 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert runs == {f"{name}-seed0" for name in ("full-fp32", "full-int8-stochastic", "qr-fp32", "qr-int8-stochastic")}
 
 
+def test_a_configuration_gives_what_no_list_gives() -> None:
+    """The format where kinds are listed, and the kind where formats are."""
+    plan = compare.plan(["a", "b:format=int8,rounding=nearest"], TrainConfig(), "1", "c", embeddings="full,qr")
+    found = {name: (config.embedding, config.format, config.rounding) for name, config in plan.configs.items()}
+    assert found == {
+        "a-full": ("full", "fp32", "stochastic"),
+        "a-qr": ("qr", "fp32", "stochastic"),
+        "b-full": ("full", "int8", "nearest"),
+        "b-qr": ("qr", "int8", "nearest"),
+    }
+    plan = compare.plan(["a", "b:embedding=hash"], TrainConfig(), "1", "c", formats="fp32,int8")
+    found = {name: (config.embedding, config.format) for name, config in plan.configs.items()}
+    assert found == {
+        "a-fp32": ("full", "fp32"),
+        "a-int8-stochastic": ("full", "int8"),
+        "b-fp32": ("hash", "fp32"),
+        "b-int8-stochastic": ("hash", "int8"),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,7 +168,14 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["compare", "--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
         (["compare", "--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
         (["compare", "--embedding", "qr"], "there is nothing to compare"),
-        (["compare", "a", "b:embedding=qr", "--embedding", "full,hash"], "'embedding' is given, and --format, "),
+        (
+            ["compare", "a", "b:embedding=qr", "--embedding", "full,hash"],
+            "configuration 'b:embedding=qr': 'embedding' is given, and --embedding is a list: leave one out",
+        ),
+        (
+            ["compare", "a:rounding=nearest", "--format", "fp32,int8"],
+            "'rounding' is given, and --format or --rounding is a ",
+        ),
     ],
 )
 def test_wrong_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
