@@ -34,7 +34,7 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x"}, r"path is 'x', but data is 'completejourney': path is for criteo; leave it out"),
+        ({"path": "x"}, r"path is 'x', but data is 'completejourney': path is for criteo and movielens; leave"),
         ({"rows": 9}, r"rows is 9, but data is 'completejourney': rows is for criteo and synthetic"),
         ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, but data is 'criteo': weeks is for completejour"),
         ({"data": "synthetic", "path": "x"}, r"path is 'x', but data is 'synthetic'"),
@@ -42,7 +42,12 @@ def module(tmp_path, monkeypatch):
         ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, but data is 'math:sqrt': table_rows is for criteo"),
         ({"data": "criteo"}, r"data is 'criteo', which needs path: a file in Criteo's format"),
         ({"data": "criteo", "path": "nowhere"}, r"nowhere does not exist"),
-        ({"data": "kaggle"}, r"'kaggle', allowed are completejourney, criteo, synthetic and module:function"),
+        ({"data": "movielens"}, r"data is 'movielens', which needs path: the folder of a MovieLens data set"),
+        (
+            {"data": "movielens", "path": "x", "rows": 9},
+            r"rows is 9, but data is 'movielens': rows is for criteo and s",
+        ),
+        ({"data": "kaggle"}, r"'kaggle', allowed are completejourney, criteo, movielens, synthetic and module"),
         ({"data": "no_such_module:f"}, r"'no_such_module:f': No module named 'no_such_module'"),
         ({"data": "math:nothing"}, r"'math:nothing': module 'math' has no attribute 'nothing'"),
         ({"data": ":f"}, r"data is ':f': Empty module name"),

@@ -13,7 +13,7 @@ pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 import rec_kernels as rk
-from rec_kernels.dlrm import TrainConfig, checkpoint, report, train
+from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, model, report, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import EMBEDDINGS
 from rec_kernels.dlrm.data import Feature
@@ -72,27 +72,55 @@ def test_which_tables_are_compressed() -> None:
     for kind, expected in kinds.items():
         assert TrainConfig(embedding=kind).compressions(features) == expected
     assert TrainConfig(embedding="hash", threshold=10**6).compressions(features) == {}
-    assert TrainConfig(embedding="mixed", threshold=0, temperature=0.0).compressions(features)["small"].dim == 16
+    assert TrainConfig(embedding="mixed", threshold=0, temperature=0.0).compressions(features) == {}
+    assert list(TrainConfig(embedding="mixed", threshold=0).compressions(features)) == ["big", "middle"]
 
 
-def test_full_tables_start_as_ever(data: Synthetic) -> None:
+@pytest.mark.parametrize("embedding", EMBEDDINGS[1:])
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic) -> None:
     """Tables that are not compressed, and the MLPs, start with the same numbers beside compressed ones."""
-    full, half = (
-        build_model(TrainConfig(**OPTIONS, embedding=kind, threshold=0 if kind == "full" else 10**6), data)
-        for kind in ("full", "qr")
-    )
-    assert all(torch.equal(a, b) for a, b in zip(full.parameters(), half.parameters(), strict=True))
-    one, other = (build_model(TrainConfig(**OPTIONS, embedding="qr", seed=seed), data) for seed in (0, 1))
-    name = next(t.stored[0].name for t in one.collections()[0].tables if t.compression)
-    weights = [model.collections()[0].embedding_bags[name].weight for model in (one, other)]
-    assert not torch.equal(*weights)
+    options = OPTIONS | {"threshold": 14, "temperature": 0.5, "format": format}  # 15 rows stay full for mixed only
+    full, other = (build_model(TrainConfig(**options, embedding=kind), data) for kind in ("full", embedding))
+    plain = [t.name for c in other.collections() for t in c.tables if t.compression is None]
+    names = [f.name for f in data.features]
+    assert 0 < len(plain) < len(names)
+    assert min(names.index(name) for name in plain) > 0  # some come after compressed ones
+    for one, two in zip(full.collections(), other.collections(), strict=True):
+        for name in set(plain) & {t.name for t in two.tables}:
+            assert torch.equal(one.embedding_bags[name].weight, two.embedding_bags[name].weight)
+    for one, two in ((full.bottom, other.bottom), (full.top, other.top)):
+        assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
+
+
+def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of any size."""
+    config = TrainConfig(**OPTIONS, embedding="hash", threshold=14)
+    whole = build_model(config, data)
+    monkeypatch.setattr(model, "_SKIPPED_AT_ONCE", 7)
+    pieces = build_model(config, data)
+    assert all(torch.equal(a, b) for a, b in zip(whole.parameters(), pieces.parameters(), strict=True))
+
+
+def test_compressed_tables_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They differ by collection and seed, and from those of tables that are not compressed; GPUs' are left alone."""
+    features = [Feature("apart", 300), Feature("common", 300, shared=True), Feature("plain", 75)]
+    half = dict.fromkeys(("apart", "common"), rk.Hash(75))
+    monkeypatch.setattr(torch, "manual_seed", None)  # would reseed every GPU
+    weights = []
+    for seed in (0, 1, 2):
+        made = DLRM(features, 2, compressions=half, seed=seed)
+        weights += [made.embeddings.embedding_bags["apart"].weight, made.shared.embedding_bags["common"].weight]
+        weights.append(DLRM(features[2:], 2, seed=seed).embeddings.embedding_bags["plain"].weight)
+    first = [round(abs(float(weight[0, 0] / weight.abs().max())), 6) for weight in weights]
+    assert len(set(first)) == len(first)
 
 
 def test_projections_are_dense_parameters(data: Synthetic) -> None:
     """They are the MLPs' optimizer's."""
-    model = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
-    shapes = [tuple(p.shape) for p in model.dense_parameters()]
-    narrow = [t.projection for c in model.collections() for t in c.tables if t.projection]
+    made = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
+    shapes = [tuple(p.shape) for p in made.dense_parameters()]
+    narrow = [t.projection for c in made.collections() for t in c.tables if t.projection]
     assert narrow
     assert all(shape in shapes for shape in narrow)
 
@@ -110,6 +138,26 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert runs == {f"{name}-seed0" for name in ("full-fp32", "full-int8-stochastic", "qr-fp32", "qr-int8-stochastic")}
 
 
+def test_a_configuration_gives_what_no_list_gives() -> None:
+    """The format where kinds are listed, and the kind where formats are."""
+    plan = compare.plan(["a", "b:format=int8,rounding=nearest"], TrainConfig(), "1", "c", embeddings="full,qr")
+    found = {name: (config.embedding, config.format, config.rounding) for name, config in plan.configs.items()}
+    assert found == {
+        "a-full": ("full", "fp32", "stochastic"),
+        "a-qr": ("qr", "fp32", "stochastic"),
+        "b-full": ("full", "int8", "nearest"),
+        "b-qr": ("qr", "int8", "nearest"),
+    }
+    plan = compare.plan(["a", "b:embedding=hash"], TrainConfig(), "1", "c", formats="fp32,int8")
+    found = {name: (config.embedding, config.format) for name, config in plan.configs.items()}
+    assert found == {
+        "a-fp32": ("full", "fp32"),
+        "a-int8-stochastic": ("full", "int8"),
+        "b-fp32": ("hash", "fp32"),
+        "b-int8-stochastic": ("hash", "int8"),
+    }
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -120,7 +168,14 @@ def test_compare(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         (["compare", "--embedding", "full,qr4"], "embedding is 'full,qr4', allowed is full, hash, qr,"),
         (["compare", "--embedding", "qr,qr"], "embedding is 'qr,qr', allowed is"),
         (["compare", "--embedding", "qr"], "there is nothing to compare"),
-        (["compare", "a", "b:embedding=qr", "--embedding", "full,hash"], "'embedding' is given, and --format, "),
+        (
+            ["compare", "a", "b:embedding=qr", "--embedding", "full,hash"],
+            "configuration 'b:embedding=qr': 'embedding' is given, and --embedding is a list: leave one out",
+        ),
+        (
+            ["compare", "a:rounding=nearest", "--format", "fp32,int8"],
+            "'rounding' is given, and --format or --rounding is a ",
+        ),
     ],
 )
 def test_wrong_input(arguments: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -268,7 +268,7 @@ def test_runs_from_before_there_were_formats(data: Synthetic, tmp_path: Path) ->
         (["compare", "--rounding", "stochastic,nearest"], "format is 'fp32', which is not rounded: give --format"),
         (
             ["compare", "a", "b:format=int8", "--format", "fp32,int8"],
-            "configuration 'b:format=int8': 'format' is given, and --format, --rounding or --embedding is a list",
+            "configuration 'b:format=int8': 'format' is given, and --format or --rounding is a list: leave one out",
         ),
         (["compare", "a:format=fp8", "b"], f"format is 'fp8', allowed is {ALL_NAMES} or mx4"),
         (["compare", "a", "a-fp32:lr=1", "--format", "fp32,int8", "--seeds", "0"], "seeds is '0'"),

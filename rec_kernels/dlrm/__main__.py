@@ -7,6 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rec_kernels.dlrm import compare, compare_report
 from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, add_options
@@ -23,6 +24,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m rec_kernels.dlrm", description="Reference DLRM trainer.", allow_abbrev=False
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    _add_train(commands)
+    _add_evaluate(commands)
+    _add_compare(commands)
+    return parser
+
+
+def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
         help="train and test a DLRM",
@@ -33,6 +41,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--resume", type=Path, metavar="RUN", help="folder of a run to go on with, with its config")
     command.add_argument("--show-config", action="store_true", help="print every option as JSON, and do nothing")
     add_options(command)
+
+
+def _add_evaluate(commands: Any) -> None:
     command = commands.add_parser(
         "evaluate", help="score the last checkpoint of a run", description="Score the last checkpoint of a run."
     )
@@ -45,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
     command.add_argument("--device", choices=DEVICES, help="where to compute (default: as the run)")
+
+
+def _add_compare(commands: Any) -> None:
     command = commands.add_parser(
         "compare",
         help="train configurations with the same seeds and compare their test scores",
@@ -81,7 +95,6 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
     add_options(command, without=("run", "seed", "format", "rounding", "embedding"))
-    return parser
 
 
 def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -> TrainConfig:
@@ -114,9 +127,9 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
-    rows = {f"{name}s": options.pop(name) for name in ("format", "rounding", "embedding")}
+    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding")}
     try:
-        plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **rows)
+        plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **lists)
     except ValueError as error:
         parser.error(str(error))
     try:

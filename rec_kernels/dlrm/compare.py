@@ -68,18 +68,21 @@ def plan(
             rounding, named "NAME-int8-nearest", or without configurations "int8-nearest". fp32 is not rounded, so it is
             there once.
         embeddings: the same of kinds of tables, as in "full,hash,qr": every configuration with each, in every format,
-            named "NAME-qr-int8-nearest".
+            named "NAME-qr-int8-nearest". A configuration gives itself what no list gives.
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
     """
     if not is_run_name(name):
         raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
+    kinds = _kinds(embeddings or base.embedding)
+    rows = _variants(formats or base.format, roundings or base.rounding)
     variants = {
-        "-".join(part for part in (kind, row) if part): kinds | rows
-        for kind, kinds in _kinds(embeddings or base.embedding).items()
-        for row, rows in _variants(formats or base.format, roundings or base.rounding).items()
+        "-".join(part for part in (kind, row) if part): kinds[kind] | rows[row] for kind in kinds for row in rows
     }
+    # What a list gives, by the flags: a name that says "int8" is not one of fp32.
+    listed = {} if "" in rows else dict.fromkeys(("format", "rounding"), "--format or --rounding")
+    listed |= {} if "" in kinds else {"embedding": "--embedding"}
     if not configurations and "" in variants:
         raise ValueError(
             "there is nothing to compare: give configurations, or lists as in --format fp32,int8 or --embedding full,qr"
@@ -87,17 +90,16 @@ def plan(
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
-        twice = sorted(set(given) & {"format", "rounding", "embedding"})
-        if twice and "" not in variants:
+        for option in (option for option in given if option in listed):
             raise ValueError(
-                f"configuration {text!r}: {twice[0]!r} is given, and --format, --rounding or --embedding is a list"
+                f"configuration {text!r}: {option!r} is given, and {listed[option]} is a list: leave one out"
             )
-        for variant, rows in variants.items():
+        for variant, options in variants.items():
             full = "-".join(part for part in (key, variant) if part)
             if full in configs:
                 raise ValueError(f"two configurations are named {full!r}: names must differ")
             try:
-                configs[full] = dataclasses.replace(base, **rows | given)
+                configs[full] = dataclasses.replace(base, **options | given)
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
     if len(configs) < 2:

@@ -81,9 +81,13 @@ class TrainConfig:
     """
 
     data: str = _text(
-        "completejourney", "completejourney, criteo, synthetic, or module:function that returns a data set"
+        "completejourney", "completejourney, criteo, movielens, synthetic, or module:function that returns a data set"
     )
-    path: str | None = _text(None, "criteo: file or folder of files, Kaggle format, plain or .gz")
+    path: str | None = _text(
+        None,
+        "criteo: file or folder of files, Kaggle format, plain or .gz; movielens: folder of a data set as GroupLens or "
+        "RecBole publish it, or its file of ratings",
+    )
     rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")
     weeks: int | None = _option(
         None,
@@ -184,8 +188,9 @@ class TrainConfig:
         if self.embedding == "mixed":
             sizes = [f.num_embeddings for f in features]
             dims = rk.mixed_dimensions(sizes, self.embedding_dim, self.temperature, threshold=self.threshold)
-            narrow = {f.name: rk.MixedDimension(dim) for f, dim in zip(features, dims, strict=True)}
-            return {f.name: narrow[f.name] for f in large}
+            # Of all columns: a full table, which starts like one.
+            narrow = zip(features, dims, strict=True)
+            return {f.name: rk.MixedDimension(dim) for f, dim in narrow if dim < self.embedding_dim}
         if self.embedding == "hash":
             return {f.name: rk.Hash(-(-f.num_embeddings // self.collisions)) for f in large}
         combine = {"qr": "mult", "qr_add": "add", "qr_concat": "concat"}[self.embedding]

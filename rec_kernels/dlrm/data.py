@@ -66,7 +66,7 @@ class Batch(NamedTuple):
 
 
 class DataSet(Protocol):
-    """Rows for training and, later in time, rows for the test."""
+    """Rows for training and rows for the test, which are later in time, if only than those of the same user."""
 
     name: str  # letters, digits, "-", "_", "."
     num_dense: int

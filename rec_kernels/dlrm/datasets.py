@@ -12,6 +12,7 @@ from rec_kernels.dlrm.runs import RUN_NAMES, is_run_name
 OPTIONS = {
     "completejourney": ("weeks",),
     "criteo": ("path", "rows", "table_rows"),
+    "movielens": ("path",),
     "synthetic": ("rows", "table_rows"),
 }
 MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
@@ -39,6 +40,12 @@ def open_data(config: TrainConfig) -> DataSet:
         return Criteo(
             config.path, rows=config.rows, table_rows=config.table_rows, data_dir=config.data_dir, progress=True
         )
+    if config.data == "movielens":
+        from rec_kernels.dlrm.movielens import MovieLens
+
+        if config.path is None:
+            raise DataError("data is 'movielens', which needs path: the folder of a MovieLens data set")
+        return MovieLens(config.path, data_dir=config.data_dir, progress=True)
     if config.data == "synthetic":
         from rec_kernels.dlrm import synthetic
 

@@ -16,6 +16,8 @@ import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
 from rec_kernels.nn.compression import Compression
 
+_SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
+
 
 class DLRM(nn.Module):
     """Logit of a row.
@@ -36,7 +38,7 @@ class DLRM(nn.Module):
             the business of the caller's optimizer (``dense_parameters``).
         seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
             stochastic rounding: 2 seed is the collections' one of the features that are not shared, 2 seed + 1 of those
-            that are.
+            that are. Tables that are not compressed, and the MLPs, start with the same numbers whichever others are.
         init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
             ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
     """
@@ -59,26 +61,25 @@ class DLRM(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         optimizer = optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8)
-        init = init or (lambda weight: _uniform_init(weight, generator))
 
         def collection(chosen: list[Feature], noise: int) -> rk.EmbeddingBagCollection | None:
-            tables = [
-                rk.EmbeddingBagConfig(
-                    f.num_embeddings,
-                    embedding_dim,
-                    name=f.name,
-                    feature_names=[f.name],
-                    pooling=f.pooling,
-                    format=format,
-                    compression=compressions.get(f.name),
-                    init=None if f.name in compressions else init,
-                )
-                for f in chosen
-            ]
+            tables, skipped = [], 0
+            for f in chosen:
+                given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
+                start = None if given else init or functools.partial(_uniform_init, generator, skipped)
+                names = {"name": f.name, "feature_names": [f.name]}
+                more = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
+                tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
+                skipped = skipped + size if given else 0
             options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
             with torch.random.fork_rng(devices=()):
-                torch.manual_seed(seed)  # of tables without an init
-                return rk.EmbeddingBagCollection(tables, **options) if tables else None
+                # Of tables without an init. Not torch.manual_seed, which reseeds GPUs, too; counted down, because
+                # counted up it would be the generator's stream for some seeds.
+                torch.default_generator.manual_seed(~noise % 2**32)
+                made = rk.EmbeddingBagCollection(tables, **options) if tables else None
+            if init is None:
+                _skip(generator, skipped)
+            return made
 
         vectors = 1 + len(features)
         self.embedding_dim, self.format = embedding_dim, format
@@ -186,7 +187,16 @@ def _mlp(widths: Sequence[int], generator: torch.Generator, *, final_relu: bool)
     return nn.Sequential(*(layers if final_relu else layers[:-1]))
 
 
-def _uniform_init(weight: torch.Tensor, generator: torch.Generator) -> None:
+def _uniform_init(generator: torch.Generator, skipped: int, weight: torch.Tensor) -> None:
+    """Fills a table's weight [E, D] with the numbers that come after the next ``skipped`` ones."""
+    _skip(generator, skipped)
     bound = weight.shape[0] ** -0.5
     with torch.no_grad():
         weight.uniform_(-bound, bound, generator=generator)
+
+
+def _skip(generator: torch.Generator, count: int) -> None:
+    """Draws what tables that are compressed would have started with, so that all others start as beside full ones."""
+    numbers = torch.empty(min(count, _SKIPPED_AT_ONCE))
+    for done in range(0, count, _SKIPPED_AT_ONCE):
+        numbers[: count - done].uniform_(generator=generator)

@@ -9,6 +9,7 @@ Mudigere, J. Yang and J. Zou, "Mixed Dimension Embeddings with Application to Me
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
@@ -78,6 +79,21 @@ class Compression:
         ]
 
 
+def _count(name: str, value: object) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # a float, even a whole one, is a mistake elsewhere
+        number = 0
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{name} must be an integer, at least 1 and below 2^63, got {value!r}")
+    return number
+
+
 @dataclass(frozen=True)
 class Hash(Compression):
     """Ids share rows: id -> row id % buckets, the baseline of the others ("hashing trick").
@@ -89,8 +105,7 @@ class Hash(Compression):
     buckets: int
 
     def __post_init__(self) -> None:
-        if self.buckets < 1:
-            raise ValueError(f"Hash: buckets must be at least 1, got {self.buckets}")
+        object.__setattr__(self, "buckets", _count("Hash: buckets", self.buckets))
 
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         return [(1, self.buckets)]
@@ -130,17 +145,15 @@ class Partitions(Compression):
         _check_combine("Partitions", self.combine, self.compose)
         if not 1 <= len(self.pairs) <= MAX_PARTS:
             raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs}")
-        for divisor, modulus in self.pairs:
-            if divisor < 1 or modulus < 1:
-                raise ValueError(f"Partitions: divisor and modulus must be at least 1, got ({divisor}, {modulus})")
-        object.__setattr__(self, "pairs", tuple((int(a), int(m)) for a, m in self.pairs))
+        pairs = ((_count("Partitions: divisor", a), _count("Partitions: modulus", m)) for a, m in self.pairs)
+        object.__setattr__(self, "pairs", tuple(pairs))
         if self.columns is not None:
-            if self.combine != "concat" or len(self.columns) != len(self.pairs) or min(self.columns) < 1:
+            if self.combine != "concat" or len(self.columns) != len(self.pairs):
                 raise ValueError(
-                    "Partitions: columns must be one positive number for each pair, and are for combine='concat', got "
+                    "Partitions: columns must be one number for each pair, and are for combine='concat', got "
                     f"{list(self.columns)} and {self.combine!r}"
                 )
-            object.__setattr__(self, "columns", tuple(self.columns))
+            object.__setattr__(self, "columns", tuple(_count("Partitions: columns", c) for c in self.columns))
 
     @classmethod
     def mixed_radix(cls, radices: Sequence[int], **options: object) -> Partitions:
@@ -200,15 +213,21 @@ class QuotientRemainder(Compression):
 
     def __post_init__(self) -> None:
         _check_combine("QuotientRemainder", self.combine, self.compose)
-        if self.collisions < 1:
-            raise ValueError(f"QuotientRemainder: collisions must be at least 1, got {self.collisions}")
+        object.__setattr__(self, "collisions", _count("QuotientRemainder: collisions", self.collisions))
 
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         first = -(-num_embeddings // self.collisions)
         return [(1, first), (first, self.collisions)]
 
     def dims(self, count: int, embedding_dim: int) -> list[int]:
-        return Partitions([(1, 1)] * count, combine=self.combine).dims(count, embedding_dim)
+        if self.combine != "concat":
+            return [embedding_dim] * count
+        if embedding_dim % count:
+            raise ValueError(
+                f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; it "
+                "must be even, or combine 'mult' or 'add'"
+            )
+        return [embedding_dim // count] * count
 
 
 @dataclass(frozen=True)
@@ -226,8 +245,7 @@ class MixedDimension(Compression):
     dim: int
 
     def __post_init__(self) -> None:
-        if self.dim < 1:
-            raise ValueError(f"MixedDimension: dim must be at least 1, got {self.dim}")
+        object.__setattr__(self, "dim", _count("MixedDimension: dim", self.dim))
 
     @property
     def compose(self) -> str:
