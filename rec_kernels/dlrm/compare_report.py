@@ -8,7 +8,9 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
@@ -18,6 +20,7 @@ from rec_kernels.dlrm.page import number
 
 ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
 CONFIDENCE = 0.95
+COLORS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]  # the usual ten, then their light kin
 SCORES = (("auc", "test AUC", 1), ("log_loss", "test log loss", -1))  # 1: more is better
 
 
@@ -229,11 +232,14 @@ def draw(result: dict) -> Figure:
             if mean is not None:
                 # Several of the same size side by side: the bars would hide each other.
                 beside = ScaledTranslation(sizes[:i].count(sizes[i]) / 12, 0, figure.dpi_scale_trans)
-                style = {"fmt": marker, "color": f"C{i}", "capsize": 4, "label": c["name"]}
+                style = {"fmt": marker, "color": COLORS[i % len(COLORS)], "capsize": 4, "label": c["name"]}
                 axes.errorbar(sizes[i] / 2**20, mean, bar, **style, transform=axes.transData + beside)
                 axes.update_datalim([(sizes[i] / 2**20, mean + (bar or 0) * sign) for sign in (-1, 1)])
     if sizes and max(sizes) > 10 * min(sizes):
         panels[1].set_xscale("log")
+        panels[1].xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        panels[1].xaxis.set_major_formatter("{x:g}")
+        panels[1].xaxis.set_minor_formatter(NullFormatter())
     intervals = " and 95 % interval" if len(result["seeds"]) > 1 else ""
     panels[0].set_ylabel(f"test AUC, mean over the seeds{intervals}")
     panels[1].set_ylabel(f"difference to {result['reference']}, same seeds{intervals}")
