@@ -55,7 +55,16 @@ def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]
         gaps=[1] * len(tables),
         seed=draw(st.integers(0, 1000)),
     )
+    if draw(st.booleans()):
+        case.layout.update(told(case))
     return case, kinds
+
+
+def told(case: Case) -> dict[str, object]:
+    """What the host may say of the parts of all features, so that a GPU need not be asked."""
+    parts = [f for f in case.features if isinstance(f, Parts)]
+    multiplies = any(f.combine == "mult" and len(f.tables) > 1 for f in parts)
+    return {"max_parts": max(len(f.tables) for f in parts), "multiplies": multiplies}
 
 
 @settings(max_examples=60)
@@ -205,7 +214,14 @@ def test_bad_partitions() -> None:
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"moduli": torch.tensor([9, 7])}))
     with pytest.raises(ValueError, match="partition_starts is missing"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"partition_starts": None}))
-    with pytest.raises(ValueError, match="weights must be given: feature 0 multiplies"):
+    for name, value, message in (
+        ("max_parts", 1, "max_parts = 1 must be 0 or at least 2, the parts of feature 0"),
+        ("max_parts", 5, r"max_parts = 5 must be in \[0, 4\]"),
+        ("multiplies", False, r"multiplies is False, but feature 0 multiplies its parts: combine\[0\] = 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {name: value}))
+    with pytest.raises(ValueError, match="weights must be given: combine multiplies"):
         ops.embedding_bag_backward_dense(case.grad, list(case.weights.shape), *case.jagged, **case.layout)
     many = make_case([(2, 3)] * 5, [Parts([0, 1, 2, 3, 4], [(1, 2)] * 5, 2, "add")], [1])
     with pytest.raises(ValueError, match=r"partition_starts\[1\] = 5 must be 1 to 4 above"):

@@ -218,13 +218,9 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
   finish_tables(args, sums.tables(), in.max_dim, target, finish);
 }
 
-// Gradients of rows that are multiplied need the rows.
-const uint8_t* multiplied_rows(const OptionalTensor& weights, const BagInput& in) {
-  if (weights) return static_cast<const uint8_t*>(weights->const_data_ptr());
-  for (int64_t p = 0; p < in.num_parts; ++p)
-    check_value(in.features[p].combine != Combine::kMult, "weights must be given: feature ", in.features[p].number,
-                " multiplies rows of its tables");
-  return nullptr;
+// Of the weights, where they are given.
+const uint8_t* rows_of(const OptionalTensor& weights) {
+  return weights ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
 }
 
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
@@ -243,22 +239,22 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                      const OptionalTensor& weights) {
+                      int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+                      int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
   return out;
 }
 
@@ -270,15 +266,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& weights) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
@@ -291,7 +287,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
   return {rows, row_grads, row_counts};
 }
 
@@ -343,18 +339,18 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                     const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                     const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
-                    const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-                    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg,
-                    const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, double weight_decay, const std::string& weight_decay_mode,
+                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
                     const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
                     const OptionalTensor& found_inf) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};

@@ -123,6 +123,17 @@ void check_parts(const Feature* features, int64_t first, int64_t last) {
   }
 }
 
+// What the caller says of all features, for a GPU's sake, holds here too.
+void check_told(const TableLayout& layout, const BagInput& in) {
+  for (int64_t f = 0; f < in.num_features; ++f) {
+    const int64_t first = part_start(layout, f), parts = part_start(layout, f + 1) - first;
+    check_value(layout.max_parts == 0 || parts <= layout.max_parts, "max_parts = ", layout.max_parts,
+                " must be 0 or at least ", parts, ", the parts of feature ", f);
+    check_value(layout.multiplies.value_or(true) || in.features[first].combine != Combine::kMult,
+                "multiplies is False, but feature ", f, " multiplies its parts: combine[", f, "] = 2");
+  }
+}
+
 void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   if (layout.partition_starts) check_part_starts(layout, *in);
   const FeatureReader reader(layout, weights, in->options.mean);
@@ -135,11 +146,13 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
       const Feature f = in->features[i] = reader.read(i, feature, column);
       if (f.combine == Combine::kConcat || i + 1 == last) column += f.embedding_dim;
       in->max_dim = std::max(in->max_dim, f.embedding_dim);
+      in->multiplies = in->multiplies || f.combine == Combine::kMult;
       in->num_rows = std::max(in->num_rows, f.row_offset + f.num_embeddings);
     }
     widest = std::max(widest, column - before);
     check_parts(in->features.get(), first, last);
   }
+  if (layout.partition_starts) check_told(layout, *in);
   if (layout.bag_starts)
     check_value(layout.output_dim >= widest, "output_dim = ", layout.output_dim, " must be ", widest,
                 ", the most columns of a feature, or more");
@@ -186,6 +199,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               0,
               0,
               0,
+              false,
               element_bytes(layout),
               Bags{},
               options,

@@ -20,6 +20,7 @@ struct BagInput {
   int64_t num_rows;  // linear rows: above every row number
   int64_t output_dim;
   int64_t max_dim;
+  bool multiplies;        // whether a feature multiplies rows of its parts
   int64_t element_bytes;  // of `weights`
   Bags bags;
   BagOptions options;

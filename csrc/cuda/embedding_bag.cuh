@@ -117,9 +117,7 @@ struct BagInput {
   int64_t num_features, num_parts, output_dim;
   int64_t max_dim, num_rows;  // widest row; above every linear row number
   bool any_mean;              // or the features' own say is not known to the host
-
-  // Whether a feature may have several parts, the rows of which may be multiplied: the device knows.
-  bool may_multiply() const { return features.most_parts > 1; }
+  bool multiplies;            // whether a feature multiplies rows of its parts
 };
 
 // `rows` and `columns` describe the single table of a call without a layout.

@@ -66,6 +66,8 @@ struct TableLayout {
   const OptionalTensor& moduli;
   const OptionalTensor& id_limits;
   const OptionalTensor& combine;
+  int64_t max_parts;               // no feature has more; 0: not given
+  std::optional<bool> multiplies;  // whether a feature multiplies rows of its parts; none: not given
 };
 
 // Of the elements of `weights`.
@@ -148,9 +150,9 @@ inline Feature one_table(const OneTable& table, int64_t rows, bool mean) {
 // The formats by number; none: `weights` are floats.
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
-// The weights that a gradient is of, which it needs where rows are multiplied.
+// The weights that a gradient is of, which it needs where rows are multiplied: the other factors.
 RK_EXPORT void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
-                                 const TableLayout& layout);
+                                 const TableLayout& layout, bool multiplies);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state,
                             const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);

@@ -35,6 +35,11 @@ class FeatureLookup:
     width: int
 
     @property
+    def multiplies(self) -> bool:
+        """Whether the ops multiply rows of its parts."""
+        return self.combine == "mult" and len(self.parts) > 1
+
+    @property
     def is_combined_later(self) -> bool:
         """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
         compression = self.table.compression

@@ -83,6 +83,8 @@ class Layout(nn.Module):
         self._widths = [feature.width for feature in self._features]
         dims = zip(self._features, self._output_dims, strict=True)
         self._combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
+        self._max_parts = max((len(feature.parts) for feature in self._features), default=0)
+        self._multiplies = any(feature.multiplies for feature in self._features)
         self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
@@ -119,11 +121,12 @@ class Layout(nn.Module):
             | self._partitions()
         )
 
-    def _partitions(self) -> dict[str, Tensor]:
+    def _partitions(self) -> dict[str, object]:
         """Nothing, for tables whose rows are those of the ids."""
         if not self._is_partitioned:
             return {}
-        return {name: self._buffers[f"_{name}"] for name in PARTITIONS}
+        counts = {"max_parts": self._max_parts, "multiplies": self._multiplies}
+        return {name: self._buffers[f"_{name}"] for name in PARTITIONS} | counts
 
     def _output(self) -> dict[str, object]:
         # What is combined or projected afterwards is rounded afterwards.
