@@ -171,17 +171,34 @@ def _setup_fused(ctx, inputs, output) -> None:
     ctx.state = {name: a[name] for name in _STATE}
     ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
     ctx.token_shape = a["token"].shape
+    weights = a["weights"]
+    ctx.version = weights._version if _may_multiply(a) and not weights.is_inference() else None
 
 
 def _backward_fused(ctx, grad: Tensor, _):
+    weights = ctx.state["weights"]
+    if ctx.version is not None:
+        _check_version(weights, ctx.version)
     values, offsets, factors, _ = ctx.saved_tensors
     grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], values, offsets, factors)
+    grad_factors = _factors_gradient(ctx, grad, weights, values, offsets, factors)
     _ops.embedding_bag_backward_fused_(
         **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
     )
+    if ctx.version is not None:
+        torch.autograd.graph.increment_version(weights)
     return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
+
+
+def _check_version(weights: Tensor, version: int) -> None:
+    # Gradients of other rows than products need none, and may be taken of tables that have gone on.
+    if weights._version != version:
+        raise RuntimeError(
+            "the tables have changed since this lookup, and the gradients of its products need the rows as they were. "
+            "If the backward of another lookup has updated them: make both lookups and their backwards inside "
+            "accumulate() of the collection, which updates once, at its end"
+        )
 
 
 def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
