@@ -62,7 +62,7 @@ class LongRuns {
   void sum(const std::vector<ChunkSum>& chunks) const {
     const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
     const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
-    const int64_t workers = workers_for(total, piece), floats = args_.multiplies ? scratch_factors(max_dim_) : 0;
+    const int64_t workers = workers_for(total, piece), floats = scratch_factors(args_.product_dim);
     const Scratch<float> scratch(workers * floats);
     parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
       sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
@@ -108,7 +108,7 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
 class ProductSums {
  public:
   ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, std::vector<TableRuns>* tables)
-      : args_(args), max_dim_(in.max_dim) {
+      : args_(args) {
     const std::vector<bool> at_once = finished_at_once(in, o, *tables);
     int64_t floats = 0;
     for (size_t t = 0; t < tables->size(); ++t)
@@ -160,7 +160,7 @@ class ProductSums {
   void sum() const {
     int64_t workers = 1;
     const std::vector<Piece> pieces = cut(summed_, &workers);
-    const int64_t floats = scratch_factors(max_dim_);
+    const int64_t floats = scratch_factors(args_.product_dim);
     const Scratch<float> scratch(workers * floats);
     const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
     parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
@@ -170,7 +170,6 @@ class ProductSums {
   }
 
   RunArgs args_;
-  int64_t max_dim_;
   Scratch<float> memory_;
   std::vector<TableRuns> summed_;
 };
@@ -179,7 +178,7 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
                    FinishRuns finish) {
   int64_t workers = 1;
   const std::vector<Piece> pieces = cut(tables, &workers);
-  const int64_t floats = scratch_floats(max_dim) + (args.multiplies ? scratch_factors(max_dim) : 0);
+  const int64_t floats = scratch_floats(max_dim) + scratch_factors(args.product_dim);
   const Scratch<float> scratch(workers * floats);
   parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
     const Piece& p = pieces[static_cast<size_t>(i)];
@@ -206,12 +205,13 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                nullptr,
                0,
                inverse_scale,
-               false};
-  for (const TableRuns& t : o.tables) args.multiplies = args.multiplies || t.multiplied;
+               0};
+  for (const TableRuns& t : o.tables)
+    if (t.multiplied) args.product_dim = std::max(args.product_dim, t.feature->embedding_dim);
   const LongRuns long_runs(args, o.tables, in.max_dim);
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
-  if (!args.multiplies) return finish_tables(args, o.tables, in.max_dim, target, finish);
+  if (args.product_dim == 0) return finish_tables(args, o.tables, in.max_dim, target, finish);
   std::vector<TableRuns> tables = o.tables;
   const ProductSums sums(args, in, o, &tables);
   finish_tables(args, tables, in.max_dim, target, finish);
