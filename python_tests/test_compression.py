@@ -301,7 +301,7 @@ BAD = {
     "collisions": (lambda: rk.QuotientRemainder(0), "QuotientRemainder: collisions must be at least 1, got 0"),
     "combine": (lambda: rk.QuotientRemainder(2, "max"), "combine must be one of concat, add, mult, got 'max'"),
     "compose": (lambda: rk.QuotientRemainder(2, compose="bag"), "compose must be 'per_id' or 'pooled', got 'bag'"),
-    "modulus": (lambda: rk.Partitions([(1, 0)]), r"divisor and modulus must be at least 1, got \(1, 0\)"),
+    "modulus": (lambda: rk.Partitions([(1, 0)]), r"pairs\[0\] = \(1, 0\): divisor and modulus must be at least 1"),
     "many": (lambda: rk.Partitions([(1, 2)] * 5), "there must be 1 to 4"),
     "none": (lambda: rk.Partitions([]), "there must be 1 to 4"),
     "columns": (lambda: rk.Partitions([(1, 9)], columns=[4]), "columns must be one positive number for each pair"),
@@ -311,7 +311,7 @@ BAD = {
     ),
     "unequal": (
         lambda: _collection(rk.QuotientRemainder(4, "concat"), dim=7),
-        "embedding_dim = 7 does not divide into 2",
+        "embedding_dim = 7 does not divide into 2 parts of equal width, side by side; rk.Partitions has columns",
     ),
     "sum of columns": (
         lambda: _collection(rk.Partitions([(1, 10), (10, 5)], combine="concat", columns=[4, 4])),

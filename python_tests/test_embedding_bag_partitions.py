@@ -190,9 +190,9 @@ BAD_LAYOUTS = {
     "id_limits": (torch.tensor([-1]), r"id_limits\[0\] = -1 must not be negative"),
     "combine": (torch.tensor([3]), r"combine\[0\] = 3 must be 0 \(concat\), 1 \(add\) or 2 \(mult\)"),
     "partition_starts": (torch.tensor([0, 1]), r"partition_starts\[1\] = 1 must be 2"),
-    "embedding_dims": (torch.tensor([5, 4]), r"embedding_dims\[1\] = 4 .* must be those of part 0, 5"),
-    "row_offsets": (torch.tensor([0, 0]), r"row_offsets\[1\] = 0 is that of part 0: .* different tables"),
-    "output_offsets": (torch.tensor([0, 5]), r"output_offsets\[1\] = 5 must be 0"),
+    "embedding_dims": (torch.tensor([5, 4]), r"\[1\] = 4 .*, of part 1 of feature 0, must be those of its part 0, 5"),
+    "row_offsets": (torch.tensor([0, 0]), r"\[1\] = 0, of part 1 of feature 0, is that of its part 0: .* different"),
+    "output_offsets": (torch.tensor([0, 5]), r"output_offsets\[1\] = 5 must be 0, that of the part before"),
 }
 
 
@@ -212,6 +212,10 @@ def test_bad_partitions() -> None:
     case = make_case(tables, [feature], [1, 2], seed=1)
     with pytest.raises(ValueError, match=r"num_embeddings\[0\] = 8 must be 9 or more, the rows that .* lead to"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"moduli": torch.tensor([9, 7])}))
+    with pytest.raises(ValueError, match="divisors is missing: partition_starts is given, so divisors, moduli"):
+        ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"divisors": None}))
+    with pytest.raises(ValueError, match=r"table of part 1 of feature 0 \(7 x 5 at .* = 41\) does not"):
+        ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"weight_offsets": torch.tensor([0, 41])}))
     with pytest.raises(ValueError, match="partition_starts is missing"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"partition_starts": None}))
     for name, value, message in (

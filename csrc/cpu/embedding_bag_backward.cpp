@@ -305,7 +305,7 @@ void set_moment_offsets(const UpdateState& state, BagInput* in) {
     const Feature& f = in->features[i];
     const int64_t offset = state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>()[i] : 0;
     check_value(offset >= 0 && offset <= elements && f.num_embeddings <= (elements - offset) / f.embedding_dim,
-                "moment_offsets[", i, "] = ", offset, ": the state of feature ", i, "'s table (", f.num_embeddings,
+                "moment_offsets[", i, "] = ", offset, ": the state of ", in->name(i), "'s table (", f.num_embeddings,
                 " x ", f.embedding_dim, ") does not fit in ", elements, " elements");
     in->moment_offsets.push_back(offset);
   }

@@ -15,10 +15,11 @@ const std::string kLayout =
     "multiplies=None, str pooling=\"sum\", int "
     "padding_idx=-1, str bounds_check=\"error\"";
 
-void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
-                         ScalarType dtype) {
-  check_value(t.has_value(), name, " is missing: embedding_dims is given, so the layout of every feature must be");
-  check_shape(*t, {features}, name);
+void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
+                         ScalarType dtype,
+                         const char* asks = "embedding_dims is given, so the layout of every feature") {
+  check_value(t.has_value(), name, " is missing: ", asks, " must be");
+  check_shape(*t, {size}, name);
   check_dtype(*t, dtype, name);
   check_contiguous(*t, name);
   check_same_device(*t, values, name, "values");
@@ -38,10 +39,14 @@ int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor&
   const int64_t features = layout.partition_starts->numel() - 1;
   check_value(features >= 0, "partition_starts must have num_features + 1 elements, got none");
   check_layout_tensor(layout.partition_starts, features + 1, values, "partition_starts", ScalarType::Long);
-  check_layout_tensor(layout.divisors, parts, values, "divisors", ScalarType::Long);
-  check_layout_tensor(layout.moduli, parts, values, "moduli", ScalarType::Long);
-  check_layout_tensor(layout.id_limits, features, values, "id_limits", ScalarType::Long);
-  check_layout_tensor(layout.combine, features, values, "combine", ScalarType::Long);
+  const auto check = [&](const OptionalTensor& t, int64_t size, const char* name) {
+    check_layout_tensor(t, size, values, name, ScalarType::Long,
+                        "partition_starts is given, so divisors, moduli, id_limits and combine");
+  };
+  check(layout.divisors, parts, "divisors");
+  check(layout.moduli, parts, "moduli");
+  check(layout.id_limits, features, "id_limits");
+  check(layout.combine, features, "combine");
   check_value(layout.max_parts >= 0 && layout.max_parts <= kMaxParts, "max_parts = ", layout.max_parts,
               " must be in [0, ", kMaxParts, "]");
   return features;

@@ -130,9 +130,11 @@ class Partitions(Compression):
         _check_combine("Partitions", self.combine, self.compose)
         if not 1 <= len(self.pairs) <= MAX_PARTS:
             raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs}")
-        for divisor, modulus in self.pairs:
+        for i, (divisor, modulus) in enumerate(self.pairs):
             if divisor < 1 or modulus < 1:
-                raise ValueError(f"Partitions: divisor and modulus must be at least 1, got ({divisor}, {modulus})")
+                raise ValueError(
+                    f"Partitions: pairs[{i}] = ({divisor}, {modulus}): divisor and modulus must be at least 1"
+                )
         object.__setattr__(self, "pairs", tuple((int(a), int(m)) for a, m in self.pairs))
         if self.columns is not None:
             if self.combine != "concat" or len(self.columns) != len(self.pairs) or min(self.columns) < 1:
@@ -208,7 +210,12 @@ class QuotientRemainder(Compression):
         return [(1, first), (first, self.collisions)]
 
     def dims(self, count: int, embedding_dim: int) -> list[int]:
-        return Partitions([(1, 1)] * count, combine=self.combine).dims(count, embedding_dim)
+        if self.combine == "concat" and embedding_dim % count:
+            raise ValueError(
+                f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
+                "rk.Partitions has columns for other widths"
+            )
+        return [embedding_dim // count if self.combine == "concat" else embedding_dim] * count
 
 
 @dataclass(frozen=True)
