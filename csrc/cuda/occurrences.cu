@@ -178,8 +178,9 @@ void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t strea
 
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream) {
   const int64_t ids = in.bags.num_ids, N = ids * in.features.most_parts;
-  check_value(N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
-              " ids; at most 2^32 - 2 fit in a call on a GPU, a quarter of it where features have several parts");
+  check_value(
+      N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
+      " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
   SortedOccurrences out{};
   Memory memory(like, &out.memory);
   const bool weighted = in.bags.per_sample_weights || in.any_mean;
