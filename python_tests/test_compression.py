@@ -306,9 +306,12 @@ BAD = {
     "dim": (lambda: rk.MixedDimension(2.5), "MixedDimension: dim must be an integer, .*, got 2.5"),
     "combine": (lambda: rk.QuotientRemainder(2, "max"), "combine must be one of concat, add, mult, got 'max'"),
     "compose": (lambda: rk.QuotientRemainder(2, compose="bag"), "compose must be 'per_id' or 'pooled', got 'bag'"),
-    "modulus": (lambda: rk.Partitions([(1, 0)]), "Partitions: modulus must be an integer, at least 1 .*, got 0"),
-    "float modulus": (lambda: rk.Partitions([(1, 10.9)]), "Partitions: modulus must be an integer, .*, got 10.9"),
-    "text divisor": (lambda: rk.Partitions([("1", 9)]), "Partitions: divisor must be an integer, .*, got '1'"),
+    "modulus": (
+        lambda: rk.Partitions([(1, 0)]),
+        r"Partitions: pairs\[0\]: modulus must be an integer, at least 1 .*, got 0",
+    ),
+    "float modulus": (lambda: rk.Partitions([(1, 10.9)]), r"Partitions: pairs\[0\]: modulus must be .*, got 10\.9"),
+    "text divisor": (lambda: rk.Partitions([("1", 9)]), r"pairs\[0\]: divisor must be an integer, .*, got '1'"),
     "huge divisor": (lambda: rk.Partitions.mixed_radix([2**32, 2**32, 2]), "divisor must .*, got 18446744073709551616"),
     "float columns": (
         lambda: rk.Partitions([(1, 9)], combine="concat", columns=[2.0]),

@@ -228,6 +228,7 @@ MAY_WAIT = {
     ("csrc/core/launch.h", "copy_to_host", "cudaStreamSynchronize"),
     ("csrc/cuda/embedding_bag_input.cu", "to_host", "copy_to_host"),
     ("csrc/cuda/embedding_bag_input.cu", "read_layout", "to_host"),
+    ("csrc/cuda/embedding_bag_input.cu", "read_part_counts", "to_host"),
     ("csrc/cuda/embedding_bag_backward.cu", "backward_sparse", "copy_to_host"),
 }
 
@@ -259,7 +260,7 @@ def _device_sources() -> list[Path]:
 
 
 def test_only_two_ops_wait_in_the_sources() -> None:
-    """The host waits in sparse gradients and for layouts without num_rows and max_embedding_dim, and nowhere else."""
+    """The host waits in sparse gradients and for layouts that leave out what it must know, and nowhere else."""
     found = {(str(path.relative_to(ROOT)), *call) for path in _device_sources() for call in _calls(_code(path), WAITS)}
     assert found == MAY_WAIT
 
@@ -273,6 +274,15 @@ def test_a_layout_with_its_sizes_is_not_read_back() -> None:
     assert "to_host(" not in before
     assert "in->max_dim = layout.max_embedding_dim;" in before
     assert "in->num_rows = layout.num_rows;" in before
+
+
+def test_a_layout_with_its_counts_of_parts_is_not_read_back() -> None:
+    """The same in read_part_counts."""
+    code = _code(ROOT / "csrc/cuda/embedding_bag_input.cu")
+    body = re.search(r"^void read_part_counts\(.*?^\}", code, re.MULTILINE | re.DOTALL)[0]
+    before, _, after = body.partition("if (f.most_parts == 1 || (layout.max_parts && layout.multiplies)) return;")
+    assert "to_host(" in after
+    assert "to_host(" not in before
 
 
 def test_waits_are_found() -> None:

@@ -55,7 +55,16 @@ def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]
         gaps=[1] * len(tables),
         seed=draw(st.integers(0, 1000)),
     )
+    if draw(st.booleans()):
+        case.layout.update(told(case))
     return case, kinds
+
+
+def told(case: Case) -> dict[str, object]:
+    """What the host may say of the parts of all features, so that a GPU need not be asked."""
+    parts = [f for f in case.features if isinstance(f, Parts)]
+    multiplies = any(f.combine == "mult" and len(f.tables) > 1 for f in parts)
+    return {"max_parts": max(len(f.tables) for f in parts), "multiplies": multiplies}
 
 
 @settings(max_examples=60)
@@ -181,9 +190,9 @@ BAD_LAYOUTS = {
     "id_limits": (torch.tensor([-1]), r"id_limits\[0\] = -1 must not be negative"),
     "combine": (torch.tensor([3]), r"combine\[0\] = 3 must be 0 \(concat\), 1 \(add\) or 2 \(mult\)"),
     "partition_starts": (torch.tensor([0, 1]), r"partition_starts\[1\] = 1 must be 2"),
-    "embedding_dims": (torch.tensor([5, 4]), r"embedding_dims\[1\] = 4 .* must be those of part 0, 5"),
-    "row_offsets": (torch.tensor([0, 0]), r"row_offsets\[1\] = 0 is that of part 0: .* different tables"),
-    "output_offsets": (torch.tensor([0, 5]), r"output_offsets\[1\] = 5 must be 0"),
+    "embedding_dims": (torch.tensor([5, 4]), r"\[1\] = 4 .*, of part 1 of feature 0, must be those of its part 0, 5"),
+    "row_offsets": (torch.tensor([0, 0]), r"\[1\] = 0, of part 1 of feature 0, is that of its part 0: .* different"),
+    "output_offsets": (torch.tensor([0, 5]), r"output_offsets\[1\] = 5 must be 0, that of the part before"),
 }
 
 
@@ -203,9 +212,20 @@ def test_bad_partitions() -> None:
     case = make_case(tables, [feature], [1, 2], seed=1)
     with pytest.raises(ValueError, match=r"num_embeddings\[0\] = 8 must be 9 or more, the rows that .* lead to"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"moduli": torch.tensor([9, 7])}))
+    with pytest.raises(ValueError, match="divisors is missing: partition_starts is given, so divisors, moduli"):
+        ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"divisors": None}))
+    with pytest.raises(ValueError, match=r"table of part 1 of feature 0 \(7 x 5 at .* = 41\) does not"):
+        ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"weight_offsets": torch.tensor([0, 41])}))
     with pytest.raises(ValueError, match="partition_starts is missing"):
         ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {"partition_starts": None}))
-    with pytest.raises(ValueError, match="weights must be given: feature 0 multiplies"):
+    for name, value, message in (
+        ("max_parts", 1, "max_parts = 1 must be 0 or at least 2, the parts of feature 0"),
+        ("max_parts", 5, r"max_parts = 5 must be in \[0, 4\]"),
+        ("multiplies", False, r"multiplies is False, but feature 0 multiplies its parts: combine\[0\] = 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.embedding_bag(case.weights, *case.jagged, **(case.layout | {name: value}))
+    with pytest.raises(ValueError, match="weights must be given: combine multiplies"):
         ops.embedding_bag_backward_dense(case.grad, list(case.weights.shape), *case.jagged, **case.layout)
     many = make_case([(2, 3)] * 5, [Parts([0, 1, 2, 3, 4], [(1, 2)] * 5, 2, "add")], [1])
     with pytest.raises(ValueError, match=r"partition_starts\[1\] = 5 must be 1 to 4 above"):

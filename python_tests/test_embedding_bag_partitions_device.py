@@ -10,7 +10,7 @@ from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import EncodedCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_embedding_bag_partitions import BAD_LAYOUTS
+from test_embedding_bag_partitions import BAD_LAYOUTS, told
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
@@ -123,11 +123,13 @@ BAD_NUMBERS = [
     ("num_embeddings", torch.tensor([8, 6])),
     ("combine", torch.tensor([-1])),
     ("combine", torch.tensor([0])),  # whose columns would be side by side
+    ("max_parts", 1),
+    ("multiplies", False),
 ]
 
 
 @pytest.mark.parametrize(("name", "value"), BAD_NUMBERS)
-def test_bad_layouts_are_noted(name: str, value: torch.Tensor) -> None:
+def test_bad_layouts_are_noted(name: str, value: object) -> None:
     """A device notes them, returns NaN, updates nothing and gives no gradient."""
     case, layout = _two_parts()
     wrong = layout | {name: value}
@@ -179,7 +181,7 @@ def test_bad_offsets_are_noted(offsets: list[int]) -> None:
 
 
 def test_gradients_need_the_rows() -> None:
-    """Where features have several parts, a device cannot tell the host whether they are multiplied."""
+    """Those of products are made with the other parts' rows."""
     case, layout = _two_parts()
     given = (case.grad, list(case.weights.shape), *case.jagged)
     wrong = [(case.weights[1:], "shape that weights_shape names"), (case.weights.double(), "must be float32")]
@@ -192,9 +194,14 @@ def test_gradients_need_the_rows() -> None:
                     backward(*given, **layout, weights=weights)
 
 
-def test_hashed_features_need_no_rows() -> None:
-    """One part each: nothing is multiplied."""
-    case = make_case([(5, 8), (3, 4)], [Parts([0], [(3, 5)], 99, "mult"), 1], [2, 0, 3, 1], seed=1)
+@pytest.mark.parametrize("combine", ["concat", "add", "mult"])
+@pytest.mark.parametrize("says", [False, True])
+def test_others_need_no_rows(combine: str, says: bool) -> None:
+    """Nothing is multiplied where parts are added or side by side, or where there is one; told by the caller or not."""
+    alone = Parts([2], [(3, 4)], 99, "mult")
+    together = alone if combine == "mult" else Parts([0, 1], [(1, 5), (5, 3)], 15, combine)
+    case = make_case([(5, 8), (3, 8), (4, 8)], [together, alone, 1], [2, 0, 3, 1, 2, 1], seed=1)
+    case.layout.update(told(case) if says else {})
     expected = case.expected_dense_gradient()
     for backend in every_backend():
         given = (case.grad, list(case.weights.shape), *case.jagged)

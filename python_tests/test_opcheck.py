@@ -73,6 +73,11 @@ def partitions() -> dict[str, object]:
     }
 
 
+def _parts() -> list[torch.Tensor]:
+    """The tables of partitions(), at the places that embedding_bag_tables has for them."""
+    return [torch.randn(shape, requires_grad=True) for shape in ((11, 4), (7, 4))]
+
+
 def jagged() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """values, offsets, per_sample_weights of the three features."""
     lengths = torch.tensor([2, 0, 3, 1, 2, 1, 0, 1, 2])
@@ -136,9 +141,16 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             (single, {"output_dtype": torch.bfloat16}),
             ((weights(True), values, offsets, factors.clone().requires_grad_()), strides()),
             ((weights(True), values, offsets, factors.clone().requires_grad_()), partitions()),
+            ((weights(True), values, offsets), partitions() | {"max_parts": 2, "multiplies": True}),
         ],
-        "embedding_bag_tables": [((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout())],
-        "embedding_bag_fused": [_fused(values, offsets, factors.clone())],
+        "embedding_bag_tables": [
+            ((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout()),
+            ((torch.randn(80), _parts(), values, offsets, factors.clone().requires_grad_()), partitions()),
+        ],
+        "embedding_bag_fused": [
+            _fused(values, offsets, factors.clone()),
+            (_fused(values, offsets, factors.clone())[0], partitions()),
+        ],
         "embedding_bag_backward_fused_": [
             ((*state, grad, values, offsets, factors), layout()),
             ((state[0], None, *state[2:], grad, values, offsets), layout() | {"optimizer": "sgd"}),
@@ -151,8 +163,14 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((grad, shape, values, offsets, factors), layout()),
             ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
         ],
-        "embedding_bag_backward_sparse": [((grad, shape, values, offsets, factors), layout())],
-        "embedding_bag_backward_per_sample_weights": [((grad, weights(), values, offsets), layout())],
+        "embedding_bag_backward_sparse": [
+            ((grad, shape, values, offsets, factors), layout()),
+            ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
+        ],
+        "embedding_bag_backward_per_sample_weights": [
+            ((grad, weights(), values, offsets), layout()),
+            ((torch.randn(B, 12), weights(), values, offsets), partitions()),
+        ],
     }
     return table[op]
 

@@ -72,12 +72,13 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, bool include_last_offset, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
+    std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset),
                  output_dtype);
@@ -110,7 +111,7 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
   }
 }
 
-// The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag.py.
+// The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag_autograd.py.
 std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const Tensor& weights, const std::vector<Tensor>& tables, const Tensor& values, const Tensor& offsets,
     const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
@@ -119,12 +120,12 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
@@ -142,16 +143,16 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double, double beta1, double beta2, double weight_decay,
-    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-    const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer, double, double beta1,
+    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
@@ -160,19 +161,22 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
   return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights), output_dtype);
 }
 
-Tensor per_sample_weights_gradient(
-    const Tensor& grad_in, const Tensor& weights, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const OptionalTensor& weight_offsets,
+                                   const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+                                   const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+                                   int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+                                   const OptionalTensor& format_of, int64_t embedding_dim,
+                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                                   const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                                   const OptionalTensor& moduli, const OptionalTensor& id_limits,
+                                   const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
+                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);

@@ -62,7 +62,7 @@ class LongRuns {
   void sum(const std::vector<ChunkSum>& chunks) const {
     const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
     const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
-    const int64_t workers = workers_for(total, piece), floats = args_.multiplies ? scratch_factors(max_dim_) : 0;
+    const int64_t workers = workers_for(total, piece), floats = scratch_factors(args_.product_dim);
     const Scratch<float> scratch(workers * floats);
     parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
       sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
@@ -108,7 +108,7 @@ std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
 class ProductSums {
  public:
   ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, std::vector<TableRuns>* tables)
-      : args_(args), max_dim_(in.max_dim) {
+      : args_(args) {
     const std::vector<bool> at_once = finished_at_once(in, o, *tables);
     int64_t floats = 0;
     for (size_t t = 0; t < tables->size(); ++t)
@@ -160,7 +160,7 @@ class ProductSums {
   void sum() const {
     int64_t workers = 1;
     const std::vector<Piece> pieces = cut(summed_, &workers);
-    const int64_t floats = scratch_factors(max_dim_);
+    const int64_t floats = scratch_factors(args_.product_dim);
     const Scratch<float> scratch(workers * floats);
     const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
     parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
@@ -170,7 +170,6 @@ class ProductSums {
   }
 
   RunArgs args_;
-  int64_t max_dim_;
   Scratch<float> memory_;
   std::vector<TableRuns> summed_;
 };
@@ -179,7 +178,7 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
                    FinishRuns finish) {
   int64_t workers = 1;
   const std::vector<Piece> pieces = cut(tables, &workers);
-  const int64_t floats = scratch_floats(max_dim) + (args.multiplies ? scratch_factors(max_dim) : 0);
+  const int64_t floats = scratch_floats(max_dim) + scratch_factors(args.product_dim);
   const Scratch<float> scratch(workers * floats);
   parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
     const Piece& p = pieces[static_cast<size_t>(i)];
@@ -206,25 +205,22 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                nullptr,
                0,
                inverse_scale,
-               false};
-  for (const TableRuns& t : o.tables) args.multiplies = args.multiplies || t.multiplied;
+               0};
+  for (const TableRuns& t : o.tables)
+    if (t.multiplied) args.product_dim = std::max(args.product_dim, t.feature->embedding_dim);
   const LongRuns long_runs(args, o.tables, in.max_dim);
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
-  if (!args.multiplies) return finish_tables(args, o.tables, in.max_dim, target, finish);
+  if (args.product_dim == 0) return finish_tables(args, o.tables, in.max_dim, target, finish);
   std::vector<TableRuns> tables = o.tables;
   const ProductSums sums(args, in, o, &tables);
   finish_tables(args, tables, in.max_dim, target, finish);
   finish_tables(args, sums.tables(), in.max_dim, target, finish);
 }
 
-// Gradients of rows that are multiplied need the rows.
-const uint8_t* multiplied_rows(const OptionalTensor& weights, const BagInput& in) {
-  if (weights) return static_cast<const uint8_t*>(weights->const_data_ptr());
-  for (int64_t p = 0; p < in.num_parts; ++p)
-    check_value(in.features[p].combine != Combine::kMult, "weights must be given: feature ", in.features[p].number,
-                " multiplies rows of its tables");
-  return nullptr;
+// Of the weights, where they are given.
+const uint8_t* rows_of(const OptionalTensor& weights) {
+  return weights ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
 }
 
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
@@ -243,22 +239,22 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                      const OptionalTensor& weights) {
+                      int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+                      int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
   return out;
 }
 
@@ -270,15 +266,15 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& weights) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   const Occurrences o = sort_occurrences(in);
@@ -291,7 +287,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, multiplied_rows(weights, in), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
   return {rows, row_grads, row_counts};
 }
 
@@ -309,7 +305,7 @@ void set_moment_offsets(const UpdateState& state, BagInput* in) {
     const Feature& f = in->features[i];
     const int64_t offset = state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>()[i] : 0;
     check_value(offset >= 0 && offset <= elements && f.num_embeddings <= (elements - offset) / f.embedding_dim,
-                "moment_offsets[", i, "] = ", offset, ": the state of feature ", i, "'s table (", f.num_embeddings,
+                "moment_offsets[", i, "] = ", offset, ": the state of ", in->name(i), "'s table (", f.num_embeddings,
                 " x ", f.embedding_dim, ") does not fit in ", elements, " elements");
     in->moment_offsets.push_back(offset);
   }
@@ -343,18 +339,18 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                     const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                     const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
-                    const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-                    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg,
-                    const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, double weight_decay, const std::string& weight_decay_mode,
+                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
                     const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
                     const OptionalTensor& found_inf) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};

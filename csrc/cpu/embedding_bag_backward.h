@@ -56,7 +56,7 @@ struct RunArgs {
   const LongRun* long_runs;
   int64_t num_long_runs;
   float inverse_scale;  // gradients are multiplied by it before use
-  bool multiplies;      // some table is multiplied
+  int64_t product_dim;  // columns of the widest multiplied table; 0: there is none
 };
 
 // Where finished row gradients go. The fields of the one that runs are set.

@@ -155,12 +155,16 @@ struct SumProducts {
   }
 };
 
-// Sums over a multiplied table. `scratch` is scratch_factors(D) floats.
+// Sums over a multiplied table. `scratch` is scratch_factors(D) floats; there is none for other tables.
 class ProductRuns {
  public:
   ProductRuns(const RunArgs& a, const TableRuns& table, float* scratch)
-      : a_(a), table_(table), D_(table.feature->embedding_dim), ones_(scratch), held_(scratch + D_), rows_(held_ + D_) {
-    for (int64_t c = 0; table.multiplied && c < D_; ++c) ones_[c] = 1.0f;
+      : a_(a), table_(table), D_(table.feature->embedding_dim) {
+    if (!table.multiplied) return;
+    ones_ = scratch;
+    held_ = ones_ + D_;
+    rows_ = held_ + D_;
+    for (int64_t c = 0; c < D_; ++c) ones_[c] = 1.0f;
   }
 
   // Occurrences [first, first + count) of the sorted list, count <= kChunk.
@@ -212,7 +216,7 @@ class ProductRuns {
   const RunArgs& a_;
   const TableRuns& table_;
   int64_t D_;
-  float *ones_, *held_, *rows_;  // [D], [D], [kChunk, D]
+  float *ones_ = nullptr, *held_ = nullptr, *rows_ = nullptr;  // [D], [D], [kChunk, D]
   int64_t first_ = 0, last_run_ = 0;
   Products t_;
 };

@@ -21,14 +21,14 @@ constexpr int64_t kMapped = 4096;
 template <class Body>
 void for_few_bags(const Bags& bags, int64_t begin, int64_t end, int64_t parts, const Body& body) {
   const int64_t most = kMapped / parts;
-  int64_t few[kMapped];
+  int64_t reserved[kMapped];
   while (begin < end) {
     int64_t last = end - begin < most ? end : begin + most;
     while (last > begin + 1 && bags.offset(last) - bags.offset(begin) > most) last = begin + (last - begin) / 2;
     const int64_t count = bags.offset(last) - bags.offset(begin);
-    int64_t* rows = count <= most ? few : new int64_t[static_cast<uint64_t>(count * parts)];
+    int64_t* rows = count <= most ? reserved : new int64_t[static_cast<uint64_t>(count * parts)];
     body(begin, last, rows);
-    if (rows != few) delete[] rows;
+    if (rows != reserved) delete[] rows;
     begin = last;
   }
 }
@@ -220,10 +220,10 @@ void pool_composed_floats(const PoolArgs& a, const Feature* parts, int64_t count
     k.mean = parts->mean;
     k.one_id_each = !a.bags.per_sample_weights && a.bags.offsets_rise<true>(from, to);
     k.sums = {sums.first + (from - begin) * sums.stride, sums.stride};
-    Bounds again;  // of ids that were looked at before
+    Bounds repeated;  // of ids that the first part has noted
     for (int64_t p = 0; p < count; ++p, rows += stop - start) {
       k.parts[p] = {reinterpret_cast<const float*>(a.weights + parts[p].weight_offset), rows, is_far(parts[p])};
-      map_to_part(a.bags, parts[p], start, stop, rows, p == 0 ? bounds : &again);
+      map_to_part(a.bags, parts[p], start, stop, rows, p == 0 ? bounds : &repeated);
     }
     for_blocks(k.D, ComposeColumns{k});
   });
@@ -277,14 +277,22 @@ void combine_rows(Combine how, const float* y, int64_t D, const float* x, float*
 
 void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
   for_few_bags(a.bags, begin, end, 1, [&](int64_t from, int64_t to, int64_t* rows) {
-    const int64_t start = a.bags.offset(from);
-    map_to_part(a.bags, f, start, a.bags.offset(to), rows, bounds);
+    const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
+    map_to_part(a.bags, f, start, stop, rows, bounds);
+    // These bags alone, of rows: positions count from their first id.
+    int64_t offsets[kMapped + 1];
+    for (int64_t bag = from; bag <= to; ++bag) offsets[bag - from] = a.bags.offset(bag) - start;
     PoolArgs mapped = a;
-    mapped.bags.ids = rows - start;
-    mapped.bags.ids64 = true;
-    mapped.bags.check_ids = false;
-    mapped.bags.padding_idx = kLeftOut;
-    pool_plain(mapped, f, from, to, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
+    Bags& bags = mapped.bags;
+    bags.ids = rows;
+    bags.offsets = offsets;
+    bags.num_ids = stop - start;
+    bags.num_offsets = to - from + 1;
+    bags.ids64 = bags.offsets64 = true;
+    if (bags.per_sample_weights) bags.per_sample_weights += start;
+    bags.check_ids = false;
+    bags.padding_idx = kLeftOut;
+    pool_plain(mapped, f, 0, to - from, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
   });
 }
 

@@ -39,6 +39,10 @@ class FeatureReader {
   }
 
  private:
+  PartName name(const Feature& f, int64_t i) const {
+    return {f.number, layout_.partition_starts ? i - part_start(layout_, f.number) : -1};
+  }
+
   RowFormat format(int64_t i) const {
     if (formats_.empty()) return RowFormat::kFp32;
     const int64_t index = layout_.format_of ? layout_.format_of->const_data_ptr<int64_t>()[i] : 0;
@@ -59,7 +63,7 @@ class FeatureReader {
     const int64_t combine = layout_.combine->const_data_ptr<int64_t>()[f->number];
     f->id_limit = layout_.id_limits->const_data_ptr<int64_t>()[f->number];
     check_value(divisor >= 1, "divisors[", i, "] = ", divisor, " must be at least 1");
-    check_value(modulus >= 1, "moduli[", i, "] = ", modulus, " must be at least 1");
+    check_value(modulus >= 1, "moduli[", i, "] = ", modulus, " must be at least 1, for a table without rows, too");
     check_value(f->id_limit >= 0, "id_limits[", f->number, "] = ", f->id_limit, " must not be negative");
     check_value(combine >= 0 && combine <= 2, "combine[", f->number, "] = ", combine,
                 " must be 0 (concat), 1 (add) or 2 (mult)");
@@ -83,12 +87,22 @@ class FeatureReader {
     check_value(f.format != RowFormat::kFp32 || f.weight_offset * element_bytes(layout_) % 4 == 0, "weight_offsets[", i,
                 "] = ", f.weight_offset, " must be a multiple of 4 for format \"fp32\"");
     const int64_t row = f.row_bytes / element_bytes(layout_);
-    check_value(f.num_embeddings <= (weights_ - f.weight_offset) / row, "table of feature ", i, " (", f.num_embeddings,
+    check_value(f.num_embeddings <= (weights_ - f.weight_offset) / row, "table of ", name(f, i), " (", f.num_embeddings,
                 " x ", f.embedding_dim, " at weight_offsets[", i, "] = ", f.weight_offset, ") does not fit in ",
                 weights_, " weights");
     check_value(f.output_offset == output_column, "output_offsets[", i, "] = ", f.output_offset, " must be ",
-                output_column,
-                layout_.bag_starts ? ", as bag_starts is given" : ", the sum of the embedding_dims before");
+                output_column, why_column(f, i));
+  }
+
+  // Why a part's columns begin where they do.
+  const char* why_column(const Feature& f, int64_t i) const {
+    if (i > part_start(layout_, f.number)) {
+      const bool concat = layout_.combine->const_data_ptr<int64_t>()[f.number] == 0;
+      return concat ? ", behind the columns of the part before"
+                    : ", that of the part before, which it is added to or multiplied with";
+    }
+    if (layout_.bag_starts) return ", as bag_starts is given";
+    return layout_.partition_starts ? ", the columns of the features before" : ", the sum of the embedding_dims before";
   }
 
   const TableLayout& layout_;
@@ -113,13 +127,24 @@ void check_parts(const Feature* features, int64_t first, int64_t last) {
   for (int64_t i = first + 1; i < last; ++i) {
     const Feature& b = features[i];
     check_value(a.combine == Combine::kConcat || (a.embedding_dim == b.embedding_dim && a.format == b.format),
-                "embedding_dims[", i, "] = ", b.embedding_dim, " and the format of part ", i, " must be those of part ",
-                first, ", ", a.embedding_dim, " and ", row_format_name(a.format), ": feature ", a.number,
-                " adds or multiplies them");
+                "embedding_dims[", i, "] = ", b.embedding_dim, " and format ", row_format_name(b.format), ", of ",
+                PartName{b.number, i - first}, ", must be those of its part 0, ", a.embedding_dim, " and ",
+                row_format_name(a.format), ": combine[", a.number, "] adds or multiplies them");
     for (int64_t j = first; j < i; ++j)
       check_value(features[j].row_offset != b.row_offset || b.num_embeddings == 0, "row_offsets[", i,
-                  "] = ", b.row_offset, " is that of part ", j, ": the parts of feature ", b.number,
-                  " must read different tables");
+                  "] = ", b.row_offset, ", of ", PartName{b.number, i - first}, ", is that of its part ", j - first,
+                  ": the parts of a feature must read different tables");
+  }
+}
+
+// What the caller says of all features, for a GPU's sake, holds here too.
+void check_told(const TableLayout& layout, const BagInput& in) {
+  for (int64_t f = 0; f < in.num_features; ++f) {
+    const int64_t first = part_start(layout, f), parts = part_start(layout, f + 1) - first;
+    check_value(layout.max_parts == 0 || parts <= layout.max_parts, "max_parts = ", layout.max_parts,
+                " must be 0 or at least ", parts, ", the parts of feature ", f);
+    check_value(layout.multiplies.value_or(true) || in.features[first].combine != Combine::kMult,
+                "multiplies is False, but feature ", f, " multiplies its parts: combine[", f, "] = 2");
   }
 }
 
@@ -135,11 +160,13 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
       const Feature f = in->features[i] = reader.read(i, feature, column);
       if (f.combine == Combine::kConcat || i + 1 == last) column += f.embedding_dim;
       in->max_dim = std::max(in->max_dim, f.embedding_dim);
+      in->multiplies = in->multiplies || f.combine == Combine::kMult;
       in->num_rows = std::max(in->num_rows, f.row_offset + f.num_embeddings);
     }
     widest = std::max(widest, column - before);
     check_parts(in->features.get(), first, last);
   }
+  if (layout.partition_starts) check_told(layout, *in);
   if (layout.bag_starts)
     check_value(layout.output_dim >= widest, "output_dim = ", layout.output_dim, " must be ", widest,
                 ", the most columns of a feature, or more");
@@ -186,6 +213,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               0,
               0,
               0,
+              false,
               element_bytes(layout),
               Bags{},
               options,

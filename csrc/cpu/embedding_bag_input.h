@@ -2,12 +2,22 @@
 #pragma once
 
 #include <memory>
+#include <ostream>
 #include <vector>
 
 #include "cpu/embedding_bag.h"
 #include "ops/embedding_bag.h"
 
 namespace rec_kernels {
+
+// How messages name a part: "feature 3"; in a call with partition_starts "part 1 of feature 3".
+struct PartName {
+  int64_t feature, part;  // within its feature; -1: without partition_starts
+};
+inline std::ostream& operator<<(std::ostream& out, const PartName& name) {
+  if (name.part >= 0) out << "part " << name.part << " of ";
+  return out << "feature " << name.feature;
+}
 
 // Owns what the structs point to (contiguous copies where the caller's tensors were not).
 struct BagInput {
@@ -20,11 +30,16 @@ struct BagInput {
   int64_t num_rows;  // linear rows: above every row number
   int64_t output_dim;
   int64_t max_dim;
+  bool multiplies;        // whether a feature multiplies rows of its parts
   int64_t element_bytes;  // of `weights`
   Bags bags;
   BagOptions options;
   std::vector<int64_t> moment_offsets;  // of the parts' tables in state for every element; empty: there is none
 
+  PartName name(int64_t part) const {
+    const int64_t feature = features[part].number;
+    return {feature, bags.part_starts ? part - bags.first_part(feature) : -1};
+  }
   // Throws for a bad position when the caller asked for it.
   void raise(const Bounds& bounds) const;
 };

@@ -155,12 +155,12 @@ constexpr int64_t kWaiting = 2048;
 // time, then rounded.
 void pool_rounded(const PoolArgs& a, const Feature* f, int64_t parts, int64_t begin, int64_t end, uint8_t* out,
                   int64_t stride, Bounds* bounds) {
-  const int64_t D = f->embedding_dim, few = D < kWaiting ? kWaiting / D : 1;
+  const int64_t D = f->embedding_dim, bags_at_once = D < kWaiting ? kWaiting / D : 1;
   const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
   float waiting[kWaiting];
   float* sums = D <= kWaiting ? waiting : new float[static_cast<size_t>(D)];
-  for (int64_t first = begin; first < end; first += few) {
-    const int64_t last = first + few < end ? first + few : end;
+  for (int64_t first = begin; first < end; first += bags_at_once) {
+    const int64_t last = first + bags_at_once < end ? first + bags_at_once : end;
     pool_feature(a, f, parts, first, last, {sums, D}, bounds);
     for (int64_t i = 0; i < last - first; ++i, out += stride) encode(sums + i * D, 1, D, {}, {out, 0, nullptr});
   }
@@ -189,14 +189,14 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
   by_feature(a, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
     auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
-    const int64_t together = parts->combine == Combine::kConcat ? 1 : count;
-    Bounds again;  // of ids that were looked at before
-    for (int64_t p = 0; p < count; p += together) {
+    const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
+    Bounds repeated;                                                          // of ids that the first part has noted
+    for (int64_t p = 0; p < count; p += combined) {
       auto* out = rows + parts[p].output_offset * element;
-      Bounds* found = p == 0 ? bounds : &again;
+      Bounds* found = p == 0 ? bounds : &repeated;
       if (element == 4)
-        pool_feature(a, parts + p, together, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
-      else pool_rounded(a, parts + p, together, from, to, out, stride, found);
+        pool_feature(a, parts + p, combined, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
+      else pool_rounded(a, parts + p, combined, from, to, out, stride, found);
     }
     const Feature& last = parts[count - 1];
     const int64_t used = last.output_offset + last.embedding_dim;

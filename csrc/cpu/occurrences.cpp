@@ -40,7 +40,7 @@ void check_apart(const BagInput& in, const std::vector<int64_t>& sorted, const c
     if (previous >= 0 && !same_table(in.features[previous], b)) {
       const auto [begin, size] = extent(in.features[previous]);
       const int64_t here = std::get<0>(extent(b));
-      check_value(begin + size <= here, name, "[", f, "] = ", here, " lies in the table of feature ", previous,
+      check_value(begin + size <= here, name, "[", f, "] = ", here, " lies in the table of ", in.name(previous),
                   ": features share a whole table or nothing");
     }
     previous = f;
@@ -69,14 +69,14 @@ void check_moments(const BagInput& in, const std::vector<int64_t>& by_row) {
       continue;
     }
     check_value(offset(f) == offset(tables.back()), "moment_offsets[", f, "] = ", offset(f), " must be ",
-                offset(tables.back()), ", that of feature ", tables.back(), ", which reads the same table");
+                offset(tables.back()), ", that of ", in.name(tables.back()), ", which reads the same table");
   }
   std::sort(tables.begin(), tables.end(), [&](int64_t a, int64_t b) { return offset(a) < offset(b); });
   for (size_t i = 1; i < tables.size(); ++i) {
     const Feature& before = in.features[tables[i - 1]];
     check_value(offset(tables[i - 1]) + before.num_embeddings * before.embedding_dim <= offset(tables[i]),
-                "moment_offsets[", tables[i], "] = ", offset(tables[i]), " lies in the table of feature ",
-                tables[i - 1], ": features share a whole table or nothing");
+                "moment_offsets[", tables[i], "] = ", offset(tables[i]), " lies in the table of ",
+                in.name(tables[i - 1]), ": features share a whole table or nothing");
   }
 }
 

@@ -77,12 +77,13 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, bool include_last_offset, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
+    std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
@@ -101,8 +102,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
   int64_t start = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
@@ -115,7 +116,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
-                            combine, pooling, padding_idx, bounds_check, false, true, output_dtype);
+                            combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
+                            output_dtype);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -127,16 +129,16 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double, double beta1, double beta2, double weight_decay,
-    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-    const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer, double, double beta1,
+    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
@@ -144,22 +146,26 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
-                            combine, pooling, padding_idx, bounds_check, false, true, output_dtype);
+                            combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
+                            output_dtype);
 }
 
-Tensor per_sample_weights_gradient(
-    const Tensor& grad_in, const Tensor& weights, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const OptionalTensor& weight_offsets,
+                                   const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+                                   const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+                                   int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+                                   const OptionalTensor& format_of, int64_t embedding_dim,
+                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                                   const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                                   const OptionalTensor& moduli, const OptionalTensor& id_limits,
+                                   const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
+                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_weights(weights, values, layout);
   const OnDeviceOf device(weights);

@@ -36,10 +36,11 @@ struct Features {
   int num_formats;
   RowFormat formats[kNumBagFormats];
 
-  // Part p; its partition and what becomes of the feature's parts are in parts[p].
+  // Part p, without what kernels have from elsewhere: their format, and with it the bytes of a row; parts[p], its
+  // partition and what becomes of the feature's parts. Those fields are zeros.
   __device__ __forceinline__ Feature operator[](int64_t p) const {
     if (!embedding_dims) return one;
-    Feature out;
+    Feature out{};
     // Unsigned: the offset of a bad layout, which is noted elsewhere, may be anything.
     out.weight_offset = static_cast<int64_t>(static_cast<uint64_t>(weight_offsets[p]) * element_bytes);
     out.row_offset = row_offsets[p];
@@ -117,9 +118,7 @@ struct BagInput {
   int64_t num_features, num_parts, output_dim;
   int64_t max_dim, num_rows;  // widest row; above every linear row number
   bool any_mean;              // or the features' own say is not known to the host
-
-  // Whether a feature may have several parts, the rows of which may be multiplied: the device knows.
-  bool may_multiply() const { return features.most_parts > 1; }
+  bool multiplies;            // whether a feature multiplies rows of its parts
 };
 
 // `rows` and `columns` describe the single table of a call without a layout.

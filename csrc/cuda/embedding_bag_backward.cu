@@ -78,9 +78,7 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const OptionalTensor& weights,
                  const float* grad_scale, const Skip& skip) {
-  check_value(!in.may_multiply() || weights,
-              "weights must be given: partition_starts gives features several parts, whose rows may be multiplied");
-  const auto* rows = in.may_multiply() ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
+  const auto* rows = in.multiplies ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
   return {o.runs, in.features, rows,    0,       in.bags, grad.const_data_ptr<float>(), in.output_dim, grad_scale,
           skip,   nullptr,     nullptr, nullptr, 0};
 }
@@ -91,7 +89,7 @@ struct ChunkSums {
 };
 
 ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
-  const int64_t rows = in.bags.num_ids > kChunk || in.may_multiply() ? args->runs.most_chunks : 0;
+  const int64_t rows = in.bags.num_ids > kChunk || in.multiplies ? args->runs.most_chunks : 0;
   ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {rows * 4}, ScalarType::Byte)};
@@ -106,7 +104,7 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     launch(sum_chunks_kernel<G, kBlocks>, blocks_for(args->runs.most_chunks, G), dim3(kThreads), 0, stream, *args);
   });
-  for (args->format = 0; args->format < in.features.num_formats && in.may_multiply(); ++args->format)
+  for (args->format = 0; args->format < in.features.num_formats && in.multiplies; ++args->format)
     launch_product_sums(*args, stream);
   args->format = 0;
   return sums;
@@ -162,18 +160,18 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                      const OptionalTensor& weights) {
+                      int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+                      int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const BagInput in =
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in),
                status = new_status(in, floats_of(weights_shape), true, grad, device.stream());
@@ -217,18 +215,18 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
     const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& weights) {
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
-  check_own_weights(weights, weights_shape, values, layout);
+  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
@@ -273,18 +271,18 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
                     const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                     const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
-                    const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-                    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg,
-                    const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, double weight_decay, const std::string& weight_decay_mode,
+                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
                     const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
                     const OptionalTensor& found_inf) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine};
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};

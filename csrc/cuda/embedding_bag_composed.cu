@@ -9,8 +9,8 @@
 namespace rec_kernels {
 namespace {
 
-// Parts that have columns together, of one width and format: `count` from `first` on.
-struct Together {
+// Parts that have the same columns, of one width and format: `count` from `first` on.
+struct PartsOfColumns {
   int64_t first;
   int count;
   bool multiply;  // or are added
@@ -23,8 +23,9 @@ struct RowsOfLanes {
   int64_t row[kMaxParts];
   float factor;
 
-  __device__ __forceinline__ RowsOfLanes(const PoolArgs& a, const Together& parts, const Feature& f, int64_t row_bytes,
-                                         const Group<G>& group, int64_t begin, int64_t stop, bool report)
+  __device__ __forceinline__ RowsOfLanes(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
+                                         int64_t row_bytes, const Group<G>& group, int64_t begin, int64_t stop,
+                                         bool report)
       : row{-1}, factor(1.0f) {
     const int64_t i = begin + group.lane;
     if (i >= stop) return;
@@ -50,7 +51,7 @@ __device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
 
 // Columns [column, column + kBlocks * 4 * G) of one bag; kAlone: of one part.
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
-__device__ __forceinline__ void pool_columns(const PoolArgs& a, const Together& parts, const Feature& f,
+__device__ __forceinline__ void pool_columns(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
                                              const Group<G>& group, Range ids, int64_t out, int64_t column,
                                              bool report) {
   const int64_t D = f.embedding_dim, first = column + 4 * group.lane;
@@ -101,16 +102,11 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Together& 
       }
     }
   }
-#pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-    if (f.mean && counted > 1)
-      for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
-    store_output(a, out, first + k * 4 * G, D, sum[k]);
-  }
+  store_sums<G>(a, f, counted, out, first, sum);
 }
 
 template <class Format>
-__device__ __forceinline__ bool all_aligned(const PoolArgs& a, const Together& parts, int64_t D) {
+__device__ __forceinline__ bool all_aligned(const PoolArgs& a, const PartsOfColumns& parts, int64_t D) {
   bool aligned = true;
   for (int p = 0; p < parts.count; ++p)
     aligned = aligned && columns_aligned<Format>(a.weights + a.features[parts.first + p].weight_offset, D);
@@ -129,7 +125,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const Combine how = a.features.parts[part].combine;
     if (how != Combine::kConcat && number > 0) continue;
     const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
-    const Together parts{part, count, how == Combine::kMult};
+    const PartsOfColumns parts{part, count, how == Combine::kMult};
     const Feature f = a.features[part];
     const int64_t D = f.embedding_dim, row = a.bags.output_row(bag, feature) * a.output_dim;
     const Range ids = range_of(a.bags, bag, a.status);
@@ -147,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
 
 // The dot product of g and the row that an id's parts make.
 template <class Format>
-__device__ __forceinline__ float composed_dot(const PoolArgs& a, const Together& parts, int64_t D, const float* g,
+__device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
                                               int64_t id, int lane) {
   const uint8_t* rows[kMaxParts] = {};
 #pragma unroll
@@ -168,7 +164,7 @@ __device__ __forceinline__ float composed_dot(const PoolArgs& a, const Together&
   return warp_butterfly_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-__device__ __forceinline__ float composed_dot(const PoolArgs& a, const Together& parts, int64_t D, const float* g,
+__device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
                                               int64_t id, int lane) {
   const int64_t index = a.features.format_of ? a.features.format_of[parts.first] : 0;
   switch (a.features.formats[index]) {
@@ -201,13 +197,13 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
     if (a.features.is_plain(part)) continue;
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
     const Combine how = a.features.parts[part].combine;
-    const int together = how == Combine::kConcat ? 1 : count;
+    const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
     const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim;
     write_dots(a, a.features[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id) {
       float sum = 0.0f;
-      for (int p = 0; p < count; p += together) {
+      for (int p = 0; p < count; p += combined) {
         const Feature f = a.features[part + p];
-        const Together parts{part + p, together, how == Combine::kMult};
+        const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
         const float dot = composed_dot(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
         sum = p == 0 ? dot : sum + dot;
       }

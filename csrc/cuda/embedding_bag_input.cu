@@ -1,5 +1,5 @@
 // From the tensors of an embedding_bag call to what its CUDA kernels read. Nothing is read back from the GPU, except
-// for layouts that leave out num_rows and max_embedding_dim.
+// for layouts that leave out num_rows and max_embedding_dim, or, with partition_starts, max_parts and multiplies.
 #include <algorithm>
 #include <vector>
 
@@ -38,16 +38,34 @@ void read_layout(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   }
 }
 
-void read_partitions(const TableLayout& layout, BagInput* in) {
+// What a layout tells of its parts, or else the GPU: the most that a feature has, and whether one multiplies them.
+void read_part_counts(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
+  Features& f = in->features;
+  // Every feature has a part, so one of them has at most what is left by the others.
+  const int64_t left = in->num_parts - in->num_features + 1, told = layout.max_parts ? layout.max_parts : kMaxParts;
+  f.most_parts = static_cast<int>(std::max(int64_t{1}, std::min(left, told)));
+  in->multiplies = f.most_parts > 1 && layout.multiplies.value_or(true);
+  if (f.most_parts == 1 || (layout.max_parts && layout.multiplies)) return;
+  const std::vector<int64_t> starts = to_host(layout.partition_starts, stream), how = to_host(layout.combine, stream);
+  uint64_t most = 1;  // unsigned: what is wrong is noted elsewhere, and may be anything
+  bool multiplies = false;
+  for (size_t i = 0; i < how.size(); ++i) {
+    const uint64_t parts = static_cast<uint64_t>(starts[i + 1]) - static_cast<uint64_t>(starts[i]);
+    most = std::max(most, parts);
+    multiplies = multiplies || (parts > 1 && how[i] == static_cast<int64_t>(Combine::kMult));
+  }
+  if (!layout.max_parts) f.most_parts = static_cast<int>(std::min(most, static_cast<uint64_t>(f.most_parts)));
+  if (!layout.multiplies) in->multiplies = multiplies;
+}
+
+void read_partitions(const TableLayout& layout, BagInput* in, cudaStream_t stream) {
   if (!layout.partition_starts) return;
   in->partitions = {layout.divisors->const_data_ptr<int64_t>(), layout.moduli->const_data_ptr<int64_t>(),
                     layout.id_limits->const_data_ptr<int64_t>(), layout.combine->const_data_ptr<int64_t>()};
   in->parts = new_tensor(in->values, {in->num_parts * static_cast<int64_t>(sizeof(Part))}, ScalarType::Byte);
   Features& f = in->features;
   f.parts = static_cast<Part*>(in->parts->mutable_data_ptr());
-  // Every feature has a part, so one of them has at most what is left by the others.
-  const int64_t left = in->num_parts - in->num_features + 1;
-  f.most_parts = static_cast<int>(std::max(int64_t{1}, std::min(left, kMaxParts)));
+  read_part_counts(layout, in, stream);
   for (f.part_bits = 0; 1 << f.part_bits < f.most_parts;) ++f.part_bits;
 }
 
@@ -104,7 +122,7 @@ struct StartArgs {
   Bags bags;
   int64_t num_parts;
   int64_t weights, output_dim, num_rows, max_dim;
-  bool updates;
+  bool multiplies, updates;
   Moments moments;
   int64_t* status;
 };
@@ -120,7 +138,7 @@ __device__ void check_starts(const StartArgs& a) {
   }
   for (int64_t i = threadIdx.x; bags.part_starts && i <= bags.num_features; i += blockDim.x) {
     const int64_t start = bags.part_starts[i], before = i > 0 ? bags.part_starts[i - 1] : -1;
-    if (start <= before || (i == 0 ? start != 0 : start - before > kMaxParts) ||
+    if (start <= before || (i == 0 ? start != 0 : start - before > a.features.most_parts) ||
         (i == bags.num_features && start != a.num_parts))
       note_bad(a.status, kBadLayout);
   }
@@ -141,7 +159,8 @@ __device__ bool is_multiplied(const StartArgs& a, int64_t p) {
 __device__ void make_parts(const StartArgs& a, int64_t feature) {
   const int64_t first = a.bags.part_starts[feature], last = a.bags.part_starts[feature + 1];
   const int64_t combine = a.partitions.combine[feature], limit = a.partitions.id_limits[feature];
-  const bool known = combine >= 0 && combine <= 2 && limit >= 0;
+  const bool alone = last - first == 1, multiplies = !alone && combine == static_cast<int64_t>(Combine::kMult);
+  const bool known = combine >= 0 && combine <= 2 && limit >= 0 && (a.multiplies || !multiplies);
   for (int64_t p = first; p < last; ++p) {
     const int64_t divisor = a.partitions.divisors[p], modulus = a.partitions.moduli[p];
     bool good = known && divisor >= 1 && modulus >= 1;
@@ -154,13 +173,12 @@ __device__ void make_parts(const StartArgs& a, int64_t feature) {
       return;
     }
     const Partition partition = Partition::of(divisor, modulus, limit);
-    const bool alone = last - first == 1;
     a.features.parts[p] = {partition,
                            feature,
                            limit,
                            alone ? Combine::kConcat : static_cast<Combine>(combine),
                            !alone || partition.divides || partition.wraps,
-                           a.updates && a.features.most_parts > 1 && is_multiplied(a, p)};
+                           a.updates && a.multiplies && is_multiplied(a, p)};
   }
 }
 
@@ -248,13 +266,14 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               0,
               0,
               0,
-              options.mean || layout.mean};
+              options.mean || layout.mean,
+              false};
   in.features.most_parts = 1;
   if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
   read_formats(layout, &in.features);
   if (layout.embedding_dims) {
     read_layout(layout, &in, stream);
-    read_partitions(layout, &in);
+    read_partitions(layout, &in, stream);
   } else {
     const OneTable table = read_one_table(layout, rows, columns);
     in.features.one = one_table(table, rows, options.mean);
@@ -268,17 +287,9 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
 Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
                   const Moments& moments) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  const StartArgs args{in.features,
-                       in.partitions,
-                       in.bags,
-                       in.num_parts,
-                       weights,
-                       in.output_dim,
-                       in.num_rows,
-                       in.max_dim,
-                       updates,
-                       moments,
-                       status.mutable_data_ptr<int64_t>()};
+  const StartArgs args{in.features,   in.partitions, in.bags,     in.num_parts,
+                       weights,       in.output_dim, in.num_rows, in.max_dim,
+                       in.multiplies, updates,       moments,     status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
   return status;
 }

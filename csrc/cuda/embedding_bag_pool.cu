@@ -70,12 +70,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Feature& f
       }
     }
   }
-#pragma unroll
-  for (int k = 0; k < kBlocks; ++k) {
-    if (f.mean && counted > 1)
-      for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
-    store_output(a, out, first + k * 4 * G, D, sum[k]);
-  }
+  store_sums<G>(a, f, counted, out, first, sum);
 }
 
 // Told nothing, the compiler spills a little to make room for one more block on a multiprocessor.

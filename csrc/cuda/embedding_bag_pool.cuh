@@ -31,6 +31,18 @@ __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int
                   aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0, 2 * (D - c));
 }
 
+// The sums of a bag of `counted` ids, from column `first` on, go to the output's row at element `out`.
+template <int G, int kBlocks>
+__device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, int64_t counted, int64_t out,
+                                           int64_t first, Vec4 (&sum)[kBlocks]) {
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    if (f.mean && counted > 1)
+      for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
+    store_output(a, out, first + k * 4 * G, f.embedding_dim, sum[k]);
+  }
+}
+
 // Columns c .. c+3 of a row, zeros behind its end; `aligned`: of its table.
 template <class Format>
 __device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t D, bool aligned) {

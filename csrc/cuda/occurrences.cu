@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// `status`, of calls that may multiply, says whether runs make sense: bags with bad offsets may have ids in common.
+// `status`, of calls that multiply, says whether runs make sense: bags with bad offsets may have ids in common.
 __global__ void __launch_bounds__(kThreads)
     count_chunks_kernel(Runs runs, Features features, Bags bags, const int64_t* status, uint32_t* chunks) {
   for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
@@ -178,8 +178,9 @@ void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t strea
 
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream) {
   const int64_t ids = in.bags.num_ids, N = ids * in.features.most_parts;
-  check_value(N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
-              " ids; at most 2^32 - 2 fit in a call on a GPU, a quarter of it where features have several parts");
+  check_value(
+      N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
+      " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
   SortedOccurrences out{};
   Memory memory(like, &out.memory);
   const bool weighted = in.bags.per_sample_weights || in.any_mean;
@@ -196,7 +197,7 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   auto* starts = memory.make<int64_t>(N + 1);
   auto* num_runs = memory.make<int64_t>(1);
   // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
-  const int64_t most_chunks = in.may_multiply() ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
+  const int64_t most_chunks = in.multiplies ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
   out.runs = {sorted_keys,     sorted_payloads,      bag_of, coefficients, places, starts, num_runs, sums, N,
               most_chunks + 1, in.features.part_bits};
   // Also where there are no ids: this is what reads the offsets.
@@ -213,7 +214,7 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   exclusive_sum(flags, sums, N, like, stream);
   launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
   launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags,
-         in.may_multiply() ? status : nullptr, flags);
+         in.multiplies ? status : nullptr, flags);
   exclusive_sum(flags, sums, N + 1, like, stream);
   return out;
 }

@@ -11,13 +11,15 @@ const std::string kLayout =
     "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
     "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
     "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, Tensor? partition_starts=None, Tensor? "
-    "divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, str pooling=\"sum\", int "
+    "divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, bool? "
+    "multiplies=None, str pooling=\"sum\", int "
     "padding_idx=-1, str bounds_check=\"error\"";
 
-void check_layout_tensor(const OptionalTensor& t, int64_t features, const Tensor& values, const char* name,
-                         ScalarType dtype) {
-  check_value(t.has_value(), name, " is missing: embedding_dims is given, so the layout of every feature must be");
-  check_shape(*t, {features}, name);
+void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
+                         ScalarType dtype,
+                         const char* asks = "embedding_dims is given, so the layout of every feature") {
+  check_value(t.has_value(), name, " is missing: ", asks, " must be");
+  check_shape(*t, {size}, name);
   check_dtype(*t, dtype, name);
   check_contiguous(*t, name);
   check_same_device(*t, values, name, "values");
@@ -29,16 +31,24 @@ int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor&
   if (!layout.partition_starts) {
     for (const OptionalTensor* t : all)
       check_value(!*t, "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it");
+    check_value(layout.max_parts == 0 && !layout.multiplies,
+                "partition_starts is missing: max_parts and multiplies mean nothing without it");
     return parts;
   }
   check_rank(*layout.partition_starts, 1, "partition_starts");
   const int64_t features = layout.partition_starts->numel() - 1;
   check_value(features >= 0, "partition_starts must have num_features + 1 elements, got none");
   check_layout_tensor(layout.partition_starts, features + 1, values, "partition_starts", ScalarType::Long);
-  check_layout_tensor(layout.divisors, parts, values, "divisors", ScalarType::Long);
-  check_layout_tensor(layout.moduli, parts, values, "moduli", ScalarType::Long);
-  check_layout_tensor(layout.id_limits, features, values, "id_limits", ScalarType::Long);
-  check_layout_tensor(layout.combine, features, values, "combine", ScalarType::Long);
+  const auto check = [&](const OptionalTensor& t, int64_t size, const char* name) {
+    check_layout_tensor(t, size, values, name, ScalarType::Long,
+                        "partition_starts is given, so divisors, moduli, id_limits and combine");
+  };
+  check(layout.divisors, parts, "divisors");
+  check(layout.moduli, parts, "moduli");
+  check(layout.id_limits, features, "id_limits");
+  check(layout.combine, features, "combine");
+  check_value(layout.max_parts >= 0 && layout.max_parts <= kMaxParts, "max_parts = ", layout.max_parts,
+              " must be in [0, ", kMaxParts, "]");
   return features;
 }
 
@@ -111,8 +121,8 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
                     !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.frozen &&
-                    !layout.partition_starts && layout.output_dim == 0 && layout.num_rows == 0 &&
-                    layout.max_embedding_dim == 0,
+                    !layout.partition_starts && layout.max_parts == 0 && !layout.multiplies && layout.output_dim == 0 &&
+                    layout.num_rows == 0 && layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }
@@ -202,7 +212,9 @@ void check_weights(const Tensor& weights, const Tensor& values, const TableLayou
 }
 
 void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
-                       const TableLayout& layout) {
+                       const TableLayout& layout, bool multiplies) {
+  check_value(weights || !multiplies,
+              "weights must be given: combine multiplies rows of parts, and the gradient of each needs the others");
   if (!weights) return;
   check_weights(*weights, values, layout);
   bool same = true;  // the ranks are

@@ -6,29 +6,37 @@
 // table of feature f has rows of formats[format_of[f]] (ops/row_formats.h), of formats[0] without format_of. Updates
 // decode a row, work in FP32, and encode it: `rounding`, `seed`, `step` and table_ids[f] say how it is rounded. Rows of
 // all tables are numbered through: row i of feature f's table is linear row row_offsets[f] + i, its place in optimizer
-// state. Two features share a table by naming the same ranges; ranges that overlap in part are refused. Bags.
-// Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64. Output. [B, output_dim],
-// feature f in columns output_offsets[f] : + embedding_dims[f]. Every element is written by this op; an empty bag gives
-// zeros. With bag_starts [F + 1], features have batch sizes of their own: bags bag_starts[f] up to bag_starts[f + 1]
-// are f's, the output has a row for each bag, [bag_starts[F], output_dim], output_dim being the largest embedding_dim;
-// output_offsets are 0, and columns behind a feature's are zeros. The sums are FP32 and may be rounded to half
-// precision at the end; backwards take FP32 gradients. The ids of `frozen` features are no occurrences: they give no
-// gradient. Ids in ascending position, FP32: acc + v, or fmaf(weight, v, acc); `mean` divides once by the number of ids
-// that count. Partitions. With partition_starts [F + 1], feature f has parts partition_starts[f] up to
-// partition_starts[f + 1], at most kMaxParts. The tensors about tables (weight_offsets, row_offsets, num_embeddings,
-// embedding_dims, output_offsets, format_of, table_ids, moment_offsets) have an element for each part; mean, frozen,
-// id_limits and combine one for each feature. Ids are in [0, id_limits[f]); part p reads row (id / divisors[p]) %
-// moduli[p] of its table, in int64. combine[f]: 0 (concat): every part has columns of its own, as if it were a feature
-// with the same bags; 1 (add), 2 (mult): an id's row is the sum or product of its parts' rows, in their order, which
-// have one width, format and output_offset. A product's gradients come from rows as they are before the update, which
-// `weights` of the dense and sparse backward are: a GPU wants them where a feature has several parts. The parts of a
-// feature read different tables. Columns outside every feature are not written: there must be none. Ids equal to
-// padding_idx are left out, of the sum, of n and of every gradient. Bounds. "error": IndexError names the first bad id
-// by feature and bag, and nothing is changed. "ignore": bad ids are left out and counted. "none": no check. `status` is
-// int64 [2]: the smallest bad position in `values` (INT64_MAX when there is none), and how many ids were left out for
-// being out of range. Offsets are always checked. Gradients: of weights and per_sample_weights. Occurrences of a row
-// are summed in chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable
-// in values and offsets.
+// state. Two features share a table by naming the same ranges; ranges that overlap in part are refused.
+//
+// Bags. Key-major: bag (f, b) is values[offsets[f*B+b] : offsets[f*B+b+1]]; ids int32 or int64. The ids of `frozen`
+// features are no occurrences: they give no gradient. Ids equal to padding_idx are left out, of the sum, of n and of
+// every gradient.
+//
+// Partitions. With partition_starts [F + 1], feature f has parts partition_starts[f] up to partition_starts[f + 1], at
+// most kMaxParts. Above and below, what is said of a feature's table is then said of a part's: weight_offsets,
+// row_offsets, num_embeddings, embedding_dims, output_offsets, format_of, table_ids and moment_offsets have an element
+// for each part; mean, frozen, bag_starts, id_limits and combine are of features. An id in [0, id_limits[f]) has, in
+// part p, row (id / divisors[p]) % moduli[p]. combine[f] says what the rows of an id become:
+// - 0 (concat): every part has columns of its own, as if it were a feature with the same bags;
+// - 1 (add), 2 (mult): their sum or product, in their order; they have one width, format and output_offset.
+// The parts of a feature read different tables. Gradients of products need the rows as they are before the update:
+// `weights` of the dense and sparse backward, and there only. max_parts and multiplies tell the host what
+// partition_starts and combine say.
+//
+// Output. [B, output_dim], feature f in columns output_offsets[f] : + embedding_dims[f], which follow those of the
+// feature or part before. Every element is written; an empty bag gives zeros. With bag_starts [F + 1], features have
+// batch sizes of their own: bags bag_starts[f] up to bag_starts[f + 1] are f's, the output has a row for each bag,
+// [bag_starts[F], output_dim], output_dim being the most columns of a feature or more; the columns of every feature
+// start at 0, and those behind them are zeros. Sums are FP32, in ascending position: acc + v, or fmaf(weight, v, acc);
+// `mean` divides once by n, the number of ids that count. They may be rounded to half precision at the end.
+//
+// Bounds. "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are
+// left out and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when
+// there is none), and how many ids were left out for being out of range. Offsets are always checked.
+//
+// Gradients: of weights and per_sample_weights, from FP32 gradients of the output. Occurrences of a row are summed in
+// chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and
+// offsets.
 #pragma once
 
 #include <vector>
@@ -66,6 +74,8 @@ struct TableLayout {
   const OptionalTensor& moduli;
   const OptionalTensor& id_limits;
   const OptionalTensor& combine;
+  int64_t max_parts;               // no feature has more; 0: not given
+  std::optional<bool> multiplies;  // whether a feature multiplies rows of its parts; none: not given
 };
 
 // Of the elements of `weights`.
@@ -148,9 +158,9 @@ inline Feature one_table(const OneTable& table, int64_t rows, bool mean) {
 // The formats by number; none: `weights` are floats.
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
-// The weights that a gradient is of, which it needs where rows are multiplied.
+// The weights that a gradient is of, which it needs where rows are multiplied: the other factors.
 RK_EXPORT void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
-                                 const TableLayout& layout);
+                                 const TableLayout& layout, bool multiplies);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state,
                             const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);

@@ -331,6 +331,8 @@ class TableCollection(Layout):
             _ops.embedding_bag_backward_fused_(
                 *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **self._options(), status=lookup.status
             )
+        if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
+            torch.autograd.graph.increment_version(self._weights)
 
     def memory_report(self) -> list[dict[str, object]]:
         """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""

@@ -145,7 +145,10 @@ class Partitions(Compression):
         _check_combine("Partitions", self.combine, self.compose)
         if not 1 <= len(self.pairs) <= MAX_PARTS:
             raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs}")
-        pairs = ((_count("Partitions: divisor", a), _count("Partitions: modulus", m)) for a, m in self.pairs)
+        pairs = [
+            (_count(f"Partitions: pairs[{i}]: divisor", a), _count(f"Partitions: pairs[{i}]: modulus", m))
+            for i, (a, m) in enumerate(self.pairs)
+        ]
         object.__setattr__(self, "pairs", tuple(pairs))
         if self.columns is not None:
             if self.combine != "concat" or len(self.columns) != len(self.pairs):

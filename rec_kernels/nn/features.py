@@ -35,6 +35,11 @@ class FeatureLookup:
     width: int
 
     @property
+    def multiplies(self) -> bool:
+        """Whether the ops multiply rows of its parts."""
+        return self.combine == "mult" and len(self.parts) > 1
+
+    @property
     def is_combined_later(self) -> bool:
         """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
         compression = self.table.compression
@@ -55,14 +60,14 @@ def lookups(tables: list[EmbeddingConfig]) -> list[FeatureLookup]:
     features, column, stored = [], 0, 0
     for table in tables:
         compression = table.compression
-        together = compression is not None and compression.compose == "per_id" and compression.combine != "concat"
+        combined = compression is not None and compression.compose == "per_id" and compression.combine != "concat"
         parts, width = [], 0
         for part in table.stored:
             parts.append(PartLookup(stored, width))
-            stored, width = stored + 1, 0 if together else width + part.embedding_dim
-        width = table.embedding_dim if together else width
+            stored, width = stored + 1, 0 if combined else width + part.embedding_dim
+        width = table.embedding_dim if combined else width
         for _ in table.feature_names:
-            features.append(FeatureLookup(table, parts, compression.combine if together else "concat", column, width))
+            features.append(FeatureLookup(table, parts, compression.combine if combined else "concat", column, width))
             column += width
     return features
 

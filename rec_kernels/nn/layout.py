@@ -104,6 +104,11 @@ class Layout(nn.Module):
             "max_embedding_dim": self._max_dim,
             "bounds_check": self.bounds_check,
         }
+        if self._is_partitioned:
+            self._other_arguments |= {
+                "max_parts": max(len(feature.parts) for feature in self._features),
+                "multiplies": any(feature.multiplies for feature in self._features),
+            }
         if self._storage.is_bytes:
             self._other_arguments["formats"] = self._storage.formats
 

@@ -1,4 +1,11 @@
 """The ops: one file each, with what the op means, its fake (shape) kernel and its autograd formula."""
 
 from rec_kernels import _library  # noqa: F401  (the schemas must be registered before what follows)
-from rec_kernels.ops import embedding_bag, fake_quantize, grouped_projection, row_formats, scale_rows  # noqa: F401
+from rec_kernels.ops import (  # noqa: F401
+    embedding_bag,
+    embedding_bag_autograd,
+    fake_quantize,
+    grouped_projection,
+    row_formats,
+    scale_rows,
+)

@@ -11,68 +11,22 @@ The ops (schemas in csrc/ops/embedding_bag.cpp, contract in csrc/ops/embedding_b
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
-_implementations = torch.library.Library("rec_kernels", "IMPL")
 _embedding_bag = _ops.embedding_bag.default  # looked up once
 
 #: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
 TABLE_ALIGNMENT = 16
 
-# Keyword arguments that every op of the family takes, in schema order.
-_LAYOUT = (
-    "weight_offsets",
-    "row_offsets",
-    "num_embeddings",
-    "embedding_dims",
-    "output_offsets",
-    "mean",
-    "output_dim",
-    "num_rows",
-    "max_embedding_dim",
-    "formats",
-    "format_of",
-    "embedding_dim",
-    "bag_starts",
-    "frozen",
-    "partition_starts",
-    "divisors",
-    "moduli",
-    "id_limits",
-    "combine",
-    "pooling",
-    "padding_idx",
-    "bounds_check",
-)
-
-# Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
-_UPDATE = (
-    "optimizer",
-    "eps",
-    "beta1",
-    "beta2",
-    "weight_decay",
-    "weight_decay_mode",
-    "clip_grad_value",
-    "clip_grad_norm",
-    "moment_offsets",
-    "rounding",
-    "seed",
-    "table_ids",
-)
-_STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
-
 _NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
 # Tensors that are rows of a format by themselves.
-_NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
+NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
 
 
 def embedding_bag(
@@ -161,10 +115,10 @@ def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> t
                 f"embedding_dim None, got {embedding_dim}; rk.quantize_rows makes rows of other formats"
             )
         return weight, {}
-    if weight.dtype in _NARROW:
+    if weight.dtype in NARROW:
         if weight.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(f"gradients of a {weight.dtype} weight: train it with a fused optimizer")
-        own, columns = _NARROW[weight.dtype], weight.shape[-1]
+        own, columns = NARROW[weight.dtype], weight.shape[-1]
         if format not in (None, own) or embedding_dim not in (None, columns):
             raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
         if weight.dim() != 2 or not weight.is_contiguous():
@@ -204,18 +158,18 @@ def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int
 
 
 @functools.cache
-def _signature(op: str) -> dict[str, object]:
+def signature_of(op: str) -> dict[str, object]:
     """Name -> default of an op's arguments, in schema order."""
     return {a.name: a.default_value for a in getattr(_ops, op).default._schema.arguments}
 
 
-def _named(op: str, inputs: tuple, given: dict | None = None) -> dict:
+def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
     """The arguments of a call by their names in the schema."""
-    return dict(zip(_signature(op), inputs, strict=False)) | (given or {})
+    return dict(zip(signature_of(op), inputs, strict=False)) | (given or {})
 
 
 def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
-    a = _named(op, inputs, given)
+    a = arguments_of(op, inputs, given)
     check_one_device(a.values())
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
@@ -256,7 +210,7 @@ def _(grad, weights_shape, *inputs, **given):
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse")
 def _(*inputs, **given):
-    a = _named("embedding_bag_backward_sparse", inputs, given)
+    a = arguments_of("embedding_bag_backward_sparse", inputs, given)
     check_one_device(a.values())
     context = torch.library.get_ctx()
     rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
@@ -270,175 +224,3 @@ def _(*inputs, **given):
 def _(grad, weights, values, offsets, *inputs, **given):
     check_one_device((grad, weights, values, offsets, *inputs, *given.values()))
     return grad.new_empty(values.shape)
-
-
-def _keep(ctx, op: str, inputs: tuple) -> dict:
-    """Saves what every backward of the family needs; returns the arguments by name."""
-    a = _named(op, inputs)
-    values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
-    if not a.get("include_last_offset", True):
-        offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
-    # The rows themselves are needed for the gradient of factors, and where they may be multiplied. The tables, whose
-    # memory is that of the weights, go with them because a change of theirs between forward and backward shows in their
-    # own version counters.
-    wants_rows = a["combine"] is not None or (factors is not None and factors.requires_grad)
-    wants_rows = wants_rows and op != "embedding_bag_fused"
-    rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
-    ctx.save_for_backward(values, offsets, factors, *rows)
-    ctx.layout = {name: a[name] for name in _LAYOUT}
-    ctx.shape, ctx.names = a["weights"].shape, list(a)
-    return a
-
-
-def _grads(ctx, **by_name) -> tuple:
-    """Gradients in schema order, None for the arguments that have none.
-
-    The dispatcher drops trailing arguments that equal their defaults, and torch then wants no gradient for them.
-    """
-    return tuple(by_name.get(name) for name in ctx.names[: len(ctx.needs_input_grad)])
-
-
-def _factors_gradient(
-    ctx, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
-) -> Tensor | None:
-    # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
-    if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
-        return None
-    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout)
-
-
-def _setup(ctx, inputs, output) -> None:
-    ctx.sparse = _keep(ctx, "embedding_bag", inputs)["sparse"]
-
-
-def _backward(ctx, grad: Tensor, _):
-    *bags, weights = ctx.saved_tensors[:4]
-    grad = grad.float()  # exact, from an output of half precision
-    arguments = (grad, ctx.shape, *bags)
-    grad_weights = None
-    if ctx.needs_input_grad[0] and ctx.sparse:
-        if len(ctx.shape) != 2:
-            raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
-        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
-        grad_weights = _sparse(rows, row_grads, ctx.shape)
-    elif ctx.needs_input_grad[0]:
-        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
-    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
-
-
-def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
-    return torch.sparse_coo_tensor(
-        rows[None], row_grads.view(-1, shape[1]), tuple(shape), is_coalesced=True, check_invariants=False
-    )
-
-
-def _setup_tables(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_tables", inputs)
-    ctx.sparse, ctx.table_shapes = a["sparse"], [t.shape for t in a["tables"]]
-
-
-def _backward_tables(ctx, grad: Tensor, _):
-    *bags, weights = ctx.saved_tensors[:4]
-    grad = grad.float()  # exact, from an output of half precision
-    arguments = (grad, ctx.shape, *bags)
-    shapes = ctx.table_shapes
-    if ctx.sparse:
-        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
-        grads = _split_sparse(rows, row_grads, row_counts, ctx.layout["row_offsets"], shapes)
-    else:
-        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
-        starts = table_starts([shape.numel() for shape in shapes])
-        grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
-
-
-def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
-    """One coalesced sparse gradient per table, in table order, from those of all features."""
-    touched: dict[int, int] = {}
-    for first_row, count in zip(row_offsets.tolist(), row_counts.tolist(), strict=True):
-        # A table without rows has its row number in common with the next one.
-        touched[first_row] = max(count, touched.get(first_row, 0))
-    grads, first_row, row, element = [], 0, 0, 0
-    for shape in shapes:
-        count = touched.get(first_row, 0) if shape[0] else 0
-        values = row_grads[element : element + count * shape[1]]
-        grads.append(_sparse(rows[row : row + count], values, shape))
-        first_row, row, element = first_row + shape[0], row + count, element + count * shape[1]
-    return grads
-
-
-def _setup_fused(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_fused", inputs)
-    # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
-    # backward when a module is used twice in one graph.
-    ctx.state = {name: a[name] for name in _STATE}
-    ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
-    ctx.token_shape = a["token"].shape
-
-
-def _backward_fused(ctx, grad: Tensor, _):
-    values, offsets, factors, _ = ctx.saved_tensors
-    grad = grad.float()
-    # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], values, offsets, factors)
-    _ops.embedding_bag_backward_fused_(
-        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
-    )
-    return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
-
-
-def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
-    """What torch.library.register_autograd does, without its walk over the schema in every call.
-
-    That walk costs time with the square of the number of arguments: 80 microseconds for these ops.
-    """
-    overload, defaults = getattr(_ops, op).default, tuple(_signature(op).values())
-
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = overload(*inputs)
-        # The dispatcher has dropped trailing arguments that equal their defaults.
-        setup(ctx, inputs + defaults[len(inputs) :], output)
-        return output
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    function = type(f"{op}_autograd", (torch.autograd.Function,), methods)
-
-    def kernel(*inputs):
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*inputs)
-
-    _implementations.impl(op, kernel, "Autograd")
-
-
-_register_autograd("embedding_bag", _setup, _backward)
-_register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
-# Only torch's own registration takes gradients of a list.
-torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
-
-
-def _register_autocast(op: str) -> None:
-    """Under autocast, per-sample weights in half precision are widened.
-
-    torch's own registration would widen every argument, also state that is kept in bfloat16, and update the copy.
-    """
-    overload, place = getattr(_ops, op).default, list(_signature(op)).index("per_sample_weights")
-
-    def kernel(*inputs):
-        factors = inputs[place] if len(inputs) > place else None
-        if factors is not None and factors.dtype in _NARROW:
-            inputs = (*inputs[:place], factors.float(), *inputs[place + 1 :])
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return overload(*inputs)
-
-    for key in ("AutocastCPU", "AutocastCUDA"):
-        _implementations.impl(op, kernel, key)
-
-
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
-for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
-    _register_autocast(_op)

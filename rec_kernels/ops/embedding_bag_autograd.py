@@ -1,0 +1,258 @@
+"""Autograd and autocast of embedding_bag: what its backwards keep, and which ops they call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
+
+_ops = torch.ops.rec_kernels
+_implementations = torch.library.Library("rec_kernels", "IMPL")
+
+# Keyword arguments that every op of the family takes, in schema order.
+_LAYOUT = (
+    "weight_offsets",
+    "row_offsets",
+    "num_embeddings",
+    "embedding_dims",
+    "output_offsets",
+    "mean",
+    "output_dim",
+    "num_rows",
+    "max_embedding_dim",
+    "formats",
+    "format_of",
+    "embedding_dim",
+    "bag_starts",
+    "frozen",
+    "partition_starts",
+    "divisors",
+    "moduli",
+    "id_limits",
+    "combine",
+    "max_parts",
+    "multiplies",
+    "pooling",
+    "padding_idx",
+    "bounds_check",
+)
+
+# Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
+_UPDATE = (
+    "optimizer",
+    "eps",
+    "beta1",
+    "beta2",
+    "weight_decay",
+    "weight_decay_mode",
+    "clip_grad_value",
+    "clip_grad_norm",
+    "moment_offsets",
+    "rounding",
+    "seed",
+    "table_ids",
+)
+_STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
+
+
+def _may_multiply(a: dict) -> bool:
+    """Whether a feature multiplies rows of its parts, or nobody has said that none does.
+
+    ``combine`` knows, but is not read: on a GPU, that would wait.
+    """
+    if a["partition_starts"] is None or a["multiplies"] is not None:
+        return bool(a["multiplies"])
+    return a["embedding_dims"].shape[0] >= a["partition_starts"].shape[0]  # a feature has two parts or more
+
+
+def _keep(ctx, op: str, inputs: tuple) -> dict:
+    """Saves what every backward of the family needs; returns the arguments by name."""
+    a = arguments_of(op, inputs)
+    values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
+    if not a.get("include_last_offset", True):
+        offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
+    # The rows themselves are needed for the gradient of factors, and where they are multiplied. The tables, whose
+    # memory is that of the weights, go with them because a change of theirs between forward and backward shows in
+    # their own version counters.
+    wants_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
+    wants_rows = wants_rows and op != "embedding_bag_fused"
+    rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
+    ctx.save_for_backward(values, offsets, factors, *rows)
+    ctx.layout = {name: a[name] for name in _LAYOUT}
+    ctx.shape, ctx.names = a["weights"].shape, list(a)
+    return a
+
+
+def _grads(ctx, **by_name) -> tuple:
+    """Gradients in schema order, None for the arguments that have none.
+
+    The dispatcher drops trailing arguments that equal their defaults, and torch then wants no gradient for them.
+    """
+    return tuple(by_name.get(name) for name in ctx.names[: len(ctx.needs_input_grad)])
+
+
+def _factors_gradient(
+    ctx, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
+) -> Tensor | None:
+    # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
+    if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
+        return None
+    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout)
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.sparse = _keep(ctx, "embedding_bag", inputs)["sparse"]
+
+
+def _backward(ctx, grad: Tensor, _):
+    *bags, weights = ctx.saved_tensors[:4]
+    grad = grad.float()  # exact, from an output of half precision
+    arguments = (grad, ctx.shape, *bags)
+    grad_weights = None
+    if ctx.needs_input_grad[0] and ctx.sparse:
+        if len(ctx.shape) != 2:
+            raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
+        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
+        grad_weights = _sparse(rows, row_grads, ctx.shape)
+    elif ctx.needs_input_grad[0]:
+        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
+
+
+def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
+    return torch.sparse_coo_tensor(
+        rows[None], row_grads.view(-1, shape[1]), tuple(shape), is_coalesced=True, check_invariants=False
+    )
+
+
+def _setup_tables(ctx, inputs, output) -> None:
+    a = _keep(ctx, "embedding_bag_tables", inputs)
+    ctx.sparse, ctx.table_shapes = a["sparse"], [t.shape for t in a["tables"]]
+
+
+def _backward_tables(ctx, grad: Tensor, _):
+    *bags, weights = ctx.saved_tensors[:4]
+    grad = grad.float()  # exact, from an output of half precision
+    arguments = (grad, ctx.shape, *bags)
+    shapes = ctx.table_shapes
+    if ctx.sparse:
+        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
+        grads = _split_sparse(rows, row_grads, row_counts, ctx.layout["row_offsets"], shapes)
+    else:
+        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
+        starts = table_starts([shape.numel() for shape in shapes])
+        grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
+
+
+def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
+    """One coalesced sparse gradient per table, in table order, from those of all features."""
+    touched: dict[int, int] = {}
+    for first_row, count in zip(row_offsets.tolist(), row_counts.tolist(), strict=True):
+        # A table without rows has its row number in common with the next one.
+        touched[first_row] = max(count, touched.get(first_row, 0))
+    grads, first_row, row, element = [], 0, 0, 0
+    for shape in shapes:
+        count = touched.get(first_row, 0) if shape[0] else 0
+        values = row_grads[element : element + count * shape[1]]
+        grads.append(_sparse(rows[row : row + count], values, shape))
+        first_row, row, element = first_row + shape[0], row + count, element + count * shape[1]
+    return grads
+
+
+def _setup_fused(ctx, inputs, output) -> None:
+    a = _keep(ctx, "embedding_bag_fused", inputs)
+    # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
+    # backward when a module is used twice in one graph.
+    ctx.state = {name: a[name] for name in _STATE}
+    ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
+    ctx.token_shape = a["token"].shape
+    weights = a["weights"]
+    ctx.version = weights._version if _may_multiply(a) and not weights.is_inference() else None
+
+
+def _backward_fused(ctx, grad: Tensor, _):
+    weights = ctx.state["weights"]
+    if ctx.version is not None:
+        _check_version(weights, ctx.version)
+    values, offsets, factors, _ = ctx.saved_tensors
+    grad = grad.float()
+    # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
+    grad_factors = _factors_gradient(ctx, grad, weights, values, offsets, factors)
+    _ops.embedding_bag_backward_fused_(
+        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
+    )
+    if ctx.version is not None:
+        torch.autograd.graph.increment_version(weights)
+    return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
+
+
+def _check_version(weights: Tensor, version: int) -> None:
+    # Gradients of other rows than products need none, and may be taken of tables that have gone on.
+    if weights._version != version:
+        raise RuntimeError(
+            "the tables have changed since this lookup, and the gradients of its products need the rows as they were. "
+            "If the backward of another lookup has updated them: make both lookups and their backwards inside "
+            "accumulate() of the collection, which updates once, at its end"
+        )
+
+
+def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
+    """What torch.library.register_autograd does, without its walk over the schema in every call.
+
+    That walk costs time with the square of the number of arguments: 80 microseconds for these ops.
+    """
+    overload, defaults = getattr(_ops, op).default, tuple(signature_of(op).values())
+
+    def forward(ctx, *inputs):
+        with torch._C._AutoDispatchBelowAutograd():
+            output = overload(*inputs)
+        # The dispatcher has dropped trailing arguments that equal their defaults.
+        setup(ctx, inputs + defaults[len(inputs) :], output)
+        return output
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    function = type(f"{op}_autograd", (torch.autograd.Function,), methods)
+
+    def kernel(*inputs):
+        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
+            return function.apply(*inputs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*inputs)
+
+    _implementations.impl(op, kernel, "Autograd")
+
+
+_register_autograd("embedding_bag", _setup, _backward)
+_register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
+# Only torch's own registration takes gradients of a list.
+torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
+
+
+def _register_autocast(op: str) -> None:
+    """Under autocast, per-sample weights in half precision are widened.
+
+    torch's own registration would widen every argument, also state that is kept in bfloat16, and update the copy.
+    """
+    overload, place = getattr(_ops, op).default, list(signature_of(op)).index("per_sample_weights")
+
+    def kernel(*inputs):
+        factors = inputs[place] if len(inputs) > place else None
+        if factors is not None and factors.dtype in NARROW:
+            inputs = (*inputs[:place], factors.float(), *inputs[place + 1 :])
+        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+            return overload(*inputs)
+
+    for key in ("AutocastCPU", "AutocastCUDA"):
+        _implementations.impl(op, kernel, key)
+
+
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
+    torch._C.DispatchKey.AutocastCUDA
+)
+for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
+    _register_autocast(_op)
