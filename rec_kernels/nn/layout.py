@@ -84,6 +84,7 @@ class Layout(nn.Module):
         dims = zip(self._features, self._output_dims, strict=True)
         self._combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
         self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
+        self._multiplies = any(feature.multiplies for feature in self._features)
         self._combines_later = any(f.is_combined_later for f in self._features)
         self._projected = [f.table for f in self._features if f.table.projection]
         self._list_arguments()
@@ -107,7 +108,7 @@ class Layout(nn.Module):
         if self._is_partitioned:
             self._other_arguments |= {
                 "max_parts": max(len(feature.parts) for feature in self._features),
-                "multiplies": any(feature.multiplies for feature in self._features),
+                "multiplies": self._multiplies,
             }
         if self._storage.is_bytes:
             self._other_arguments["formats"] = self._storage.formats
