@@ -2,8 +2,8 @@
 
 A rating is told by the mean, a number of the user, one of the movie, and the product of their vectors (Koren, Bell and
 Volinsky, "Matrix Factorization Techniques for Recommender Systems", 2009). The tables are of one width ("uniform"), or
-in blocks by popularity ("blocks", ``rk.MixedDimensionEmbeddingBag``). The last tenth of each user's ratings is the
-test. Writes the mean squared error of every run as JSON.
+in blocks by popularity ("blocks", ``rk.MixedDimensionEmbeddingBag``). The last tenth of each user's ratings, of those
+in one second the movies with the highest ids, is the test. Writes the mean squared error of every run as JSON.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from scipy.stats import t
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -115,7 +116,7 @@ def run(ratings: Ratings, args: argparse.Namespace, config: dict, seed: int) -> 
 def configurations(args: argparse.Namespace) -> list[dict]:
     """Of every run but for the seed."""
     uniform = [{"kind": "uniform", "dim": dim} for dim in args.dims]
-    blocks = [{"kind": "blocks", "blocks": args.blocks, "temperature": t} for t in args.temperatures]
+    blocks = [{"kind": "blocks", "blocks": args.blocks, "temperature": each} for each in args.temperatures]
     return uniform + blocks
 
 
@@ -127,16 +128,14 @@ def summary(runs: list[dict]) -> str:
         name = f"uniform {r['dim']}" if r["kind"] == "uniform" else f"blocks, temperature {r['temperature']:g}"
         groups.setdefault(name, []).append(r)
     first = np.array([r["test_mse"] for r in next(iter(groups.values()))])
-    for name, members in groups.items():
-        errors = np.array([r["test_mse"] for r in members])
-        line = f"| {name} | {members[0]['parameters']:,} | {errors.mean():.4f} |"
-        if errors is not first and len(errors) > 1:
-            from scipy.stats import t
-
-            differences = errors - first
-            half = t.ppf(0.975, len(errors) - 1) * differences.std(ddof=1) / math.sqrt(len(errors))
-            line += f" {differences.mean():+.4f} ± {half:.4f} |"
-        lines.append(line)
+    for number, (name, members) in enumerate(groups.items()):
+        differences = np.array([r["test_mse"] for r in members]) - first
+        paired = ""
+        if number and len(members) > 1:
+            half = t.ppf(0.975, len(members) - 1) * differences.std(ddof=1) / math.sqrt(len(members))
+            paired = f"{differences.mean():+.4f} ± {half:.4f}"
+        error = first.mean() + differences.mean()
+        lines.append(f"| {name} | {members[0]['parameters']:,} | {error:.4f} | {paired} |")
     return "\n".join(lines)
 
 
@@ -170,7 +169,8 @@ def main() -> None:
     print(summary(runs))
     if args.output:
         about = machine(args.threads, "python -m bench.collaborative_filtering")
-        args.output.write_text(json.dumps({"machine": about, "runs": runs}, indent=1) + "\n")
+        settings = {name: str(value) if name in ("path", "output") else value for name, value in vars(args).items()}
+        args.output.write_text(json.dumps({"machine": about, "settings": settings, "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import rec_kernels as rk
@@ -151,6 +153,12 @@ def test_bad_input(kind: str) -> None:
         module(rk.JaggedTensor(torch.tensor([3, 4]), torch.tensor([0, 1])))
     with pytest.raises(ValueError, match=r"values must be one row of int32 or int64 ids, got torch\.float32"):
         module(rk.JaggedTensor(torch.rand(2), torch.tensor([0, 2])))
+    ids = torch.tensor([3, 4])
+    for offsets in (torch.tensor([], dtype=torch.int64), torch.tensor([[0, 2]]), torch.tensor([0.0, 2.0])):
+        with pytest.raises(ValueError, match="offsets must be one row of at least one int32 or int64, got"):
+            module(rk.JaggedTensor(ids, offsets))
+    with pytest.raises(ValueError, match=r"weights must have values' shape \[2\], got \[5\]"):
+        module(rk.JaggedTensor(ids, torch.tensor([0, 2]), torch.ones(5)))
     ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
     twin = copy.deepcopy(ignoring)
     given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), torch.tensor([0, 4, 5]))
@@ -164,10 +172,74 @@ def test_bad_input(kind: str) -> None:
 
 
 def test_blocks_compile() -> None:
-    """One graph, whatever the batch."""
-    module = _blocks(pooling="mean")
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(_batch()), module(_batch()))
+    """One graph, whatever the batch: outputs and updates are the eager ones; bad ids are left out."""
+    modules = [_blocks(pooling="mean", optimizer=rk.SGD(lr=0.5)) for _ in range(2)]
+    compiled = torch.compile(modules[0], fullgraph=True, backend="aot_eager", dynamic=True)
+    for size in (9, 4, 7):
+        batch = rk.JaggedTensor(_batch().values(), torch.cat([_batch().offsets()[:size], torch.tensor([30])]))
+        outputs = compiled(batch), modules[1](batch)
+        torch.testing.assert_close(*outputs)
+        for output in outputs:
+            output.square().sum().backward()
+    for a, b in zip(modules[0].parameters(), modules[1].parameters(), strict=True):
+        torch.testing.assert_close(a, b)
+    good = rk.JaggedTensor(torch.tensor([1]), torch.tensor([0, 1]))
+    bad = rk.JaggedTensor(torch.tensor([E, 1, -1]), torch.tensor([0, 3]))
+    torch.testing.assert_close(compiled(bad), modules[1](good))
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_copies(kind: str) -> None:
+    """Pickled, made without memory first, cast, and under autocast: the same numbers."""
+    module, batch = MODULES[kind](format="int8", optimizer=rk.Adam(lr=0.1)), _batch(weighted=True)
+    expected = module(batch).detach()
+    assert same_bits(pickle.loads(pickle.dumps(module))(batch), expected)
+    empty = MODULES[kind](format="int8", optimizer=rk.Adam(lr=0.1), device="meta").to_empty(device="cpu")
+    empty.load_state_dict(module.state_dict())
+    assert same_bits(empty(batch), expected)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert same_bits(module(batch), expected)
+    for cast in (torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double):
+        whole = torch.nn.Sequential(copy.deepcopy(module), torch.nn.Linear(2, 2))
+        output = cast(whole)[0](batch)
+        assert same_bits(output, expected)
+        output.sum().backward()
+        assert all(p.dtype != whole[1].weight.dtype for p in whole[0].parameters())
+
+
+def test_ranks_of_a_state() -> None:
+    """Those that are no permutation are refused, and nothing is changed."""
+    module = _blocks()
+    state = copy.deepcopy(module.state_dict())
+    with pytest.raises(RuntimeError, match=r"ranks\[0\] = 99 must be in \[0, 20\); nothing was loaded"):
+        module.load_state_dict(state | {"ranks": torch.full((E,), 99)})
+    assert same_bits(module.ranks, state["ranks"])
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_nothing_to_learn_from(kind: str) -> None:
+    """A batch without a good id has gradients, of zeros."""
+    module = MODULES[kind](bounds_check="ignore")
+    module(rk.JaggedTensor(torch.tensor([E, -1]), torch.tensor([0, 1, 2]))).sum().backward()
+    assert all(p.grad is None or not p.grad.any() for p in module.parameters())
+    assert any(p.grad is not None for p in module.parameters())
+
+
+def test_fake_tensors() -> None:
+    """Blocks have a shape under FakeTensorMode, where ids have no numbers to sort by."""
+    with FakeTensorMode():
+        module = rk.MixedDimensionEmbeddingBag(SIZES, DIMS, D)
+        assert module(rk.JaggedTensor(torch.zeros(5, dtype=torch.int64), torch.arange(6))).shape == (5, D)
+
+
+def test_many_functions() -> None:
+    """Memory and time of a step go with the functions, not with their square."""
+    module = rk.PathEmbeddingBag(100_000, 8, 1000, hidden=16)
+    ids = torch.randint(0, 100_000, (2000,), generator=torch.Generator().manual_seed(0))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        module(rk.JaggedTensor(ids, torch.arange(2001))).sum().backward()
+    taken = sum(event.self_cpu_memory_usage for event in profile.key_averages() if event.self_cpu_memory_usage > 0)
+    assert taken < 100 * sum(p.numel() * 4 for _, p in module.named_parameters(recurse=False))
 
 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
@@ -217,6 +289,13 @@ def test_popularity_blocks() -> None:
     assert dims == sorted(dims, reverse=True)
     assert sum(p.numel() for p in module.parameters()) < 10_000 * 16 / 4
     assert rk.popularity_blocks(torch.zeros(4), 3)[1] == [4]
+    assert rk.popularity_blocks(torch.ones(10), 4)[1] == [3, 3, 4]
+    assert rk.popularity_blocks(torch.tensor([5, 5, 5, 1, 1]), 3)[1] == [2, 3]
+    for seed in range(100):  # never fewer ids in a block than in the one before it
+        counts = torch.randint(0, 9, (30,), generator=torch.Generator().manual_seed(seed))
+        sizes = rk.popularity_blocks(counts, 5)[1]
+        assert sizes == sorted(sizes)
+        assert sum(sizes) == 30
     assert rk.popularity_blocks(torch.tensor([7.0]), 3)[1] == [1]
 
 
@@ -240,11 +319,11 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
     [
         (lambda: rk.popularity_blocks(torch.tensor([1.0, -2.0]), 2), r"counts\[1\] = -2.0 must be finite"),
         (lambda: rk.popularity_blocks(torch.ones(2, 2), 2), r"counts must be one row.*\[2, 2\]"),
-        (lambda: rk.popularity_blocks(torch.ones(2), 0), "num_blocks = 0 must be at least 1"),
+        (lambda: rk.popularity_blocks(torch.ones(2), 0), "num_blocks must be an integer, at least 1 .*, got 0"),
         (lambda: rk.MixedDimensionEmbeddingBag([2], [2, 1], 4), "of one length, at least 1, got 1 and 2"),
-        (lambda: rk.MixedDimensionEmbeddingBag([2, 0], [2, 1], 4), r"block_sizes\[1\] = 0 must be at least 1"),
-        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 5], 4), r"block_dims\[1\] = 5 must be in \[1, 4\]"),
-        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 0), "embedding_dim = 0 must be at least 1"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 0], [2, 1], 4), r"block_sizes\[1\] must be an integer, .*, got 0"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 5], 4), r"block_dims\[1\] = 5 must be at most 4"),
+        (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 0), "embedding_dim must be an integer, .*, got 0"),
         (
             lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.tensor([0, 1, 2, 4])),
             r"ranks\[3\] = 4 must be in \[0, 4\)",
@@ -256,8 +335,18 @@ def _pairs(module: rk.MixedDimensionEmbeddingBag, dims: list[int]):
         (lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=torch.ones(4)), r"ranks must be int64 \[4\]"),
         (lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, pooling="max"), "pooling must be 'sum' or 'mean'"),
         (lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, bounds_check="none"), "must be 'error' or 'ignore'"),
-        (lambda: rk.PathEmbeddingBag(10, 4, 0), "collisions = 0 must be at least 1"),
-        (lambda: rk.PathEmbeddingBag(10, 4, 2, hidden=0), "hidden = 0 must be at least 1"),
+        (
+            lambda: rk.MixedDimensionEmbeddingBag([2, 2], [2, 1], 4, ranks=[0, 1, 2, 3]),
+            "ranks must be int64 .*, got list",
+        ),
+        (lambda: rk.MixedDimensionEmbeddingBag([2.0, 2], [2, 1], 4), r"block_sizes\[0\] must be .*, got 2\.0"),
+        (
+            lambda: rk.MixedDimensionEmbeddingBag([2], [2], 4, ranks=torch.empty(2, dtype=torch.int64, device="meta")),
+            "ranks must have numbers, got a meta tensor",
+        ),
+        (lambda: rk.PathEmbeddingBag(1e6, 4, 2), r"num_embeddings must be an integer, .*, got 1000000\.0"),
+        (lambda: rk.PathEmbeddingBag(10, 4, 0), "collisions must be an integer, .*, got 0"),
+        (lambda: rk.PathEmbeddingBag(10, 4, 2, hidden=2.5), r"hidden must be an integer, .*, got 2\.5"),
         (lambda: rk.PathEmbeddingBag(10, 4, 2, pooling="max"), "pooling must be 'sum' or 'mean', got 'max'"),
     ],
 )

@@ -90,7 +90,8 @@ def plan(
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
-        for option in (option for option in given if option in listed):
+        option = next((option for option in given if option in listed), None)
+        if option is not None:
             raise ValueError(
                 f"configuration {text!r}: {option!r} is given, and {listed[option]} is a list: leave one out"
             )

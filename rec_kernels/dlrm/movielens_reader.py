@@ -25,7 +25,8 @@ LINE = 1 << 20  # characters; no line may be longer
 SHOWN = 40  # characters of an offending text
 MOST_ROWS = 2**31 - 1
 WHOLE = re.compile(r"[0-9]{1,18}")
-YEAR_IN_TITLE = re.compile(r"\(([0-9]{4})[^)]*\)\s*$")  # "Heat (1995)", of series "(2004-2006)"
+NUMBER = re.compile(r"[0-9]+(\.[0-9]*)?")
+YEAR_IN_TITLE = re.compile(r"\(([0-9]{4})[^()]*\)\s*$")  # "Heat (1995)", of series "(2004-2006)"
 NO_GENRES = "(no genres listed)"
 
 # The flags of u.item in their order.
@@ -159,7 +160,8 @@ def read_ratings(file: File) -> pd.DataFrame:
         raise _explain(file, ValueError("a field is empty"))
     ratings = pd.DataFrame({name: table[name].to_numpy() for name in RATINGS})
     time = ratings["timestamp"]
-    good = (ratings[["user", "movie"]] >= 0).all(axis=1) & ratings["rating"].between(0.5, 5)
+    ids = ratings[["user", "movie"]]
+    good = ((ids >= 0) & (ids < 10**18)).all(axis=1) & ratings["rating"].between(0.5, 5)
     if not (good & time.between(0, 2**33 - 1) & (time % 1 == 0)).all():
         raise _explain(file, ValueError("a number is out of range"))
     if not 0 < len(ratings) <= MOST_ROWS:
@@ -180,7 +182,9 @@ def _read(file: File) -> pa.Table:
             column_names=columns, skip_rows=0 if file.text.columns else 1, block_size=LINE
         ),
         parse_options=arrow_csv.ParseOptions(
-            delimiter=file.text.separator[0], quote_char=False, ignore_empty_lines=False
+            delimiter=file.text.separator[0],
+            quote_char='"' if file.text.separator == "," else False,
+            ignore_empty_lines=False,
         ),
         convert_options=arrow_csv.ConvertOptions(
             column_types={name: types.get(name, pa.null()) for name in needed},
@@ -269,7 +273,10 @@ def _columns(file: File, needed: tuple[str, ...]) -> list[str]:
         return list(file.text.columns)
     with file.path.open(encoding="utf-8-sig", errors="replace", newline="\n") as lines:
         header = lines.readline(LINE).rstrip("\r\n")
-    given = [name.split(":")[0] for name in header.split(file.text.separator)]
+    try:
+        given = [name.split(":")[0] for name in _fields(header, file.text.separator)]
+    except csv.Error as error:
+        raise DataError(f"{file.path}, line 1: {error}: {_shown(header)}") from error
     columns = [NAMES.get(name, name) for name in given]
     if not set(needed) <= set(columns) or len(set(columns)) < len(columns):
         written = {name: " or ".join(own for own, to in NAMES.items() if to == name) or name for name in needed}
@@ -296,7 +303,7 @@ def _records(file: File, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[st
                 continue
             text = line.rstrip("\r\n")
             try:
-                fields = next(csv.reader([text], strict=True), [""]) if separator == "," else text.split(separator)
+                fields = _fields(text, separator)
             except csv.Error as error:
                 raise DataError(f"{where}: {error}: {_shown(text)}") from error
             if len(fields) != len(columns):
@@ -307,6 +314,10 @@ def _records(file: File, needed: tuple[str, ...]) -> Iterator[tuple[int, dict[st
             yield number, dict(zip(columns, fields, strict=True))
 
 
+def _fields(line: str, separator: str) -> list[str]:
+    return next(csv.reader([line], strict=True), [""]) if separator == "," else line.split(separator)
+
+
 def _whole(file: File, line: int, name: str, text: str) -> int:
     if not WHOLE.fullmatch(text):
         raise _wrong(file, line, name, text, "whole numbers of at most 18 digits")
@@ -315,10 +326,7 @@ def _whole(file: File, line: int, name: str, text: str) -> int:
 
 def _number(text: str) -> float:
     """NaN where it is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return float("nan")
+    return float(text) if NUMBER.fullmatch(text) else float("nan")
 
 
 def _wrong(file: File, line: int, name: str, text: str, allowed: str) -> DataError:

@@ -140,7 +140,7 @@ class TableCollection(Layout):
         super()._apply(fn, recurse)
         for table in self.tables:
             if table.projection:
-                _move(self.embedding_bags[table.name], "projection", fn)
+                move(self.embedding_bags[table.name], "projection", fn)
         self._token = torch.empty(0, dtype=torch.float32, device=self._weights.device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
@@ -369,7 +369,7 @@ def _(flat: Tensor) -> bool:
     return False  # a fake tensor has no memory
 
 
-def _move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
 
     def apply(t: Tensor) -> Tensor:

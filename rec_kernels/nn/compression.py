@@ -79,7 +79,7 @@ class Compression:
         ]
 
 
-def _count(name: str, value: object) -> int:
+def positive_integer(name: str, value: object) -> int:
     """``value`` as an int.
 
     Raises:
@@ -105,7 +105,7 @@ class Hash(Compression):
     buckets: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "buckets", _count("Hash: buckets", self.buckets))
+        object.__setattr__(self, "buckets", positive_integer("Hash: buckets", self.buckets))
 
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         return [(1, self.buckets)]
@@ -146,7 +146,10 @@ class Partitions(Compression):
         if not 1 <= len(self.pairs) <= MAX_PARTS:
             raise ValueError(f"Partitions: there must be 1 to {MAX_PARTS} (divisor, modulus) pairs, got {self.pairs}")
         pairs = [
-            (_count(f"Partitions: pairs[{i}]: divisor", a), _count(f"Partitions: pairs[{i}]: modulus", m))
+            (
+                positive_integer(f"Partitions: pairs[{i}]: divisor", a),
+                positive_integer(f"Partitions: pairs[{i}]: modulus", m),
+            )
             for i, (a, m) in enumerate(self.pairs)
         ]
         object.__setattr__(self, "pairs", tuple(pairs))
@@ -156,7 +159,7 @@ class Partitions(Compression):
                     "Partitions: columns must be one number for each pair, and are for combine='concat', got "
                     f"{list(self.columns)} and {self.combine!r}"
                 )
-            object.__setattr__(self, "columns", tuple(_count("Partitions: columns", c) for c in self.columns))
+            object.__setattr__(self, "columns", tuple(positive_integer("Partitions: columns", c) for c in self.columns))
 
     @classmethod
     def mixed_radix(cls, radices: Sequence[int], **options: object) -> Partitions:
@@ -216,7 +219,7 @@ class QuotientRemainder(Compression):
 
     def __post_init__(self) -> None:
         _check_combine("QuotientRemainder", self.combine, self.compose)
-        object.__setattr__(self, "collisions", _count("QuotientRemainder: collisions", self.collisions))
+        object.__setattr__(self, "collisions", positive_integer("QuotientRemainder: collisions", self.collisions))
 
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
         first = -(-num_embeddings // self.collisions)
@@ -248,7 +251,7 @@ class MixedDimension(Compression):
     dim: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dim", _count("MixedDimension: dim", self.dim))
+        object.__setattr__(self, "dim", positive_integer("MixedDimension: dim", self.dim))
 
     @property
     def compose(self) -> str:

@@ -103,7 +103,6 @@ class Layout(nn.Module):
             "output_dim": sum(self._widths),
             "num_rows": self._num_rows,
             "max_embedding_dim": self._max_dim,
-            "bounds_check": self.bounds_check,
         }
         if self._is_partitioned:
             self._other_arguments |= {
@@ -128,6 +127,7 @@ class Layout(nn.Module):
     def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
         buffers = self._buffers
         arguments = {name: buffers[buffer] for name, buffer in self._tensor_arguments} | self._other_arguments
+        arguments["bounds_check"] = self.bounds_check
         if self._passes_frozen:
             arguments["frozen"] = self._frozen
         if bag_starts is not None:  # every bag has a row of the output

@@ -9,16 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.compression import Hash
+from rec_kernels.nn.compression import Hash, positive_integer
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.jagged import KeyedJaggedTensor
-from rec_kernels.nn.one_table import check_bags, check_choice
+from rec_kernels.nn.one_table import OneTable, without_autocast
 from rec_kernels.nn.tables import EmbeddingConfig
 
 _ops = torch.ops.rec_kernels
 
 
-class PathEmbeddingBag(nn.Module):
+class PathEmbeddingBag(OneTable):
     """Bags of one table of which few rows are kept: ids that share a row have a function each that tells them apart.
 
     With m = ceil(E / collisions), the vector of an id is ``function[id // m](row[id % m])``: the partitions of
@@ -28,20 +28,22 @@ class PathEmbeddingBag(nn.Module):
     Args:
         num_embeddings: E, ids.
         embedding_dim: D, columns of the output.
-        collisions: ids that share a row, and how many functions there are; at least 1.
+        collisions: how many ids share a row, at least 1, and how many functions there are; fewer, where ceil(E / m) is
+            less.
         hidden: width of the functions' hidden layer; None: they are matrices, without biases.
         base_dim: columns of the rows; None: D.
         name: of the table of rows.
         pooling: "sum" or "mean".
         format: of the rows, as in ``rk.EmbeddingConfig``.
-        device, optimizer, rounding, seed: as ``rk.EmbeddingCollection``'s.
-        bounds_check: what an id out of range does: "error" (IndexError on the CPU; left out on a GPU, where nobody is
-            told) or "ignore" (left out).
+        device, optimizer, rounding, seed: as ``rk.EmbeddingCollection``'s. (Functions start as torch's generator says.)
+        bounds_check: what an id out of range does: "error" (IndexError on the CPU; left out on a GPU and inside
+            ``torch.compile``, where nobody is told) or "ignore" (left out).
 
-    ``rows`` is the ``rk.EmbeddingCollection`` of the one table. The functions are float32 parameters for the optimizer
-    of the dense parameters: ``weight`` [collisions, D, base_dim]; or ``hidden_weight`` [collisions, hidden, base_dim],
-    ``hidden_bias`` [collisions, hidden], ``weight`` [collisions, D, hidden] and ``bias`` [collisions, D]. How many ids
-    each function has is asked of the device: on a GPU a forward waits once.
+    ``rows`` is the ``rk.EmbeddingCollection`` of the one table. The functions are parameters for the optimizer of the
+    dense parameters, which stay float32, also under autocast: ``weight`` [collisions, D, base_dim]; or
+    ``hidden_weight`` [collisions, hidden, base_dim], ``hidden_bias`` [collisions, hidden], ``weight`` [collisions, D,
+    hidden] and ``bias`` [collisions, D]. How many ids each function has is asked of the device: on a GPU a forward
+    waits for it.
 
     Raises:
         ValueError: a size below 1, or an unknown choice; the message names it.
@@ -64,16 +66,10 @@ class PathEmbeddingBag(nn.Module):
         rounding: str = "stochastic",
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        base_dim = embedding_dim if base_dim is None else base_dim
-        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "collisions": collisions}
-        for size, value in (sizes | {"base_dim": base_dim, "hidden": 1 if hidden is None else hidden}).items():
-            if value < 1:
-                raise ValueError(f"{size} = {value} must be at least 1")
-        check_choice("pooling", pooling, ("sum", "mean"))
-        check_choice("bounds_check", bounds_check, ("error", "ignore"))
-        self.num_embeddings, self.embedding_dim, self.hidden = num_embeddings, embedding_dim, hidden
-        self.pooling, self.bounds_check = pooling, bounds_check
+        super().__init__(num_embeddings, embedding_dim, pooling, bounds_check)
+        collisions = positive_integer("collisions", collisions)
+        base_dim = positive_integer("base_dim", embedding_dim if base_dim is None else base_dim)
+        self.hidden = None if hidden is None else positive_integer("hidden", hidden)
         self.buckets = -(-num_embeddings // collisions)
         self.collisions = -(-num_embeddings // self.buckets)  # functions of no id are left out
         table = EmbeddingConfig(
@@ -95,7 +91,8 @@ class PathEmbeddingBag(nn.Module):
             self.bias = parameter(self.embedding_dim)
         for k in range(self.collisions):
             if hidden is None:
-                nn.init.orthogonal_(self.weight.data[k])  # keeps the variance of rows, and tells ids apart
+                # Keeps the variance of rows, and tells ids apart.
+                nn.init.orthogonal_(self.weight.data[k], gain=max(self.embedding_dim / base_dim, 1) ** 0.5)
             else:
                 nn.init.kaiming_uniform_(self.hidden_weight.data[k], nonlinearity="relu")
                 nn.init.xavier_uniform_(self.weight.data[k])
@@ -113,29 +110,37 @@ class PathEmbeddingBag(nn.Module):
         Raises:
             IndexError: an id is out of range. ValueError: wrong shapes, dtypes or offsets.
         """
-        values, offsets, weights, bad = check_bags(features, self.num_embeddings, self.bounds_check)
+        values, offsets, weights, bad = self._read(features)
         good = ~bad
         ids, found = torch.unique(values[good].long(), return_inverse=True)
         places = torch.full_like(values, -1, dtype=torch.int64)  # no row of the vectors: left out
         places[good] = found
         options = {"pooling": self.pooling, "bounds_check": "ignore"}
-        return _ops.embedding_bag(self._vectors(ids), places, offsets, weights, **options)[0]
+        with without_autocast(values):
+            vectors = self._vectors(ids)
+        return _ops.embedding_bag(vectors, places, offsets, weights, **options)[0]
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """[U, D] of ascending ids, so that those of one function are side by side."""
         each = torch.arange(len(ids) + 1, device=ids.device)
         rows = self.rows.rows(KeyedJaggedTensor(self.rows.feature_names, ids, offsets=each))
         sizes = torch.bincount(ids // self.buckets, minlength=self.collisions).tolist()
-        vectors = [self._function(k, part) for k, part in enumerate(rows.split(sizes)) if len(part)]
-        return torch.cat(vectors) if vectors else rows.new_zeros(0, self.embedding_dim)
-
-    def _function(self, k: int, rows: Tensor) -> Tensor:
-        if self.hidden is None:
-            return rows @ self.weight[k].t()
-        hidden = torch.addmm(self.hidden_bias[k], rows, self.hidden_weight[k].t()).relu()
-        return torch.addmm(self.bias[k], hidden, self.weight[k].t())
+        # Each parameter is taken apart once: a gradient of one function's slice is as large as that of all.
+        names = ("weight",) if self.hidden is None else ("hidden_bias", "hidden_weight", "bias", "weight")
+        functions = zip(*(self._parameters[name].unbind(0) for name in names), strict=True)
+        parts = list(zip(functions, rows.split(sizes), strict=True))
+        # At least one of them, so that an empty batch has gradients too.
+        return torch.cat([_vectors_of(part, *f) for f, part in parts if len(part)] or [_vectors_of(rows, *parts[0][0])])
 
     def extra_repr(self) -> str:
         """Sizes, for printing."""
         function = "matrices" if self.hidden is None else f"perceptrons of {self.hidden} hidden"
         return f"{self.num_embeddings} x {self.embedding_dim}, {self.collisions} {function}, {self.pooling}"
+
+
+def _vectors_of(rows: Tensor, *function: Tensor) -> Tensor:
+    """[n, D] of rows [n, base_dim] of one function."""
+    if len(function) == 1:
+        return rows @ function[0].t()
+    hidden_bias, hidden_weight, bias, weight = function
+    return torch.addmm(bias, torch.addmm(hidden_bias, rows, hidden_weight.t()).relu(), weight.t())

@@ -7,6 +7,7 @@ a dimension of its own and a projection to the model's.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 
@@ -14,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from rec_kernels.nn.compression import positive_integer
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.jagged import KeyedJaggedTensor
-from rec_kernels.nn.one_table import check_bags, check_choice
+from rec_kernels.nn.one_table import OneTable, has_data, without_autocast
 from rec_kernels.nn.tables import EmbeddingBagConfig
 
 
@@ -25,12 +27,13 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
 
     Args:
         counts: [E], how often each id is looked up, at least 0: of the training data.
-        num_blocks: the most blocks, at least 1. Blocks have at least one id, so there may be fewer.
+        num_blocks: the most blocks, at least 1. Each has an id at least, and no fewer than the one before it: where
+            many ids are equally popular, or few ids have it all, there are fewer blocks.
 
     Returns:
         The rank of every id, int64 [E], 0 for the most popular one (of equal ones, the smaller id first); and how many
-        ids the blocks have, from the most popular block to the least: few, then ever more. What ``rk.mixed_dimensions``
-        (with ``threshold=0``) and ``rk.MixedDimensionEmbeddingBag`` take.
+        ids the blocks have, from the most popular block to the least, ascending. What ``rk.mixed_dimensions`` (with
+        ``threshold=0``) and ``rk.MixedDimensionEmbeddingBag`` take.
 
     Raises:
         ValueError: counts that are negative, not finite or not one row, or fewer than one block.
@@ -41,21 +44,31 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     if not (exact.isfinite() & (exact >= 0)).all():
         place = int((~(exact.isfinite() & (exact >= 0))).nonzero()[0])
         raise ValueError(f"counts[{place}] = {counts[place].item()} must be finite and at least 0")
-    if num_blocks < 1:
-        raise ValueError(f"num_blocks = {num_blocks} must be at least 1")
+    num_blocks = positive_integer("num_blocks", num_blocks)
     order = torch.argsort(exact, descending=True, stable=True)
     ranks = torch.empty_like(order)
     ranks[order] = torch.arange(len(order))
-    shares = exact[order].cumsum(0)
+    return ranks.to(counts.device), _block_sizes(exact[order], num_blocks)
+
+
+def _block_sizes(counts: Tensor, num_blocks: int) -> list[int]:
+    """Of blocks of descending ``counts`` with equal sums, as far as sizes that ascend allow it."""
+    shares, sizes, start = counts.cumsum(0), [], 0
     if shares[-1] == 0:
-        return ranks.to(counts.device), [len(order)]
-    # Block k ends with the id whose share reaches (k + 1) / num_blocks; the last one with the last id.
+        return [len(counts)]
     wanted = shares[-1] * torch.arange(1, num_blocks, dtype=torch.float64) / num_blocks
-    ends = sorted({*(torch.searchsorted(shares, wanted) + 1).tolist(), len(order)})
-    return ranks.to(counts.device), [end - start for start, end in itertools.pairwise([0, *ends])]
+    # Block k ends with the id whose share reaches (k + 1) / num_blocks; the last one with the last id.
+    for end in [*(torch.searchsorted(shares, wanted) + 1).tolist(), len(counts)]:
+        size = max(end - start, sizes[-1] if sizes else 1)
+        if start + size > len(counts):
+            break
+        sizes.append(size)
+        start += size
+    sizes[-1] += len(counts) - start  # too few for a block of their own
+    return sizes
 
 
-class MixedDimensionEmbeddingBag(nn.Module):
+class MixedDimensionEmbeddingBag(OneTable):
     """Bags of one table in blocks of rows, each block with a dimension of its own: block-wise mixed dimensions.
 
     Ids are ranks by popularity, or become such by ``ranks``. The first block has the first ``block_sizes[0]`` ranks, in
@@ -72,12 +85,12 @@ class MixedDimensionEmbeddingBag(nn.Module):
         pooling: "sum" or "mean".
         format: of the rows, as in ``rk.EmbeddingBagConfig``.
         device, optimizer, rounding, seed: as ``rk.EmbeddingBagCollection``'s.
-        bounds_check: what an id out of range does: "error" (IndexError on the CPU; left out on a GPU, where nobody is
-            told) or "ignore" (left out).
+        bounds_check: what an id out of range does: "error" (IndexError on the CPU; left out on a GPU and inside
+            ``torch.compile``, where nobody is told) or "ignore" (left out).
 
     ``blocks`` is the ``rk.EmbeddingBagCollection`` of the tables, with all that this one can do. ``projection``,
     float32 [D, columns of all narrow blocks], are the narrow blocks' matrices side by side, a parameter for the
-    optimizer of the dense parameters.
+    optimizer of the dense parameters, or None. It stays float32, also under autocast.
 
     Raises:
         ValueError: sizes, dimensions or ranks that do not fit; the message names them.
@@ -101,15 +114,11 @@ class MixedDimensionEmbeddingBag(nn.Module):
         rounding: str = "stochastic",
         seed: int = 0,
     ) -> None:
-        super().__init__()
-        sizes, dims = list(block_sizes), list(block_dims)
-        _check_blocks(sizes, dims, embedding_dim)
-        check_choice("pooling", pooling, ("sum", "mean"))
-        check_choice("bounds_check", bounds_check, ("error", "ignore"))
-        self.num_embeddings, self.embedding_dim, self.pooling = sum(sizes), embedding_dim, pooling
-        self.bounds_check = bounds_check
+        sizes, dims = _checked_blocks(block_sizes, block_dims, embedding_dim)
+        super().__init__(sum(sizes), embedding_dim, pooling, bounds_check)
         self.block_dims = dims
-        bound = self.num_embeddings**-0.5
+        bound = self.num_embeddings**-0.5  # of the whole table, not of a block
+        init = functools.partial(nn.init.uniform_, a=-bound, b=bound)
         tables = [
             EmbeddingBagConfig(
                 size,
@@ -117,7 +126,7 @@ class MixedDimensionEmbeddingBag(nn.Module):
                 name=f"{name}_{k}",
                 feature_names=[f"{name}_{k}"],
                 format=format,
-                init=lambda rows: rows.uniform_(-bound, bound),  # of the whole table, not of the block
+                init=init,
             )
             for k, (size, dim) in enumerate(zip(sizes, dims, strict=True))
         ]
@@ -125,12 +134,26 @@ class MixedDimensionEmbeddingBag(nn.Module):
         options = {"optimizer": optimizer, "rounding": rounding, "seed": seed}
         self.blocks = EmbeddingBagCollection(tables, device=device, bounds_check="ignore", **options)
         self._ends = list(itertools.accumulate(sizes))
-        self.register_buffer("_starts", torch.tensor([0, *self._ends[:-1]], device=device), persistent=False)
+        self._starts = [0, *self._ends[:-1]]
         self._sorts_by = torch.uint8 if len(sizes) < 255 else torch.int32
         narrow = [dim for dim in dims if dim < embedding_dim]
         matrices = [nn.init.xavier_uniform_(torch.empty(embedding_dim, dim, device=device)) for dim in narrow]
         self.projection = nn.Parameter(torch.cat(matrices, dim=1)) if narrow else None
-        self.register_buffer("ranks", None if ranks is None else _checked_ranks(ranks, self.num_embeddings, device))
+        if ranks is not None:
+            _check_ranks(ranks, self.num_embeddings)
+            if ranks.is_meta and not self.blocks._weights.is_meta:
+                raise ValueError("ranks must have numbers, got a meta tensor")
+            ranks = ranks.detach().clone().to(self.blocks._weights.device)
+        self.register_buffer("ranks", ranks)
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        given = state_dict.get(f"{prefix}ranks")
+        if self.ranks is not None and isinstance(given, Tensor):
+            try:
+                _check_ranks(given, self.num_embeddings)
+            except ValueError as error:
+                raise RuntimeError(f"{prefix}{error}; nothing was loaded into this module") from None
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, features) -> Tensor:
         """Looks up a batch.
@@ -144,16 +167,17 @@ class MixedDimensionEmbeddingBag(nn.Module):
         Raises:
             IndexError: an id is out of range. ValueError: wrong shapes, dtypes or offsets.
         """
-        values, offsets, weights, bad = check_bags(features, self.num_embeddings, self.bounds_check)
+        values, offsets, weights, bad = self._read(features)
         ranks = values.long()
         if self.ranks is not None:
             ranks = self.ranks[ranks.clamp(0, self.num_embeddings - 1)]
         ranks = ranks.masked_fill(bad, self.num_embeddings)  # in no block
-        sorts = values.device.type == "cpu" and not torch.compiler.is_compiling()
-        pooled = self.blocks((self._sorted if sorts else self._repeated)(ranks, offsets, weights)).values()
+        chosen = self._sorted if has_data(values) else self._repeated
+        pooled = self.blocks(chosen(ranks, offsets, weights)).values()
         if self.pooling == "mean":
             pooled = pooled / _counted(offsets, bad).clamp(min=1)[:, None]
-        return self._sum_of_blocks(pooled)
+        with without_autocast(pooled):
+            return self._sum_of_blocks(pooled)
 
     def _repeated(self, ranks: Tensor, offsets: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Every bag for every block, which leaves out the ids of the others: of a size that no data decide."""
@@ -161,7 +185,7 @@ class MixedDimensionEmbeddingBag(nn.Module):
         behind = torch.arange(blocks, device=offsets.device, dtype=offsets.dtype)[:, None] * count
         return KeyedJaggedTensor(
             self.blocks.feature_names,
-            (ranks - self._starts[:, None]).view(-1),
+            torch.cat([ranks - start for start in self._starts]),
             offsets=torch.cat([(offsets[:-1] + behind).view(-1), offsets[-1:] + behind[-1]]),
             weights=None if weights is None else weights.repeat(blocks),
         )
@@ -177,7 +201,7 @@ class MixedDimensionEmbeddingBag(nn.Module):
         order = order[: int(lengths.sum())]
         return KeyedJaggedTensor(
             self.blocks.feature_names,
-            ranks[order] - self._starts[block[order].long()],
+            ranks[order] - torch.tensor(self._starts)[block[order].long()],
             lengths=lengths,
             weights=None if weights is None else weights[order],
         )
@@ -200,30 +224,28 @@ class MixedDimensionEmbeddingBag(nn.Module):
 def _counted(offsets: Tensor, bad: Tensor) -> Tensor:
     """How many ids of each bag are in range."""
     before = functional.pad((~bad).long().cumsum(0), (1, 0))
-    return before[offsets.long()].diff()
+    return before[offsets.long().clamp(0, len(bad))].diff()  # elsewhere than on the CPU, offsets may be anything
 
 
-def _check_blocks(sizes: list[int], dims: list[int], embedding_dim: int) -> None:
-    if embedding_dim < 1:
-        raise ValueError(f"embedding_dim = {embedding_dim} must be at least 1")
+def _checked_blocks(sizes: Sequence[int], dims: Sequence[int], embedding_dim: int) -> tuple[list[int], list[int]]:
+    sizes = [positive_integer(f"block_sizes[{k}]", size) for k, size in enumerate(sizes)]
+    dims = [positive_integer(f"block_dims[{k}]", dim) for k, dim in enumerate(dims)]
     if not sizes or len(sizes) != len(dims):
         raise ValueError(
             f"block_sizes and block_dims must be of one length, at least 1, got {len(sizes)} and {len(dims)}"
         )
-    for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
-        if size < 1:
-            raise ValueError(f"block_sizes[{k}] = {size} must be at least 1")
-        if not 1 <= dim <= embedding_dim:
-            raise ValueError(f"block_dims[{k}] = {dim} must be in [1, {embedding_dim}], embedding_dim")
+    for k, dim in enumerate(dims):
+        if dim > positive_integer("embedding_dim", embedding_dim):
+            raise ValueError(f"block_dims[{k}] = {dim} must be at most {embedding_dim}, embedding_dim")
+    return sizes, dims
 
 
-def _checked_ranks(ranks: Tensor, count: int, device: torch.device | str | None) -> Tensor:
-    if ranks.dtype != torch.int64 or list(ranks.shape) != [count]:
-        raise ValueError(
-            f"ranks must be int64 [{count}], one for each row of the blocks, got {ranks.dtype} {list(ranks.shape)}"
-        )
-    if ranks.is_meta:
-        return ranks
+def _check_ranks(ranks: Tensor, count: int) -> None:
+    if not isinstance(ranks, Tensor) or ranks.dtype != torch.int64 or list(ranks.shape) != [count]:
+        found = f"{ranks.dtype} {list(ranks.shape)}" if isinstance(ranks, Tensor) else type(ranks).__name__
+        raise ValueError(f"ranks must be int64 [{count}], one for each row of the blocks, got {found}")
+    if ranks.is_meta:  # it has no numbers; a state brings them
+        return
     outside = (ranks < 0) | (ranks >= count)
     if outside.any():
         place = int(outside.nonzero()[0])
@@ -231,4 +253,3 @@ def _checked_ranks(ranks: Tensor, count: int, device: torch.device | str | None)
     times = torch.bincount(ranks, minlength=count)
     if (times != 1).any():
         raise ValueError(f"ranks must differ, got {int(times.argmax())} more than once")
-    return ranks.detach().clone().to(device)
