@@ -337,6 +337,10 @@ def test_baselines(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
             r"ratings\.csv, line 1: columns are 'user,movie', needed are, once each, u",
         ),
         ("csv", "ratings.csv", 9, "1,2,3", r"ratings\.csv, line 9: 3 columns"),
+        ("csv", "ratings.csv", 4, "0_3,2,3,4", r"ratings\.csv, line 4: user is '0_3'"),
+        ("csv", "ratings.csv", 4, "1,2,\u0663,4", r"ratings\.csv, line 4: rating is"),
+        ("csv", "ratings.csv", 4, "9" * 18 + "9,2,3,4", r"ratings\.csv, line 4: user is '9999999999999999999'"),
+        ("csv", "ratings.csv", 1, 'user,"x', r"ratings\.csv, line 1: unexpected end of data"),
         ("csv", "movies.csv", 3, '7,"x', r"movies\.csv, line 3: unexpected end of data: '7,\"x'"),
         ("csv", "movies.csv", 3, "7" * 19 + ",x,y", r"movies\.csv, line 3: movie is '7777777777777777777'"),
         ("csv", "movies.csv", 3, "7" * 2**20, r"movies\.csv, line 3: it has 1048576 characters or more: '7777"),
@@ -350,10 +354,26 @@ def test_malformed_files(layout: str, file: str, line: int, text: str, message: 
     path = tmp_path / file
     rows = path.read_text("latin-1").splitlines()
     rows[line - 1] = text
-    lines(path, rows, "latin-1")
+    lines(path, rows, "utf-8" if not text.isascii() else "latin-1")
     with pytest.raises(DataError, match=message):
         MovieLens(tmp_path, data_dir=tmp_path / "store")
     assert not list((tmp_path / "store").iterdir())
+
+
+def test_quoted(tmp_path: Path) -> None:
+    """Every field between quotes, as some tools write files with commas."""
+    file = write_csv(tmp_path)
+    plain = read_ratings(find(tmp_path).ratings)
+    rows = [",".join(f'"{field}"' for field in row.split(",")) for row in file.read_text().splitlines()]
+    lines(file, rows)
+    assert read_ratings(find(tmp_path).ratings).equals(plain)
+
+
+def test_long_titles(tmp_path: Path) -> None:
+    """A title of 150,000 brackets is looked through once, which would take half a minute from each of them."""
+    write_1m(tmp_path)
+    lines(tmp_path / "movies.dat", [f"1::{'(1234' * 150_000}::Drama"])
+    assert read_movies(find(tmp_path).movies)["year"].tolist() == [0]
 
 
 def test_missing_files(tmp_path: Path) -> None:
