@@ -78,9 +78,10 @@ def test_refused() -> None:
     """What needs the compiled library is named."""
     case, layout = _two_features()
     bags = {"values": case.values, "offsets": case.offsets} | layout
-    for name in ("bag_starts", "partition_starts"):
+    starts = torch.tensor([0, 2, 4])
+    for name, value in (("bag_starts", starts), ("partition_starts", starts), ("max_parts", 2), ("multiplies", False)):
         with pytest.raises(ValueError, match=rf"{name} must not be given.*compiled CUDA library"):
-            triton.embedding_bag(**_moved(bags | {"weights": case.weights, name: torch.tensor([0, 2, 4])}))
+            triton.embedding_bag(**_moved(bags | {"weights": case.weights, name: value}))
     state = {"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": None}
     for name, value in (("weight_decay", 0.1), ("clip_grad_value", 1.0), ("clip_grad_norm", 1.0)):
         with pytest.raises(ValueError, match=f"{name} must not be given"):

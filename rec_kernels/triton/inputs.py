@@ -39,7 +39,8 @@ def check_offered(a: SimpleNamespace) -> None:
             "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
             f"rows of bytes need {_COMPILED}"
         )
-    for name, default in (("bag_starts", None), ("partition_starts", None), *_STEP.items()):
+    parts = (("partition_starts", None), ("max_parts", 0), ("multiplies", None))
+    for name, default in (("bag_starts", None), *parts, *_STEP.items()):
         given = getattr(a, name, default)
         if given is not default and given != default:
             raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")
