@@ -43,6 +43,15 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
+    from rec_kernels.dlrm import report
+
+    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "curves", lambda records: [])
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """How many comparisons each backend has passed: one that silently ran none would show."""
     if PASSED:

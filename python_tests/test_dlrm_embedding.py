@@ -13,22 +13,16 @@ pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, model, report, train
+from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, model, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import EMBEDDINGS
 from rec_kernels.dlrm.data import Feature
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import build_model
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
 FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
-    monkeypatch.setattr(report, "draw", lambda path, records: None)
-    monkeypatch.setattr(report, "curves", lambda records: [])
 
 
 @pytest.fixture(scope="module")

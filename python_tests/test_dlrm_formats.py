@@ -25,7 +25,6 @@ from rec_kernels.dlrm import (
     compare,
     evaluate,
     page,
-    report,
     train,
 )
 from rec_kernels.dlrm.__main__ import main
@@ -34,17 +33,11 @@ from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run, build_model
 from rec_kernels.nn.tables import decode, encode
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500, "threads": 1}
 FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
 ALL_NAMES = "fp32, fp16, bf16, int8, int4, mx9, mx6"
 LOW = [name for name in FORMATS if name != "fp32"]
-
-
-@pytest.fixture(autouse=True)
-def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
-    monkeypatch.setattr(report, "draw", lambda path, records: None)
-    monkeypatch.setattr(report, "curves", lambda records: [])
 
 
 @pytest.fixture(scope="module")

@@ -104,16 +104,11 @@ def _moments(optimizer: str) -> dict:
     return arguments | {"exp_avg": torch.zeros(96), "exp_avg_sq": torch.zeros(96), "beta_powers": torch.ones(2)}
 
 
-def samples(op: str) -> list[tuple[tuple, dict]]:
-    """Arguments to check an op with. A new op without an entry here fails its test."""
-    values, offsets, factors = jagged()
-    grad, shape = torch.randn(B, sum(DIMS)), [96]
+def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Of the ops on rows of numbers."""
     x, scale = torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
     projected, matrices = torch.randn(5, 10), torch.randn(22)
-    single = (torch.randn(9, 5, requires_grad=True), values, offsets)
-    tables = [torch.randn(t, requires_grad=True) for t in TABLES]
-    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
-    table = {
+    return {
         "scale_rows": [((x, scale), {})],
         "quantize_rows": [
             ((torch.randn(5, 37), format, *rest), {})
@@ -134,6 +129,17 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
         "grouped_projection_backward_input": [((torch.randn(5, 9), matrices.detach(), *PROJECTION), {})],
         "grouped_projection_backward_weights": [((torch.randn(5, 9), projected.detach(), *PROJECTION), {})],
         "row_dot": [((x, torch.randn(5, 7, requires_grad=True)), {})],
+    }
+
+
+def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Of the embedding_bag family."""
+    values, offsets, factors = jagged()
+    grad, shape = torch.randn(B, sum(DIMS)), [96]
+    single = (torch.randn(9, 5, requires_grad=True), values, offsets)
+    tables = [torch.randn(t, requires_grad=True) for t in TABLES]
+    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
+    return {
         "embedding_bag": [
             ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),
             (single, {"pooling": "mean", "padding_idx": 2}),
@@ -172,7 +178,11 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
             ((torch.randn(B, 12), weights(), values, offsets), partitions()),
         ],
     }
-    return table[op]
+
+
+def samples(op: str) -> list[tuple[tuple, dict]]:
+    """Arguments to check an op with. A new op without an entry here fails its test."""
+    return (_row_samples() | _bag_samples())[op]
 
 
 @pytest.mark.parametrize("op", registered())

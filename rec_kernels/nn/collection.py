@@ -11,8 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
+from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.jagged import SelectedKeys
-from rec_kernels.nn.layout import Layout
+from rec_kernels.nn.layout import Layout, move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
@@ -51,15 +52,13 @@ class TableCollection(Layout):
         names = [s.name for s in stored]
         if len(set(names)) != len(names):
             raise ValueError(f"table names must differ, those of parts too, got {names}")
-        if bounds_check not in ("error", "ignore", "none"):
-            raise ValueError(f"bounds_check must be 'error', 'ignore' or 'none', got {bounds_check!r}")
+        check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
         if not isinstance(optimizer, (Optimizer, type(None))):
             raise ValueError(
                 "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
                 f"got {optimizer!r}"
             )
-        if rounding not in ("stochastic", "nearest"):
-            raise ValueError(f"rounding must be 'stochastic' or 'nearest', got {rounding!r}")
+        check_choice("rounding", rounding, ("stochastic", "nearest"))
         if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
         if output_dtype not in FLOAT_DTYPES.values():
@@ -367,23 +366,6 @@ def _refuse_data_parallel() -> None:
 @torch.library.register_fake("rec_kernels::_advise_huge_pages")
 def _(flat: Tensor) -> bool:
     return False  # a fake tensor has no memory
-
-
-def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
-    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
-
-    def apply(t: Tensor) -> Tensor:
-        moved = fn(t)
-        return moved if moved.dtype == t.dtype else t.to(moved.device)
-
-    old = module._parameters[name]
-    with torch.no_grad():
-        new, grad = apply(old), None if old.grad is None else apply(old.grad)
-    if torch._has_compatible_shallow_copy_type(old, new):
-        old.data = new
-    else:
-        old = module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
-    old.grad = grad
 
 
 def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

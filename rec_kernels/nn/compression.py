@@ -9,11 +9,12 @@ Mudigere, J. Yang and J. Zou, "Mixed Dimension Embeddings with Application to Me
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
+
+from rec_kernels.nn.arguments import check_choice, positive_integer
 
 #: How parts become a row, by their numbers in the ops' ``combine``.
 COMBINE = ("concat", "add", "mult")
@@ -79,21 +80,6 @@ class Compression:
         ]
 
 
-def positive_integer(name: str, value: object) -> int:
-    """``value`` as an int.
-
-    Raises:
-        ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
-    """
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:  # a float, even a whole one, is a mistake elsewhere
-        number = 0
-    if not 1 <= number < 2**63:
-        raise ValueError(f"{name} must be an integer, at least 1 and below 2^63, got {value!r}")
-    return number
-
-
 @dataclass(frozen=True)
 class Hash(Compression):
     """Ids share rows: id -> row id % buckets, the baseline of the others ("hashing trick").
@@ -114,8 +100,16 @@ class Hash(Compression):
 def _check_combine(name: str, combine: str, compose: str) -> None:
     if combine not in COMBINE:
         raise ValueError(f"{name}: combine must be one of {', '.join(COMBINE)}, got {combine!r}")
-    if compose not in ("per_id", "pooled"):
-        raise ValueError(f"{name}: compose must be 'per_id' or 'pooled', got {compose!r}")
+    check_choice(f"{name}: compose", compose, ("per_id", "pooled"))
+
+
+def _equal_dims(count: int, embedding_dim: int, otherwise: str) -> list[int]:
+    if embedding_dim % count:
+        raise ValueError(
+            f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
+            f"{otherwise}"
+        )
+    return [embedding_dim // count] * count
 
 
 @dataclass(frozen=True)
@@ -189,12 +183,7 @@ class Partitions(Compression):
         if self.combine != "concat":
             return [embedding_dim] * count
         if self.columns is None:
-            if embedding_dim % count:
-                raise ValueError(
-                    f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; "
-                    "columns can give each its own"
-                )
-            return [embedding_dim // count] * count
+            return _equal_dims(count, embedding_dim, "columns can give each its own")
         if sum(self.columns) != embedding_dim:
             raise ValueError(f"columns = {list(self.columns)} must add up to embedding_dim = {embedding_dim}")
         return list(self.columns)
@@ -228,12 +217,7 @@ class QuotientRemainder(Compression):
     def dims(self, count: int, embedding_dim: int) -> list[int]:
         if self.combine != "concat":
             return [embedding_dim] * count
-        if embedding_dim % count:
-            raise ValueError(
-                f"embedding_dim = {embedding_dim} does not divide into {count} parts of equal width, side by side; it "
-                "must be even, or combine 'mult' or 'add'"
-            )
-        return [embedding_dim // count] * count
+        return _equal_dims(count, embedding_dim, "it must be even, or combine 'mult' or 'add'")
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,15 @@ def _to_offsets(lengths: Tensor) -> Tensor:
     return offsets
 
 
+def has_data(t: Tensor) -> bool:
+    """Whether a tensor can be looked at without waiting for a GPU, and is not a tracer's."""
+    return t.device.type == "cpu" and type(t) is Tensor and not torch.compiler.is_compiling()
+
+
 def check_offsets(offsets: Tensor, count: int) -> None:
     """Raises ValueError unless they rise from 0 to ``count``."""
     # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
-    if offsets.device.type != "cpu" or type(offsets) is not Tensor or torch.compiler.is_compiling():
+    if not has_data(offsets):
         return
     if offsets[0] != 0 or offsets[-1] != count:
         raise ValueError(

@@ -117,8 +117,7 @@ class Layout(nn.Module):
         was_meta = self._weights.is_meta
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype == buffer.dtype else buffer.to(moved.device)
+                self._buffers[name] = _uncast(buffer, fn)
         if was_meta and not self._weights.is_meta:
             # to_empty(): what no state_dict brings has to be made anew.
             self._make_layout(self._weights.device)
@@ -179,3 +178,21 @@ class ServedTables(Layout):
 
     def _note(self, *_: object) -> None:
         """Nobody is told what a lookup on a GPU has found."""
+
+
+def _uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``fn`` of a tensor; the tensor where ``fn`` would have it, if ``fn`` casts it."""
+    moved = fn(t)
+    return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+
+def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
+    old = module._parameters[name]
+    with torch.no_grad():
+        new, grad = _uncast(old, fn), None if old.grad is None else _uncast(old.grad, fn)
+    if torch._has_compatible_shallow_copy_type(old, new):
+        old.data = new
+    else:
+        old = module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    old.grad = grad

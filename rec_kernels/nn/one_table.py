@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.collection import move
-from rec_kernels.nn.compression import positive_integer
-from rec_kernels.nn.jagged import check_offsets
+from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.jagged import check_offsets, has_data
+from rec_kernels.nn.layout import move
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -70,18 +70,6 @@ class OneTable(nn.Module):
         return values, offsets, weights, bad
 
 
-def has_data(t: Tensor) -> bool:
-    """Whether a tensor can be looked at without waiting for a GPU, and is not a tracer's."""
-    return t.device.type == "cpu" and type(t) is Tensor and not torch.compiler.is_compiling()
-
-
 def without_autocast(t: Tensor) -> torch.autocast:
     """A block in which products with a tensor keep their float32."""
     return torch.autocast(t.device.type, enabled=False)
-
-
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raises ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
-        *first, last = (repr(choice) for choice in allowed)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")

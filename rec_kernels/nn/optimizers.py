@@ -10,6 +10,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.arguments import check_choice
+
 _LARGEST = torch.finfo(torch.float32).max
 # State of an optimizer: name -> whether it has an element for every element of a table, and not only for every row.
 State = dict[str, bool]
@@ -37,8 +39,7 @@ class _Common:
             value = getattr(self, name)
             if not 0 <= value <= _LARGEST:
                 raise ValueError(f"{name} = {value} must be at least 0, and finite as float32")
-        if self.weight_decay_mode not in ("l2", "decoupled"):
-            raise ValueError(f"weight_decay_mode must be 'l2' or 'decoupled', got {self.weight_decay_mode!r}")
+        check_choice("weight_decay_mode", self.weight_decay_mode, ("l2", "decoupled"))
         for name in ("clip_grad_value", "clip_grad_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.compression import Hash, positive_integer
+from rec_kernels.nn.arguments import positive_integer
+from rec_kernels.nn.compression import Hash
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.jagged import KeyedJaggedTensor
 from rec_kernels.nn.one_table import OneTable, without_autocast

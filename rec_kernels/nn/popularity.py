@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rec_kernels.nn.compression import positive_integer
+from rec_kernels.nn.arguments import positive_integer
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
-from rec_kernels.nn.jagged import KeyedJaggedTensor
-from rec_kernels.nn.one_table import OneTable, has_data, without_autocast
+from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
+from rec_kernels.nn.one_table import OneTable, without_autocast
 from rec_kernels.nn.tables import EmbeddingBagConfig
 
 
@@ -41,8 +41,9 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     if counts.dim() != 1 or len(counts) < 1:
         raise ValueError(f"counts must be one row of at least one number, got shape {list(counts.shape)}")
     exact = counts.double().cpu()
-    if not (exact.isfinite() & (exact >= 0)).all():
-        place = int((~(exact.isfinite() & (exact >= 0))).nonzero()[0])
+    good = exact.isfinite() & (exact >= 0)
+    if not good.all():
+        place = int((~good).nonzero()[0])
         raise ValueError(f"counts[{place}] = {counts[place].item()} must be finite and at least 0")
     num_blocks = positive_integer("num_blocks", num_blocks)
     order = torch.argsort(exact, descending=True, stable=True)

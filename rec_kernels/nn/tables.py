@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor, nn
 
+from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
@@ -139,8 +140,7 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.pooling not in ("sum", "mean"):
-            raise ValueError(f"table {self.name!r}: pooling must be 'sum' or 'mean', got {self.pooling!r}")
+        check_choice(f"table {self.name!r}: pooling", self.pooling, ("sum", "mean"))
 
     def _check_compression(self) -> None:
         """Parts may be pooled before they are combined."""

@@ -1,0 +1,27 @@
+"""Checks of arguments that several modules take."""
+
+from __future__ import annotations
+
+import operator
+
+
+def positive_integer(name: str, value: object) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
+    """
+    try:
+        number = 0 if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # a float, even a whole one, is a mistake elsewhere
+        number = 0
+    if not 1 <= number < 2**63:
+        raise ValueError(f"{name} must be an integer, at least 1 and below 2^63, got {value!r}")
+    return number
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        *first, last = (repr(choice) for choice in allowed)
+        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
