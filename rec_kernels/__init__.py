@@ -12,6 +12,7 @@ from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, 
 from rec_kernels.nn.path import PathEmbeddingBag
 from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blocks
 from rec_kernels.nn.pytrees import register as _register_pytrees
+from rec_kernels.nn.row_cache import RowCache
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.fake_quantize import fake_quantize
@@ -44,6 +45,7 @@ __all__ = [
     "Partitions",
     "PathEmbeddingBag",
     "QuotientRemainder",
+    "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
     "__version__",

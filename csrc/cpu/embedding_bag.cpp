@@ -3,58 +3,26 @@
 #include <vector>
 
 #include "core/parallel.h"
-#include "cpu/embedding_bag_input.h"
+#include "cpu/for_bags.h"
+#include "cpu/row_cache.h"
 
 namespace rec_kernels {
 namespace {
 
-// Floats read per piece of work, at the least: large beside the cost of fetching a piece (one atomic add).
-constexpr int64_t kPieceFloats = 32768;
-
-struct Split {
-  int64_t bags_per_piece;
-  int64_t workers;
-};
-
-Split split_work(const BagInput& in) {
-  const int64_t floats = in.bags.num_ids * in.max_dim + in.bags.num_bags * 16;
-  const int64_t workers = workers_for(1 + floats / kPieceFloats, 1);
-  return {ceil_div(in.bags.num_bags, pieces_for(floats, kPieceFloats, workers)), workers};
-}
-
-// Runs body(begin, end, &bounds) over all bags and returns the bounds of all workers.
-template <class Body>
-Bounds for_bags(const BagInput& in, const Body& body) {
-  const Split split = split_work(in);
-  Bounds one[64];
-  std::vector<Bounds> more;
-  Bounds* bounds = one;
-  if (split.workers > 64) {
-    more.resize(static_cast<size_t>(split.workers));
-    bounds = more.data();
-  }
-  parallel_pieces(in.bags.num_bags, split.bags_per_piece, split.workers,
-                  [&](int64_t begin, int64_t end, int64_t worker) { body(begin, end, bounds + worker); });
-  Bounds all;
-  for (int64_t w = 0; w < split.workers; ++w) {
-    all.position = bounds[w].position < all.position ? bounds[w].position : all.position;
-    all.skipped += bounds[w].skipped;
-  }
-  return all;
-}
-
 PoolArgs pool_args(const Tensor& weights, const BagInput& in) {
-  return {in.features.get(), in.bags,       static_cast<const uint8_t*>(weights.const_data_ptr()),
-          nullptr,           in.output_dim, RowFormat::kFp32};
+  return {in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr, in.output_dim,
+          RowFormat::kFp32,  {}};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype) {
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype,
+                                   const CachedPool& cache = {}) {
   const ScalarType type = read_output_dtype(dtype);
   Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_tensor(weights, {2}, ScalarType::Long);
   PoolArgs args = pool_args(weights, in);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
+  args.cache = cache;
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
   in.raise(bounds);
@@ -74,14 +42,16 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
     const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
     int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
-    std::optional<ScalarType> output_dtype) {
+    std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
       partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset),
-                 output_dtype);
+  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset);
+  return forward(weights, in, output_dtype,
+                 read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
 }
 
 // The backward hands out gradients by the tables' places in `weights`, so every feature must name one of these places.
@@ -148,7 +118,10 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
     std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
+    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -158,21 +131,24 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
-  return forward(weights, read_bags(values, offsets, per_sample_weights, layout, options, weights), output_dtype);
+  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
+  read_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout, in,
+             values);
+  return forward(weights, in, output_dtype,
+                 read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
 }
 
-Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
-                                   const Tensor& offsets, const OptionalTensor& weight_offsets,
-                                   const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-                                   const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-                                   int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-                                   const OptionalTensor& format_of, int64_t embedding_dim,
-                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                                   const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                                   const OptionalTensor& moduli, const OptionalTensor& id_limits,
-                                   const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
-                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+Tensor per_sample_weights_gradient(
+    const Tensor& grad_in, const Tensor& weights, const Tensor& values, const Tensor& offsets,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -182,7 +158,8 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  const PoolArgs args = pool_args(weights, in);
+  PoolArgs args = pool_args(weights, in);
+  args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values);
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();
   const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;

@@ -13,6 +13,13 @@ struct Bounds {
   int64_t skipped = 0;
 };
 
+// Rows that are read from a cache: that of id i starts at rows[offsets[part] + slots[i] * D], unless slots[i] is -1.
+struct CachedPool {
+  const float* rows;
+  const int64_t* offsets;
+  const int64_t* slots;  // null: there is no cache
+};
+
 struct PoolArgs {
   const Feature* features;
   Bags bags;
@@ -20,6 +27,7 @@ struct PoolArgs {
   void* output;
   int64_t output_dim;
   RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
+  CachedPool cache;
 };
 
 struct EmbeddingBagKernels {

@@ -5,6 +5,7 @@
 
 #include "core/parallel.h"
 #include "cpu/occurrences.h"
+#include "cpu/row_cache.h"
 
 namespace rec_kernels {
 namespace {
@@ -291,14 +292,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
   return {rows, row_grads, row_counts};
 }
 
-void set_table_ids(const int64_t* table_ids, const BagInput& in) {
-  for (int64_t f = 0; table_ids && f < in.num_parts; ++f) {
-    check_value(table_ids[f] >= 0 && table_ids[f] < kMaxTableId, "table_ids[", f, "] = ", table_ids[f],
-                " must be in [0, ", kMaxTableId, ")");
-    in.features[f].table_id = table_ids[f];
-  }
-}
-
 void set_moment_offsets(const UpdateState& state, BagInput* in) {
   const int64_t elements = state.moments().numel();
   for (int64_t i = 0; i < in->num_parts; ++i) {
@@ -329,24 +322,24 @@ FinishRuns kernel_of(Optimizer optimizer) {
   return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
 }
 
-void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
-                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-                    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-                    double beta2, double weight_decay, const std::string& weight_decay_mode,
-                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf) {
+void backward_fused(
+    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
+    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty,
+    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -363,6 +356,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
+  const CacheArguments cached{cache_rows, cache_offsets,    cache_tags, cache_dirty,
+                              cache_sets, cache_set_starts, cache_ways};
+  const CacheInput cache = read_cache(cached, layout, in, values);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
   const int64_t* found = options.raise ? optional_status(status, weights) : nullptr;
@@ -379,6 +375,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   target.gradient_step = gradient_step;
   if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, beta1, beta2, &target);
   target.stochastic = how.stochastic;
+  target.cache = cache.view;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
   finish_all(in, o, grad, target.weights, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
   ++*step.mutable_data_ptr<int64_t>();

@@ -4,6 +4,7 @@
 
 #include "cpu/embedding_bag.h"
 #include "cpu/row_formats.h"
+#include "ops/cache_places.h"
 #include "optimizers/elementwise.h"
 #include "optimizers/gradient_step.h"
 
@@ -72,6 +73,7 @@ struct RowTarget {
   int64_t* rows;  // sparse: row of each run
   bool stochastic;
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
+  CacheView cache;
 };
 
 // Updated rows that wait for each other, so that they are encoded together: the work of one fills the pauses of

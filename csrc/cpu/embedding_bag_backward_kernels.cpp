@@ -374,13 +374,25 @@ EncodedRows encoded_rows(const RowTarget& t, const Feature& f, float* scratch) {
   return {f, t, scratch + scratch_held(f.embedding_dim)};
 }
 
+// Whether rows of the table may be in a cache.
+bool is_cached(const RunArgs& a, const RowTarget& t, const Feature& f) {
+  return t.cache.tags && t.cache.places[&f - a.features].sets > 0;
+}
+CachedRows cached_rows(const RunArgs& a, const RowTarget& t, const Feature& f, float* scratch) {
+  return {f, t, &f - a.features, scratch + scratch_held(f.embedding_dim)};
+}
+
 template <class Optimizer>
 void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
             int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
-  if (f.format == RowFormat::kFp32)
+  if (is_cached(a, t, f))
+    finish_runs(a,
+                UpdateTarget<Optimizer, CachedRows>{D, optimizer, t.gradient_step, sum, cached_rows(a, t, f, scratch)},
+                table, scratch, begin, end);
+  else if (f.format == RowFormat::kFp32)
     finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.gradient_step, sum, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
@@ -409,7 +421,10 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.table_id, scratch + scratch_moments(D)};
-  if (f.format == RowFormat::kFp32)
+  if (is_cached(a, t, f))
+    finish_runs(a, ElementwiseTarget<CachedRows>{D, o, t.gradient_step, moments, cached_rows(a, t, f, scratch)}, table,
+                scratch, begin, end);
+  else if (f.format == RowFormat::kFp32)
     finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
                 begin, end);
   else

@@ -11,28 +11,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// The row of an id that is out of range or padding: as a padding_idx, it is left out.
-constexpr int64_t kLeftOut = -2;
-
-// Rows that are mapped at once, of all parts; a longer bag has memory of its own.
-constexpr int64_t kMapped = 4096;
-
-// Bags [begin, end) a few at a time: body(first bag, behind the last, rows: `parts` times the room for their ids).
-template <class Body>
-void for_few_bags(const Bags& bags, int64_t begin, int64_t end, int64_t parts, const Body& body) {
-  const int64_t most = kMapped / parts;
-  int64_t reserved[kMapped];
-  while (begin < end) {
-    int64_t last = end - begin < most ? end : begin + most;
-    while (last > begin + 1 && bags.offset(last) - bags.offset(begin) > most) last = begin + (last - begin) / 2;
-    const int64_t count = bags.offset(last) - bags.offset(begin);
-    int64_t* rows = count <= most ? reserved : new int64_t[static_cast<uint64_t>(count * parts)];
-    body(begin, last, rows);
-    if (rows != reserved) delete[] rows;
-    begin = last;
-  }
-}
-
 // Whether every id counts.
 template <class Id>
 bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
@@ -279,20 +257,9 @@ void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_
   for_few_bags(a.bags, begin, end, 1, [&](int64_t from, int64_t to, int64_t* rows) {
     const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
     map_to_part(a.bags, f, start, stop, rows, bounds);
-    // These bags alone, of rows: positions count from their first id.
-    int64_t offsets[kMapped + 1];
-    for (int64_t bag = from; bag <= to; ++bag) offsets[bag - from] = a.bags.offset(bag) - start;
-    PoolArgs mapped = a;
-    Bags& bags = mapped.bags;
-    bags.ids = rows;
-    bags.offsets = offsets;
-    bags.num_ids = stop - start;
-    bags.num_offsets = to - from + 1;
-    bags.ids64 = bags.offsets64 = true;
-    if (bags.per_sample_weights) bags.per_sample_weights += start;
-    bags.check_ids = false;
-    bags.padding_idx = kLeftOut;
-    pool_plain(mapped, f, 0, to - from, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
+    pool_numbered(a, rows, from, to, [&](const PoolArgs& numbered) {
+      pool_plain(numbered, f, 0, to - from, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
+    });
   });
 }
 

@@ -235,6 +235,14 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   return in;
 }
 
+void set_table_ids(const int64_t* table_ids, BagInput& in) {
+  for (int64_t f = 0; table_ids && f < in.num_parts; ++f) {
+    check_value(table_ids[f] >= 0 && table_ids[f] < kMaxTableId, "table_ids[", f, "] = ", table_ids[f],
+                " must be in [0, ", kMaxTableId, ")");
+    in.features[f].table_id = table_ids[f];
+  }
+}
+
 void BagInput::raise(const Bounds& bounds) const {
   const int64_t position = bounds.position;
   if (position == kNoBadPosition) return;

@@ -51,6 +51,9 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset = true);
 
+// Gives the parts the numbers of their tables; null: 0.
+void set_table_ids(const int64_t* table_ids, BagInput& in);
+
 inline BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                           const TableLayout& layout, const BagOptions& options, const Tensor& weights,
                           bool include_last_offset = true) {

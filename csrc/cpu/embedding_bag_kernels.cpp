@@ -4,6 +4,7 @@
 // rows are prefetched a fixed number of ids ahead (also across bags), and a row is read exactly once.
 #include "core/row_statistics.h"
 #include "cpu/bag_blocks.h"
+#include "cpu/embedding_bag_cached.h"
 #include "cpu/embedding_bag_composed.h"
 #include "cpu/embedding_bag_encoded.h"
 #include "cpu/row_blocks.h"
@@ -138,14 +139,19 @@ void pool_plain(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end,
                                           a.bags.offsets_rise<true>(begin, end)});
 }
 
+void pool_uncached(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
+  if (f.partitioned) pool_partitioned(a, f, begin, end, sums, bounds);
+  else pool_plain(a, f, begin, end, sums, bounds);
+}
+
 namespace {
 
 // Bags [begin, end), with offsets known to be good, of a feature's parts [0, parts) that have columns together.
 void pool_feature(const PoolArgs& a, const Feature* f, int64_t parts, int64_t begin, int64_t end, Sums sums,
                   Bounds* bounds) {
   if (parts > 1) return pool_composed(a, f, parts, begin, end, sums, bounds);
-  if (f->partitioned) return pool_partitioned(a, *f, begin, end, sums, bounds);
-  pool_plain(a, *f, begin, end, sums, bounds);
+  if (a.cache.slots) return pool_cached(a, *f, begin, end, sums, bounds);
+  pool_uncached(a, *f, begin, end, sums, bounds);
 }
 
 // Floats that wait to be rounded to the elements of the output.
@@ -167,43 +173,27 @@ void pool_rounded(const PoolArgs& a, const Feature* f, int64_t parts, int64_t be
   if (sums != waiting) delete[] sums;
 }
 
-bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) {
-  const int64_t bad = bags.bad_offset(begin, end);
-  if (bad < bounds->position) bounds->position = bad;
-  return bad == kNoBadPosition;
-}
-
-// body(parts of a feature, how many, its bags [from, to), their first row of the output)
-template <class Body>
-void by_feature(const PoolArgs& a, int64_t begin, int64_t end, const Body& body) {
-  while (begin < end) {
-    const int64_t feature = a.bags.feature_of(begin), next = a.bags.first_bag(feature + 1);
-    const int64_t stop = next < end ? next : end, part = a.bags.first_part(feature);
-    body(a.features + part, a.bags.first_part(feature + 1) - part, begin, stop, a.bags.output_row(begin, feature));
-    begin = stop;
-  }
-}
-
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
-  by_feature(a, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
-    auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
-    const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
-    Bounds repeated;                                                          // of ids that the first part has noted
-    for (int64_t p = 0; p < count; p += combined) {
-      auto* out = rows + parts[p].output_offset * element;
-      Bounds* found = p == 0 ? bounds : &repeated;
-      if (element == 4)
-        pool_feature(a, parts + p, combined, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
-      else pool_rounded(a, parts + p, combined, from, to, out, stride, found);
-    }
-    const Feature& last = parts[count - 1];
-    const int64_t used = last.output_offset + last.embedding_dim;
-    const int64_t behind = a.bags.starts ? (a.output_dim - used) * element : 0;
-    for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
-      memset(rows + used * element, 0, static_cast<size_t>(behind));
-  });
+  by_feature(a.bags, a.features, begin, end,
+             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
+               auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
+               const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
+               Bounds repeated;  // of ids that the first part has noted
+               for (int64_t p = 0; p < count; p += combined) {
+                 auto* out = rows + parts[p].output_offset * element;
+                 Bounds* found = p == 0 ? bounds : &repeated;
+                 if (element == 4)
+                   pool_feature(a, parts + p, combined, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
+                 else pool_rounded(a, parts + p, combined, from, to, out, stride, found);
+               }
+               const Feature& last = parts[count - 1];
+               const int64_t used = last.output_offset + last.embedding_dim;
+               const int64_t behind = a.bags.starts ? (a.output_dim - used) * element : 0;
+               for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
+                 memset(rows + used * element, 0, static_cast<size_t>(behind));
+             });
 }
 
 float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
@@ -237,7 +227,10 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
       const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != a.bags.padding_idx;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
-      out[i] = counts ? dot_with_parts(a, parts, count, grad, id, composed) : 0.0f;
+      if (!counts) out[i] = 0.0f;
+      else if (const float* row = cached_row(a, *parts, i))
+        out[i] = row_dot(grad + parts->output_offset, row, parts->embedding_dim);
+      else out[i] = dot_with_parts(a, parts, count, grad, id, composed);
     }
     if (!parts->mean || counted < 2) continue;
     const float each = 1.0f / static_cast<float>(counted);
@@ -248,9 +241,10 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
 
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
-    weight_gradient_feature(a, parts, count, from, to, grad + row * a.output_dim, out, bounds);
-  });
+  by_feature(a.bags, a.features, begin, end,
+             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
+               weight_gradient_feature(a, parts, count, from, to, grad + row * a.output_dim, out, bounds);
+             });
 }
 
 }  // namespace

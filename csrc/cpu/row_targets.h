@@ -104,6 +104,37 @@ struct EncodedRows {
   }
 };
 
+// Rows of a table of which some are in a row cache, and are updated there.
+struct CachedRows {
+  EncodedRows rows;
+  CacheView cache;
+  CachePlace place;
+  int64_t first_row;  // linear, of the table
+  int64_t D;
+  int64_t slot = -1;  // of the row that is open
+
+  CachedRows(const Feature& f, const RowTarget& t, int64_t part, float* held)
+      : rows(f, t, held), cache(t.cache), place(t.cache.places[part]), first_row(f.row_offset), D(f.embedding_dim) {}
+
+  void prefetch(int64_t row) const {
+    const int64_t found = cache.find(place, first_row + row);
+    if (found < 0) rows.prefetch(row);
+    else prefetch_bytes(row_of(found), D * 4);
+  }
+  float* open(int64_t row) {
+    slot = cache.find(place, first_row + row);
+    return slot < 0 ? rows.open(row) : row_of(slot);
+  }
+  void close(int64_t row) {
+    if (slot < 0) return rows.close(row);
+    cache.dirty[slot] = 1;
+  }
+  void flush() { rows.flush(); }
+
+ private:
+  float* row_of(int64_t s) const { return cache.rows + (place.offset + s * D); }
+};
+
 // An optimizer that only scales the gradient, by one factor for the row.
 template <class Optimizer, class Rows>
 struct UpdateTarget {
@@ -123,7 +154,7 @@ struct UpdateTarget {
     rows.prefetch(row);
     if (kNeedsMeanSquare) prefetch_line(sum + row);
   }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) {
     return {rows.open(row), optimizer.prepare(row, mean_square)};
   }
   template <int NV, bool kTail>

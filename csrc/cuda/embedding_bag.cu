@@ -1,5 +1,6 @@
 // embedding_bag on the GPU: forward (kernels in embedding_bag_pool.cu) and the gradient of per_sample_weights.
 #include "cuda/embedding_bag_pool.cuh"
+#include "ops/row_cache.h"
 
 namespace rec_kernels {
 namespace {
@@ -32,7 +33,8 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
     const Feature f = a.features[part];
     const int64_t D = f.embedding_dim;
     const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
-    write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id) {
+    write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
+      if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
       return warp_dot<Format>(g, a.weights + f.weight_offset + id * Format::row_bytes(D), D, warp.lane);
     });
   }
@@ -46,17 +48,27 @@ PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& stat
           nullptr,
           RowFormat::kFp32,
           in.output_dim,
-          status.mutable_data_ptr<int64_t>()};
+          status.mutable_data_ptr<int64_t>(),
+          CachedPool{}};
 }
 
-std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, cudaStream_t stream) {
+CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
+  if (!check_cached_rows(cache, layout, values)) return {};
+  return {cache.rows->const_data_ptr<float>(), cache.offsets->const_data_ptr<int64_t>(),
+          cache.slots->const_data_ptr<int64_t>(), cache.rows->numel()};
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, const CachedPool& cache,
+                                   cudaStream_t stream) {
   Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_status(in, weights.numel(), false, weights, stream);
   PoolArgs args = pool_args(weights, in, status);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
+  args.cache = cache;
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format) {
-    launch_pool(args, in.max_dim, stream);
+    if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
+    else launch_pool(args, in.max_dim, stream);
     if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);
   }
   return {output, status};
@@ -79,7 +91,8 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
     const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
     const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
     int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
-    std::optional<ScalarType> output_dtype) {
+    std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -88,10 +101,10 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
   const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
   const OnDeviceOf device(weights);
-  return forward(
-      weights,
-      read_input(weights, values, offsets, per_sample_weights, layout, options, include_last_offset, device.stream()),
-      type, device.stream());
+  const BagInput in =
+      read_input(weights, values, offsets, per_sample_weights, layout, options, include_last_offset, device.stream());
+  return forward(weights, in, type, read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values),
+                 device.stream());
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
@@ -112,12 +125,13 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
   check_value(weights.numel() == start, "weights must have ", start,
               " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
   check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
+  const OptionalTensor none;
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
                             combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype);
+                            output_dtype, none, none, none, none, none, none, 0);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -134,7 +148,10 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
     std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
+    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -142,12 +159,14 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
+  check_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout,
+              values);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
                             combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype);
+                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_sets, cache_set_starts, cache_ways);
 }
 
 Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
@@ -161,7 +180,9 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
                                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                                    const OptionalTensor& moduli, const OptionalTensor& id_limits,
                                    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
-                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+                                   const OptionalTensor& cache_slots) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -175,6 +196,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
   Tensor status = new_status(in, weights.numel(), false, weights, device.stream());
   PoolArgs args = pool_args(weights, in, status);
+  args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values);
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {
       launch(weight_gradient_kernel<decltype(format)>, blocks_for(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,

@@ -83,6 +83,14 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
 
 }  // namespace RK_ISA
 
+// Rows that are read from a cache: that of id i starts at rows[offsets[part] + slots[i] * D], if all of it is there.
+struct CachedPool {
+  const float* rows;
+  const int64_t* offsets;
+  const int64_t* slots;  // null: there is no cache
+  int64_t num_elements;
+};
+
 // A lookup, as its kernels read it: the features whose rows are of features.formats[format].
 struct PoolArgs {
   const uint8_t* weights;
@@ -93,10 +101,25 @@ struct PoolArgs {
   RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
   int64_t output_dim;
   int64_t* status;
+  CachedPool cache;
+
+  // Whether rows of a feature may be in the cache: it has one part.
+  __device__ __forceinline__ bool may_be_cached(int64_t feature) const {
+    return cache.slots && bags.first_part(feature + 1) - bags.first_part(feature) == 1;
+  }
+  // The row of id i in the cache, or null.
+  __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
+    const int64_t slot = cache.slots ? cache.slots[i] : -1;
+    if (slot < 0) return nullptr;
+    const int64_t begin = cache.offsets[part] + slot * D;
+    return begin >= 0 && begin <= cache.num_elements - D ? cache.rows + begin : nullptr;
+  }
 };
 // Pools every bag of the plain features of one format; no row is wider than max_dim.
 void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
-// The same of the features that are not plain, of calls with partition_starts.
+// The same of the features of one part, of calls with a cache.
+void launch_pool_cached(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// The same of the features that are not plain, of calls with partition_starts; with a cache, of those with several parts.
 void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
 void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);

@@ -2,6 +2,7 @@
 // sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
 #include "core/device_algorithms.h"
 #include "cuda/elementwise_target.cuh"
+#include "cuda/row_cache.cuh"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
 
@@ -80,7 +81,7 @@ SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& g
                  const float* grad_scale, const Skip& skip) {
   const auto* rows = in.multiplies ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
   return {o.runs, in.features, rows,    0,       in.bags, grad.const_data_ptr<float>(), in.output_dim, grad_scale,
-          skip,   nullptr,     nullptr, nullptr, 0};
+          skip,   nullptr,     nullptr, nullptr, 0, 0, CachedRuns{}};
 }
 
 // The sums of chunks, which finishing starts from; owns their memory.
@@ -125,16 +126,45 @@ void finish_all(const BagInput& in, SumArgs args, const Target& target, const Te
   finish_floats(args, target, stream);
 }
 
-void update_all(const BagInput& in, SumArgs args, const UpdateArgs& update, Optimizer optimizer, const Tensor& like,
-                cudaStream_t stream) {
+// The rows of one format, or those in slots, which are floats.
+void update_floats(const SumArgs& args, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream) {
+  if (is_elementwise(optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
+  else if (optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
+  else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
+}
+
+// A warp takes a run: where its row is in the cache, which is changed there.
+__global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
+  if (a.skip.now()) return;
+  const Group<kWarpSize> warp;
+  for (int64_t run = Group<kWarpSize>::first(); run < *a.runs.num_runs; run += Group<kWarpSize>::stride()) {
+    const CachePlace place = place_of(cache, a.features, part_of_run(a.runs, a.bags, run));
+    const auto row = static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]);
+    const int64_t slot = place.sets ? find_slot(cache.tags, cache.ways, place.set(row), row, warp.lane) : -1;
+    if (warp.lane != 0) continue;
+    slots[run] = slot;
+    if (slot >= 0) cache.dirty[slot] = 1;
+  }
+}
+
+void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer optimizer, const CacheTensors& cache,
+                const Tensor& like, cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
   const ChunkSums sums = sum_chunks(in, &args, like, stream);
+  const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
+  if (cache.tags) {
+    launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, kWarpSize), dim3(kThreads), 0, stream, args, cache,
+           slots.mutable_data_ptr<int64_t>());
+    args.cache = {slots.const_data_ptr<int64_t>(), cache.offsets, false};
+  }
   for (args.format = 0; args.format < in.features.num_formats; ++args.format) {
     if (in.features.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
-    else if (is_elementwise(optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
-    else if (optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
-    else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
+    else update_floats(args, update, optimizer, stream);
   }
+  if (!cache.tags) return;
+  args.cache.hot = true;
+  update.weights = reinterpret_cast<uint8_t*>(cache.rows);
+  update_floats(args, update, optimizer, stream);
 }
 
 BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
@@ -278,7 +308,10 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
                     const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
                     const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf) {
+                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_tags,
+                    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+                    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -302,6 +335,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
+  const CacheTensors cache =
+      read_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout, in, values);
+  check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, weights, scale, skip);
@@ -320,7 +356,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                           static_cast<float>(beta1),
                           static_cast<float>(beta2),
                           beta_powers ? beta_powers->const_data_ptr<float>() : nullptr};
-  update_all(in, args, update, optimizer, grad, stream);
+  update_all(in, args, update, optimizer, cache, grad, stream);
   launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, counter,
          beta_powers ? beta_powers->mutable_data_ptr<float>() : nullptr, update.beta1, update.beta2);
 }

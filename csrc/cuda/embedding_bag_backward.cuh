@@ -58,6 +58,13 @@ struct Skip {
   __device__ bool now() const { return (found_inf && *found_inf != 0.0f) || bad(forward_status) || bad(own_status); }
 };
 
+// Rows that are updated in a row cache.
+struct CachedRuns {
+  const int64_t* slots;    // of each run, or -1; null: there is no cache
+  const int64_t* offsets;  // of the parts: where slot 0 would lie
+  bool hot;                // the rows to finish are those in slots, not those of a format
+};
+
 struct SumArgs {
   Runs runs;
   Features features;
@@ -73,6 +80,18 @@ struct SumArgs {
   uint32_t* owners;      // of each chunk: its run
   int64_t max_dim;
   int64_t partials_place;  // of partials, in floats from grad on: one base address for both leaves kernels registers
+  CachedRuns cache;
+
+  // Whether a run's row is one to finish now; then its table, or, of a row in a slot, a table in which it lies there.
+  __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Feature* f) const {
+    const int64_t slot = cache.slots ? cache.slots[run] : -1;
+    if (cache.hot ? slot < 0 : slot >= 0 || !features.has_format(part, format)) return false;
+    *f = features[part];
+    if (slot < 0) return true;
+    const int64_t number = static_cast<int64_t>(runs.keys[runs.starts[run]]) - f->row_offset;
+    f->weight_offset = 4 * (cache.offsets[part] + (slot - number) * f->embedding_dim);
+    return true;
+  }
 };
 
 // Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum.

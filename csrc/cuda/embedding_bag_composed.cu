@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const int64_t bag = item >> bits, number = item - (bag << bits), feature = a.bags.feature_of(bag);
     const int64_t part = a.bags.first_part(feature) + number, behind = a.bags.first_part(feature + 1);
     if (part >= behind || !a.features.has_format(part, a.format) || a.features.is_plain(part)) continue;
+    if (a.may_be_cached(feature)) continue;
     const Combine how = a.features.parts[part].combine;
     if (how != Combine::kConcat && number > 0) continue;
     const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
@@ -199,7 +200,10 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
     const Combine how = a.features.parts[part].combine;
     const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
     const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim;
-    write_dots(a, a.features[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id) {
+    write_dots(a, a.features[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
+      const Feature first = a.features[part];
+      const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;
+      if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp.lane);
       float sum = 0.0f;
       for (int p = 0; p < count; p += combined) {
         const Feature f = a.features[part + p];

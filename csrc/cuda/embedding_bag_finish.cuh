@@ -187,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     const int64_t start = a.runs.starts[run], count = a.runs.count(run);
     if (count > kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    if (!a.features.has_format(part, a.format)) continue;
-    const Feature f = a.features[part];
+    Feature f;
+    if (!a.finishes(run, part, &f)) continue;
     const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
     const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
     const OccurrenceSum<G, kBlocks> sum{a,
@@ -271,8 +271,8 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     const int64_t run = a.owners[chunk];
     if (a.runs.chunk_starts[run] != chunk || a.runs.count(run) <= kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    if (!a.features.has_format(part, a.format)) continue;  // the whole block
-    const Feature f = a.features[part];
+    Feature f;
+    if (!a.finishes(run, part, &f)) continue;  // the whole block
     const int64_t D = f.embedding_dim;
     int64_t count = ceil_div(a.runs.count(run), kChunk);
     float* from = a.partials + int64_t{chunk} * a.max_dim;

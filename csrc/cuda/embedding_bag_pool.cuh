@@ -66,7 +66,7 @@ __device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Feature& f
   return counted;
 }
 
-// out[i] for the ids of a bag: dot(id), times 1 / n for mean.
+// out[i] for the ids of a bag: dot(id, i), times 1 / n for mean.
 template <class Dot>
 __device__ __forceinline__ void write_dots(const PoolArgs& a, const Feature& f, Range ids, int lane, float* out,
                                            const Dot& dot) {
@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_dots(const PoolArgs& a, const Feature& f, 
   for (int64_t i = ids.start; i < ids.stop; ++i) {
     const int64_t id = a.bags.id(i);
     float sum = 0.0f;
-    if (a.bags.in_range(id, f) && id != a.bags.padding_idx) sum = dot(id);
+    if (a.bags.in_range(id, f) && id != a.bags.padding_idx) sum = dot(id, i);
     else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
     if (lane == 0) out[i] = f.mean && counted > 1 ? sum * each : sum;
   }

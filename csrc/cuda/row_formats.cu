@@ -91,13 +91,6 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
 
 __global__ void no_bad_position_kernel(int64_t* status) { *status = INT64_MAX; }
 
-// A block of an OCP format has eight lanes' columns: fewer would not do.
-template <class Body>
-void with_row_lanes(int64_t D, const Body& body) {
-  if (D <= 4 * kFewLanes) body(std::integral_constant<int, kFewLanes>());
-  else body(std::integral_constant<int, kWarpSize>());
-}
-
 std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::string& format,
                                               const std::string& rounding, const OptionalTensor& seed,
                                               const OptionalTensor& step, int64_t table, int64_t first_row,

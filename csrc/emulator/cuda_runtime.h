@@ -97,3 +97,9 @@ T atomicMin(T* p, U value) {
   if (static_cast<T>(value) < before) *p = static_cast<T>(value);
   return before;
 }
+template <class T, class U>
+T atomicExch(T* p, U value) {
+  const T before = *p;
+  *p = static_cast<T>(value);
+  return before;
+}

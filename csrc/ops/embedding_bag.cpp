@@ -5,26 +5,6 @@
 namespace rec_kernels {
 namespace {
 
-// What the schemas have in common, once. The defaults describe one table, weights [E, D].
-const std::string kLayout =
-    "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
-    "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
-    "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-    "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, Tensor? partition_starts=None, Tensor? "
-    "divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, bool? "
-    "multiplies=None, str pooling=\"sum\", int "
-    "padding_idx=-1, str bounds_check=\"error\"";
-
-void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
-                         ScalarType dtype,
-                         const char* asks = "embedding_dims is given, so the layout of every feature") {
-  check_value(t.has_value(), name, " is missing: ", asks, " must be");
-  check_shape(*t, {size}, name);
-  check_dtype(*t, dtype, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
-}
-
 // Returns the number of features, of which there are `parts` parts.
 int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor& values) {
   const OptionalTensor* const all[] = {&layout.divisors, &layout.moduli, &layout.id_limits, &layout.combine};
@@ -67,6 +47,24 @@ void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimiz
 }
 
 }  // namespace
+
+void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
+                         ScalarType dtype, const char* asks) {
+  check_value(t.has_value(), name, " is missing: ", asks, " must be");
+  check_shape(*t, {size}, name);
+  check_dtype(*t, dtype, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, values, name, "values");
+}
+
+std::string layout_schema() {
+  return "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
+         "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
+         "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
+         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, Tensor? partition_starts=None, "
+         "Tensor? divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, "
+         "bool? multiplies=None, str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
+}
 
 BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
   check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
@@ -332,8 +330,10 @@ void throw_bad_position(const BadPosition& bad) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  const std::string bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
+  const std::string layout = layout_schema(), bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
   const std::string shape = "SymInt[] weights_shape, Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
+  const std::string cached = "Tensor? cache_rows=None, Tensor? cache_offsets=None, Tensor? cache_slots=None";
+  const std::string places = "Tensor? cache_sets=None, Tensor? cache_set_starts=None, int cache_ways=0";
   // Of the update, which changes the state; of the forward, which only hands it on.
   const auto optimizer = [](const char* d, const char* e, const char* f) {
     return join(
@@ -344,27 +344,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
         "? beta_powers=None, Tensor? moment_offsets=None, str rounding=\"stochastic\", Tensor? seed=None, Tensor? "
         "table_ids=None");
   };
-  m.def(("embedding_bag(Tensor weights, " + bags + kLayout +
-         ", bool sparse=False, bool include_last_offset=True, ScalarType? output_dtype=None) -> (Tensor output, Tensor "
-         "status)")
+  m.def(("embedding_bag(Tensor weights, " + bags + layout +
+         ", bool sparse=False, bool include_last_offset=True, ScalarType? output_dtype=None, " + cached +
+         ", Tensor? cache_tags=None, " + places + ") -> (Tensor output, Tensor status)")
             .c_str());
-  m.def(("embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + kLayout +
+  m.def(("embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + layout +
          ", bool sparse=False, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)")
             .c_str());
-  m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + kLayout +
-         optimizer("", "", "") + ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)")
+  m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + layout +
+         optimizer("", "", "") + ", ScalarType? output_dtype=None, " + cached +
+         ", Tensor? cache_tags=None, Tensor? cache_dirty=None, " + places + ") -> (Tensor output, Tensor status)")
             .c_str());
   m.def(
       ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
-       bags + kLayout + optimizer("(d!)", "(e!)", "(f!)") +
-       ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None) -> ()")
+       bags + layout + optimizer("(d!)", "(e!)", "(f!)") +
+       ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, Tensor? "
+       "cache_offsets=None, Tensor? cache_tags=None, Tensor(h!)? cache_dirty=None, " +
+       places + ") -> ()")
           .c_str());
-  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + kLayout + ", Tensor? weights=None) -> Tensor").c_str());
-  m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + kLayout +
+  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + layout + ", Tensor? weights=None) -> Tensor").c_str());
+  m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + layout +
          ", Tensor? weights=None) -> (Tensor rows, Tensor row_grads, Tensor row_counts)")
             .c_str());
   m.def(("embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
-         kLayout + ") -> Tensor")
+         layout + ", " + cached + ") -> Tensor")
             .c_str());
 }
 

@@ -124,6 +124,13 @@ inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   return type;
 }
 
+// The layout arguments of a schema. The defaults describe one table, weights [E, D].
+std::string layout_schema();
+// That `size` numbers, one for each feature or part, are there; `asks` says why they have to be.
+RK_EXPORT void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
+                                   ScalarType dtype,
+                                   const char* asks = "embedding_dims is given, so the layout of every feature");
+
 RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,
                                        const std::string& bounds_check);
 RK_EXPORT Optimizer parse_optimizer(const std::string& name);

@@ -15,6 +15,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import Layout, move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
     EmbeddingConfig,
@@ -46,6 +47,7 @@ class TableCollection(Layout):
         bounds_check: str = "error",
         rounding: str = "stochastic",
         seed: int = 0,
+        cache: RowCache | None = None,
     ) -> None:
         tables = list(tables)
         stored = [s for t in tables for s in t.stored]
@@ -63,6 +65,11 @@ class TableCollection(Layout):
             raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
         if output_dtype not in FLOAT_DTYPES.values():
             raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
+        if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
+            raise ValueError(
+                f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
+                f"optimizer {optimizer!r}"
+            )
         kinds = {} if optimizer is None else optimizer.state
         super().__init__(
             tables,
@@ -76,6 +83,7 @@ class TableCollection(Layout):
         self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
         self._make_weights(device)
+        self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
         self._pending: Pending | None = None
         self._convert = False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
@@ -137,6 +145,8 @@ class TableCollection(Layout):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
+        if self.row_cache is not None:
+            self.row_cache._apply(fn)
         for table in self.tables:
             if table.projection:
                 move(self.embedding_bags[table.name], "projection", fn)
@@ -157,7 +167,13 @@ class TableCollection(Layout):
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # It is torch's own copy of what the caller gave.
         fit_formats(state_dict, prefix, self._stored, convert=self._convert)
+        own_cache = "row_cache."
+        if self.row_cache is None:  # the state was flushed: its tables say everything
+            for name in [n for n in state_dict if n.startswith(prefix + own_cache)]:
+                del state_dict[name]
         for name, own in super().state_dict().items():
+            if name.startswith(own_cache):
+                continue
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
                 found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
@@ -206,7 +222,9 @@ class TableCollection(Layout):
         Args:
             given: the bags. bag_starts: [F + 1] int64 where every bag has an output row of its own.
         """
-        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts) | self._output()
+        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts)
+        cache = {} if self.row_cache is None else self.row_cache.arguments(self._slots(bags[:2], layout))
+        layout |= self._output() | cache
         if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self._stored]
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
@@ -216,6 +234,8 @@ class TableCollection(Layout):
             _refuse_data_parallel()
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options()
+                if cache:
+                    options["cache_dirty"] = self.row_cache.dirty
                 output, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
             else:
                 output, status = _ops.embedding_bag(self._weights, *bags, **layout)
@@ -223,6 +243,23 @@ class TableCollection(Layout):
         if bounds.reports_late(status):
             self._note(status, given, bag_starts)
         return output
+
+    def _slots(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
+        """Where the rows of a batch are in the cache: in training, after they have come in."""
+        if not self.training:
+            return self.row_cache.lookup(bags, layout)
+        with torch.no_grad():
+            return self.row_cache.insert(self._weights, bags, layout, self._rounding())
+
+    def flush(self) -> None:
+        """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
+
+        They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
+        of ``embedding_bags[name].weight`` is up to date after it.
+        """
+        if self.row_cache is not None:
+            with torch.no_grad():
+                self.row_cache.flush(self._weights, self._layout(), self._rounding())
 
     def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
         if bounds.cannot_copy(status):
@@ -274,8 +311,9 @@ class TableCollection(Layout):
         self._reports.check(self._bad_position)
 
     def state_dict(self, *args: object, **options: object) -> dict[str, Tensor]:
-        """As ``torch.nn.Module``'s, after ``check()``."""
+        """As ``torch.nn.Module``'s, after ``check()`` and ``flush()``."""
         self.check()
+        self.flush()
         return super().state_dict(*args, **options)
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -289,7 +327,10 @@ class TableCollection(Layout):
             options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
         if not self._storage.is_bytes and not self._places.is_rounded:
             return options
-        return options | {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
+        return options | self._rounding()
+
+    def _rounding(self) -> dict[str, object]:
+        return {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -326,15 +367,23 @@ class TableCollection(Layout):
             self._pending = None
 
     def _apply_update(self, lookup: Lookup) -> None:
+        options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
         with torch.no_grad():
             _ops.embedding_bag_backward_fused_(
-                *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **self._options(), status=lookup.status
+                *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **options, status=lookup.status
             )
         if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
             torch.autograd.graph.increment_version(self._weights)
 
     def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
+        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
+
+        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
+        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
+        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
+        evicted, those of them that had to be encoded, rows that found no slot).
+        """
+        cached = None if self.row_cache is None else self.row_cache.report()
         return [
             {
                 "name": t.name,
@@ -343,6 +392,7 @@ class TableCollection(Layout):
                 "format": t.format,
                 "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
                 "state_bytes": self._places.bytes(i),
+                **(cached[i] if cached else {}),
             }
             for i, t in enumerate(self._stored)
         ]

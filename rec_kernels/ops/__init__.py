@@ -6,6 +6,7 @@ from rec_kernels.ops import (  # noqa: F401
     embedding_bag_autograd,
     fake_quantize,
     grouped_projection,
+    row_cache,
     row_formats,
     scale_rows,
 )

@@ -56,6 +56,9 @@ _UPDATE = (
     "seed",
     "table_ids",
 )
+# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come in
+# since.
+_CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
 
@@ -83,6 +86,7 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
     ctx.save_for_backward(values, offsets, factors, *rows)
     ctx.layout = {name: a[name] for name in _LAYOUT}
+    ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
     ctx.shape, ctx.names = a["weights"].shape, list(a)
     return a
 
@@ -101,7 +105,18 @@ def _factors_gradient(
     # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
     if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
         return None
-    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout)
+    cache = _rows_in_cache(ctx, values, offsets) if ctx.cache else {}
+    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout, **cache)
+
+
+def _rows_in_cache(ctx, values: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+    """Where the cached rows of a lookup are now."""
+    c = ctx.cache
+    slots = c["cache_slots"]
+    if c["cache_tags"] is not None:
+        places = (c["cache_tags"], c["cache_sets"], c["cache_set_starts"], c["cache_ways"])
+        slots = _ops.row_cache_lookup(*places, values, offsets, **ctx.layout)
+    return {"cache_rows": c["cache_rows"], "cache_offsets": c["cache_offsets"], "cache_slots": slots}
 
 
 def _setup(ctx, inputs, output) -> None:
@@ -170,6 +185,8 @@ def _setup_fused(ctx, inputs, output) -> None:
     # backward when a module is used twice in one graph.
     ctx.state = {name: a[name] for name in _STATE}
     ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
+    if ctx.cache:
+        ctx.options |= {name: a[name] for name in (*_CACHE, "cache_dirty")}
     ctx.token_shape = a["token"].shape
     weights = a["weights"]
     ctx.version = weights._version if _may_multiply(a) and not weights.is_inference() else None

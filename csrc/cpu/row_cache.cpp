@@ -1,0 +1,111 @@
+// The row cache on the CPU: lookups, flushing, statistics. Insertion is in row_cache_insert.cpp.
+#include "cpu/row_cache.h"
+
+#include <algorithm>
+
+#include "cpu/for_bags.h"
+#include "cpu/row_cache_tables.h"
+
+namespace rec_kernels {
+
+Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
+  std::fill(slots, slots + in.bags.num_ids, -1);  // also of ids that are in no bag
+  const FindSlots args{in.bags, in.features.get(), cache, slots};
+  const auto find = kernels<RowCacheKernels>().find;
+  return for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { find(args, begin, end, found); });
+}
+
+namespace {
+
+// Pieces of so many slots.
+constexpr int64_t kSlotsAtOnce = 1024;
+
+Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+              const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const OptionalTensor none;
+  // The weights are not read: any table fits.
+  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
+  const OptionalTensor tags = cache_tags, sets = cache_sets, starts = cache_set_starts;
+  const CacheInput cache = read_cache({none, none, tags, none, sets, starts, cache_ways}, layout, in, values, false);
+  Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
+  in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
+  return slots;
+}
+
+void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
+           const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+           const Tensor& cache_clock, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+           const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+           const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+           int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+           const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+           const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+           const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+           int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+           const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
+           const OptionalTensor& table_ids) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const int64_t one = 1, no_ids = 0;
+  const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);
+  const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
+  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
+  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
+                       sets = cache_sets, starts = cache_set_starts;
+  const CacheInput cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
+  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  set_table_ids(how.table_ids, in);
+  check_clock(cache_clock, values);
+  const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how,
+                            *cache_clock.const_data_ptr<int64_t>());
+  const int64_t slots = cache_tags.numel();
+  parallel_pieces(slots, kSlotsAtOnce, workers_for(slots, kSlotsAtOnce), [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t slot = begin; slot < end; ++slot)
+      if (cache.view.tags[slot] >= 0 && cache.view.dirty[slot]) tables.encode(slot);
+  });
+}
+
+Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
+             const Tensor& num_embeddings) {
+  check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
+  const int64_t parts = row_offsets.numel(), *first = row_offsets.const_data_ptr<int64_t>();
+  const int64_t *rows = num_embeddings.const_data_ptr<int64_t>(), *tags = cache_tags.const_data_ptr<int64_t>();
+  const uint8_t* dirty = cache_dirty.const_data_ptr<uint8_t>();
+  const int64_t shape[] = {parts, 2};
+  Tensor out = torch::stable::new_zeros(cache_tags, {shape, 2}, ScalarType::Long);
+  int64_t* counts = out.mutable_data_ptr<int64_t>();
+  for (int64_t slot = 0; slot < cache_tags.numel(); ++slot)
+    for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
+      if (tags[slot] < first[p] || tags[slot] - first[p] >= rows[p]) continue;
+      ++counts[2 * p];
+      counts[2 * p + 1] += dirty[slot] != 0;
+    }
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
+  m.impl("row_cache_lookup", TORCH_BOX(&lookup));
+  m.impl("row_cache_flush_", TORCH_BOX(&flush));
+  m.impl("row_cache_stats", TORCH_BOX(&stats));
+}
+
+}  // namespace rec_kernels

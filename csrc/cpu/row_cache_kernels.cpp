@@ -1,0 +1,82 @@
+// Where the rows of ids lie in a row cache. Compiled once per instruction set: no torch header and no std template
+// here.
+//
+// Ids are mapped to sets a few at a time, so that the tags of all of them are on their way before the first is
+// compared.
+#include "core/simd.h"
+#include "cpu/bag_blocks.h"
+#include "cpu/row_cache_find.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+namespace {
+
+constexpr int kAtOnce = 32;
+constexpr int64_t kNoRow = -2;  // no tag is that
+
+// Ids [begin, end) of the bags of a feature, with one part.
+struct Ids {
+  int64_t begin, end;
+  const Feature* feature;
+  CachePlace place;  // without sets: not cached
+};
+
+// A number of ways that is known beforehand takes a handful of instructions.
+template <int kWays>
+RK_HOST_DEVICE int64_t way_of(const int64_t* tags, int64_t ways, int64_t row) {
+  int64_t found = 0;
+  const int64_t n = kWays ? kWays : ways;
+  for (int64_t way = 0; way < n; ++way) found |= tags[way] == row ? way + 1 : 0;
+  return found - 1;
+}
+
+template <int kWays, class Id>
+void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
+  const Bags bags = a.bags;
+  const Feature f = *k.feature;
+  const CachePlace place = k.place;
+  const int64_t ways = a.cache.ways, *tags = a.cache.tags;
+  const Id* ids = static_cast<const Id*>(bags.ids);
+  int64_t rows[kAtOnce], firsts[kAtOnce];
+  for (int64_t begin = k.begin; begin < k.end; begin += kAtOnce) {
+    const int64_t count = k.end - begin < kAtOnce ? k.end - begin : kAtOnce;
+    for (int64_t j = 0; j < count; ++j) {
+      const auto id = static_cast<int64_t>(ids[begin + j]);
+      const bool in_range = bags.in_range(id, f);
+      if (__builtin_expect(!in_range, 0)) note_bad(bounds, 0, begin + j);
+      rows[j] = in_range && id != bags.padding_idx ? f.row_offset + f.row(id) : kNoRow;
+      if (place.sets == 0) continue;
+      firsts[j] = place.set(rows[j] < 0 ? 0 : rows[j]) * ways;
+      prefetch_bytes(tags + firsts[j], ways * 8);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const int64_t way = place.sets ? way_of<kWays>(tags + firsts[j], ways, rows[j]) : -1;
+      a.slots[begin + j] = way < 0 ? -1 : firsts[j] + way;
+    }
+  }
+}
+
+template <class Id>
+void find_of(const FindSlots& a, const Ids& k, Bounds* bounds) {
+  if (a.cache.ways == 32) find_ids<32, Id>(a, k, bounds);
+  else find_ids<0, Id>(a, k, bounds);
+}
+
+void find(const FindSlots& a, int64_t begin, int64_t end, Bounds* bounds) {
+  if (!offsets_good(a.bags, begin, end, bounds)) return;
+  by_feature(a.bags, a.features, begin, end,
+             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t) {
+               Ids k{a.bags.offset(from), a.bags.offset(to), parts, {}};
+               if (count == 1) k.place = a.cache.places[parts - a.features];
+               if (a.bags.ids64) find_of<int64_t>(a, k, bounds);
+               else find_of<int32_t>(a, k, bounds);
+             });
+}
+
+}  // namespace
+}  // namespace RK_ISA
+
+template <>
+const RowCacheKernels RowCacheKernels::table<CpuIsa::RK_ISA> = {RK_ISA::find};
+
+}  // namespace rec_kernels

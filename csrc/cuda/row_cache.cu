@@ -1,0 +1,273 @@
+// The row cache on the GPU: finding rows, flushing, statistics. Insertion is in row_cache_insert.cu.
+#include "cuda/row_cache.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// Slots that a part's table takes in the cache's rows.
+struct Extent {
+  int64_t first, last, begin, end;
+};
+
+__device__ Extent extent_of(const CacheTensors& cache, const Features& features, int64_t p) {
+  const int64_t D = features.embedding_dims[p];
+  const int64_t first = cache.set_starts[p] * cache.ways, last = first + cache.sets[p] * cache.ways;
+  const int64_t offset = cache.offsets ? cache.offsets[p] : 0;
+  return {first, last, offset + first * D, offset + last * D};
+}
+
+// Whether the numbers of a part make sense by themselves. What they are multiplied by is bounded first.
+__device__ bool is_inside(const CacheTensors& cache, const Features& features, const Bags& bags, int64_t p) {
+  const int64_t sets = cache.sets[p], first = cache.set_starts[p], all = cache.num_slots / cache.ways;
+  if (sets == 0) return true;
+  if (sets < 0 || first < 0 || sets > all || first > all - sets) return false;
+  const int64_t feature = features.parts ? features.parts[p].feature : p;
+  if (bags.first_part(feature + 1) - bags.first_part(feature) != 1) return false;
+  if (!cache.offsets) return true;
+  const int64_t D = features.embedding_dims[p], most = cache.num_elements;
+  if (sets * cache.ways > most / D || cache.offsets[p] > most || (first + sets) * cache.ways > INT64_MAX / 2 / D)
+    return false;
+  const Extent e = extent_of(cache, features, p);
+  return e.begin >= 0 && e.end <= most;
+}
+
+// Whether two parts share their slots or have none in common, and look for the rows of one table in the same place.
+__device__ bool are_apart(const CacheTensors& cache, const Features& features, int64_t p, int64_t q) {
+  const bool one_table = features.row_offsets[p] == features.row_offsets[q] && features.num_embeddings[p] > 0 &&
+                         features.num_embeddings[q] > 0;
+  const bool same = cache.sets[p] == cache.sets[q] && (cache.sets[p] == 0 || cache.set_starts[p] == cache.set_starts[q]);
+  if (one_table && !same) return false;
+  if (cache.sets[p] == 0 || cache.sets[q] == 0) return true;
+  const Extent a = extent_of(cache, features, p), b = extent_of(cache, features, q);
+  const bool slots = a.last <= b.first || b.last <= a.first;
+  if (!cache.offsets) return same || slots;
+  const bool shared = same && a.begin == b.begin && a.end == b.end;
+  return shared || (slots && (a.end <= b.begin || b.end <= a.begin));
+}
+
+// One block. The kernels after it do nothing where something does not pass.
+__global__ void __launch_bounds__(kThreads)
+    check_places_kernel(CacheTensors cache, Features features, Bags bags, int64_t* status) {
+  if (*status == kBadLayout) return;
+  __syncthreads();
+  for (int64_t p = threadIdx.x; p < cache.num_parts; p += blockDim.x)
+    if (!is_inside(cache, features, bags, p)) note_bad(status, kBadLayout);
+  __syncthreads();
+  const bool good = *status != kBadLayout;
+  __syncthreads();
+  for (int64_t p = threadIdx.x; good && p < cache.num_parts; p += blockDim.x)
+    for (int64_t q = 0; q < p; ++q)
+      if (!are_apart(cache, features, p, q)) note_bad(status, kBadLayout);
+}
+
+struct FindArgs {
+  CacheTensors cache;
+  Features features;
+  Bags bags;
+  int64_t* slots;
+  MissingKeys missing;
+  int64_t* status;
+};
+
+// A warp takes a bag: its ids one to a lane, then all lanes one id's set after the other.
+__global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
+  if (*a.status == kBadLayout) return;
+  const Group<kWarpSize> warp;
+  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    const bool alone = a.bags.first_part(feature + 1) - part == 1;
+    const Feature f = a.features[part];
+    const CachePlace place = place_of(a.cache, a.features, part);
+    const Range ids = range_of(a.bags, bag, a.status);
+    for (int64_t begin = ids.start; begin < ids.stop; begin += kWarpSize) {
+      const int64_t i = begin + warp.lane;
+      int64_t row = -1, set = 0, slot = -1;
+      if (i < ids.stop) {
+        const int64_t id = a.bags.id(i);
+        if (!a.bags.in_range(id, f)) note_bad(a.status, i);
+        else if (id != a.bags.padding_idx && alone && place.sets > 0)
+          row = f.row_offset + (a.features.parts ? a.features.parts[part].partition.row(id) : id);
+        if (row >= 0) set = place.set(row);
+      }
+      const int here = static_cast<int>(ids.stop - begin < kWarpSize ? ids.stop - begin : kWarpSize);
+      for (int u = 0; u < here; ++u) {
+        const int64_t wanted = warp.broadcast(row, u), in = warp.broadcast(set, u);
+        if (wanted < 0) continue;
+        const int64_t found = find_slot(a.cache.tags, a.cache.ways, in, wanted, warp.lane);
+        if (warp.lane == u) slot = found;
+      }
+      if (i >= ids.stop) continue;
+      a.slots[i] = slot;
+      if (a.missing.keys && row >= 0 && slot < 0)
+        a.missing.keys[i] = static_cast<uint64_t>(set) << a.missing.row_bits | static_cast<uint64_t>(row);
+    }
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) no_slots_kernel(int64_t* slots, int64_t count) {
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) slots[i] = -1;
+}
+
+struct FlushArgs {
+  Eviction eviction;
+  CacheTensors cache;
+  Features features;
+  int format;
+  const int64_t* status;
+};
+
+// A group of lanes takes a slot.
+template <class Format, int G>
+__global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  for (int64_t slot = Group<G>::first(); slot < a.cache.num_slots; slot += Group<G>::stride()) {
+    const int64_t row = a.cache.tags[slot];
+    if (row < 0 || !a.cache.dirty[slot]) continue;
+    const int64_t part = part_of_row(a.cache, a.features, row);
+    if (part < 0 || !a.features.has_format(part, a.format)) continue;
+    encode_slot<Format>(a.eviction, a.cache, a.features, part, row, slot, group);
+  }
+}
+
+// Slots of each part, and dirty ones of them.
+__global__ void __launch_bounds__(kThreads)
+    stats_kernel(const int64_t* tags, const uint8_t* dirty, int64_t slots, const int64_t* row_offsets,
+                 const int64_t* num_embeddings, int64_t parts, int64_t* counts) {
+  for (int64_t slot = Group<1>::first(); slot < slots; slot += Group<1>::stride())
+    for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
+      if (tags[slot] < row_offsets[p] || tags[slot] - row_offsets[p] >= num_embeddings[p]) continue;
+      atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p), 1ull);
+      if (dirty[slot]) atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p + 1), 1ull);
+    }
+}
+
+Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+              const std::string& bounds_check) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const OnDeviceOf device(cache_tags);
+  const cudaStream_t stream = device.stream();
+  const OptionalTensor none, tags = cache_tags, sets = cache_sets, starts = cache_set_starts;
+  // The weights are not read: any table fits.
+  constexpr int64_t kAnySize = INT64_MAX / 8;
+  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, kAnySize, 1, true, stream);
+  const CacheTensors cache = read_cache({none, none, tags, none, sets, starts, cache_ways}, layout, in, values, false);
+  Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
+  Tensor status = new_status(in, kAnySize, false, values, stream);
+  check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  find_slots(in, cache, slots.mutable_data_ptr<int64_t>(), {}, status.mutable_data_ptr<int64_t>(), stream);
+  return slots;
+}
+
+void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
+           const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+           const Tensor& cache_clock, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+           const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+           const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+           int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+           const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+           const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+           const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+           int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+           const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
+           const OptionalTensor& table_ids) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const OnDeviceOf device(weights);
+  const cudaStream_t stream = device.stream();
+  const int64_t one = 1, no_ids = 0;
+  const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);
+  const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
+  check_weights(weights, values, layout);
+  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
+  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
+                       sets = cache_sets, starts = cache_set_starts;
+  const CacheTensors cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
+  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  in.features.table_ids = how.table_ids;
+  check_clock(cache_clock, values);
+  Tensor status = new_status(in, weights.numel(), true, values, stream);
+  check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  FlushArgs args{{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, cache_clock.const_data_ptr<int64_t>(),
+                  how.stochastic},
+                 cache, in.features, 0, status.const_data_ptr<int64_t>()};
+  for (; args.format < in.features.num_formats && cache.num_slots > 0; ++args.format)
+    with_bag_format(in.features.formats[args.format], [&](auto format) {
+      with_row_lanes(in.max_dim, [&](auto lanes) {
+        constexpr int G = decltype(lanes)::value;
+        launch(flush_kernel<decltype(format), G>, blocks_for(cache.num_slots, G), dim3(kThreads), 0, stream, args);
+      });
+    });
+}
+
+Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
+             const Tensor& num_embeddings) {
+  check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
+  const OnDeviceOf device(cache_tags);
+  const int64_t shape[] = {row_offsets.numel(), 2};
+  Tensor out = torch::stable::new_zeros(cache_tags, {shape, 2}, ScalarType::Long);
+  if (cache_tags.numel() > 0)
+    launch(stats_kernel, blocks_for(cache_tags.numel(), 1), dim3(kThreads), 0, device.stream(),
+           cache_tags.const_data_ptr<int64_t>(), cache_dirty.const_data_ptr<uint8_t>(), cache_tags.numel(),
+           row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), shape[0],
+           out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
+}  // namespace
+
+CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
+                        bool has_rows) {
+  CacheTensors out{};
+  if (!check_cache(cache, layout, values, has_rows)) return out;
+  out.num_parts = in.num_parts;
+  out.sets = cache.sets->const_data_ptr<int64_t>();
+  out.set_starts = cache.set_starts->const_data_ptr<int64_t>();
+  out.tags = cache.tags->mutable_data_ptr<int64_t>();
+  out.ways = cache.ways;
+  out.num_slots = cache.tags->numel();
+  if (!has_rows) return out;
+  out.offsets = cache.offsets->const_data_ptr<int64_t>();
+  out.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
+  out.rows = cache.rows->mutable_data_ptr<float>();
+  out.num_elements = cache.rows->numel();
+  return out;
+}
+
+void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status, cudaStream_t stream) {
+  if (cache.ways == 0) return;
+  launch(check_places_kernel, dim3(1), dim3(kThreads), 0, stream, cache, in.features, in.bags, status);
+}
+
+void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
+                int64_t* status, cudaStream_t stream) {
+  if (in.bags.num_ids > 0)
+    launch(no_slots_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, slots, in.bags.num_ids);
+  if (in.bags.num_bags > 0)
+    launch(find_slots_kernel, blocks_for(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream,
+           FindArgs{cache, in.features, in.bags, slots, missing, status});
+}
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
+  m.impl("row_cache_lookup", TORCH_BOX(&lookup));
+  m.impl("row_cache_flush_", TORCH_BOX(&flush));
+  m.impl("row_cache_stats", TORCH_BOX(&stats));
+}
+
+}  // namespace rec_kernels

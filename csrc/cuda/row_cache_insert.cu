@@ -1,0 +1,378 @@
+// Insertion into the row cache on the GPU: what docs/numerics.md calls so. Ids whose rows are in no slot are sorted by set
+// and row; a warp serves a set; then rows are moved, those that leave before those that come. Nothing waits for the GPU.
+#include <vector>
+
+#include "core/device_algorithms.h"
+#include "cuda/row_cache.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// What a batch does to rows: of each sorted id that is the first of a row that comes in, the slot and the dirty row that
+// leaves it; else -1.
+struct Moves {
+  int64_t *slots, *evicted;
+};
+
+struct InsertArgs {
+  CacheTensors cache;
+  Features features;
+  Bags bags;
+  int64_t *stamps, *clock;
+  uint8_t *counts, *row_counts;  // or null
+  int64_t* stats;                // or null
+  const int64_t* seed;           // or null: 0
+  int64_t* slots;                // of the ids
+  const uint64_t* keys;          // sorted: set << row_bits | row
+  const uint32_t* positions;     // of the ids
+  int64_t count;
+  uint64_t left_out;  // the key of ids that want nothing
+  int row_bits;
+  Moves moves;
+  const int64_t* status;
+  bool raise;
+
+  // A bad id is to raise, and then nothing changes; bad offsets and layouts are as bad as ever.
+  __device__ __forceinline__ bool skip() const { return *status != kNoBadPosition && (raise || *status < 0); }
+  __device__ __forceinline__ int64_t set_of(int64_t i) const { return static_cast<int64_t>(keys[i] >> row_bits); }
+  __device__ __forceinline__ int64_t row_of(int64_t i) const {
+    return static_cast<int64_t>(keys[i] & ((uint64_t{1} << row_bits) - 1));
+  }
+  __device__ __forceinline__ bool is_first(int64_t i, int64_t begin) const { return i == begin || keys[i] != keys[i - 1]; }
+  __device__ __forceinline__ uint8_t raised(uint8_t count_before, int64_t row) const {
+    Noise noise = make_noise(seed ? *seed : 0, *clock);
+    noise.stream = kCountStream;
+    return raised_count(count_before, row, noise);
+  }
+  __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
+    if (!stats || n == 0) return;
+    const int64_t table = features.table_ids ? features.table_ids[part] : part;
+    atomicAdd(reinterpret_cast<unsigned long long*>(stats + table * kCacheStats + stat),
+              static_cast<unsigned long long>(n));
+  }
+  __device__ __forceinline__ void count_row(int64_t row, CacheStat stat) const {
+    count_part(part_of_row(cache, features, row), stat);
+  }
+};
+
+__global__ void advance_clock_kernel(InsertArgs a) {
+  if (!a.skip()) ++*a.clock;
+}
+
+__global__ void __launch_bounds__(kThreads) halve_kernel(InsertArgs a, uint8_t* counts, int64_t count, int64_t every) {
+  if (a.skip() || *a.clock % every != 0) return;
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) counts[i] = halved_count(counts[i]);
+}
+
+__global__ void __launch_bounds__(kThreads)
+    start_entries_kernel(uint64_t* keys, uint32_t* positions, int64_t count, uint64_t left_out, Moves moves) {
+  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) {
+    keys[i] = left_out;
+    positions[i] = static_cast<uint32_t>(i);
+    moves.slots[i] = moves.evicted[i] = -1;
+  }
+}
+
+// A warp takes a bag: rows that are in slots are used now.
+__global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
+  if (a.skip()) return;
+  const Group<kWarpSize> warp;
+  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (a.cache.sets[part] == 0 || a.bags.first_part(feature + 1) - part != 1) continue;
+    const Feature f = a.features[part];
+    const int64_t stop = a.bags.offset(bag + 1);
+    int64_t lookups = 0, hits = 0;
+    for (int64_t i = a.bags.offset(bag) + warp.lane; i < stop; i += kWarpSize) {
+      const int64_t id = a.bags.id(i), slot = a.slots[i];
+      lookups += a.bags.in_range(id, f) && id != a.bags.padding_idx;
+      if (slot < 0) continue;
+      ++hits;
+      auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
+      const auto now = static_cast<unsigned long long>(*a.clock);
+      // Of the ids that name a row, the first raises the count.
+      if (*stamp != now && atomicExch(stamp, now) != now && a.counts)
+        a.counts[slot] = a.raised(a.counts[slot], a.cache.tags[slot]);
+    }
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
+      lookups += __shfl_xor_sync(kFullWarp, lookups, distance);
+      hits += __shfl_xor_sync(kFullWarp, hits, distance);
+    }
+    if (warp.lane != 0) continue;
+    a.count_part(part, kLookups, lookups);
+    a.count_part(part, kHits, hits);
+  }
+}
+
+// Which of two slots a row takes: an empty one, then the fewest uses, the oldest use, the lowest way.
+struct Choice {
+  uint64_t uses;  // 0: empty; else the count and 1; UINT64_MAX: no slot
+  uint64_t stamp;
+  int64_t slot;
+};
+
+__device__ Choice better(const Choice& a, const Choice& b) {
+  if (a.uses != b.uses) return a.uses < b.uses ? a : b;
+  if (a.stamp != b.stamp) return a.stamp < b.stamp ? a : b;
+  return a.slot < b.slot ? a : b;
+}
+
+// By a warp, for a row of a set with so many uses; -1: it stays out.
+__device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int lane) {
+  const int64_t first = set * a.cache.ways;
+  Choice best{UINT64_MAX, 0, INT64_MAX};
+  for (int64_t slot = first + lane; slot < first + a.cache.ways; slot += kWarpSize) {
+    const int64_t tag = a.cache.tags[slot];
+    if (tag < 0) best = better(best, {0, 0, slot});
+    else if (a.stamps[slot] != *a.clock && part_of_row(a.cache, a.features, tag) >= 0)
+      best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
+  }
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
+    best = better(best, {__shfl_xor_sync(kFullWarp, best.uses, distance), __shfl_xor_sync(kFullWarp, best.stamp, distance),
+                         __shfl_xor_sync(kFullWarp, best.slot, distance)});
+  const bool refused = a.counts && best.uses > 0 && uint64_t{uses} + 1 <= best.uses;
+  return best.uses == UINT64_MAX || refused ? -1 : best.slot;
+}
+
+// Entry i, the first of a row, takes a slot; by one lane.
+__device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot) {
+  const int64_t row = a.row_of(i), before = a.cache.tags[slot];
+  if (before >= 0) {
+    if (a.counts) a.row_counts[before] = a.counts[slot];
+    a.count_row(before, kEvicted);
+    if (a.cache.dirty[slot]) {
+      a.count_row(before, kWritten);
+      a.moves.evicted[i] = before;
+    }
+  }
+  a.moves.slots[i] = slot;
+  a.cache.tags[slot] = row;
+  a.stamps[slot] = *a.clock;
+  a.cache.dirty[slot] = 0;
+  if (a.counts) a.counts[slot] = a.row_counts[row];
+  a.count_row(row, kInserted);
+}
+
+// The first entry from `begin` on whose key is not below `key`.
+__device__ int64_t end_of_set(const InsertArgs& a, int64_t begin, uint64_t key) {
+  int64_t low = begin, high = a.count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (a.keys[middle] < key) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// The place of the row of entry i, a first one, in the order in which its set serves rows.
+__device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin) {
+  const uint64_t uses = a.counts ? a.row_counts[a.row_of(i)] : 0;
+  return (255 - uses) << 32 | static_cast<uint64_t>(i - begin);
+}
+
+// Entries [begin, end) are those of a set, which a warp serves. No set takes in more rows than it has ways.
+__device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int lane) {
+  for (int64_t i = begin + lane; a.counts && i < end; i += kWarpSize)
+    if (a.is_first(i, begin)) a.row_counts[a.row_of(i)] = a.raised(a.row_counts[a.row_of(i)], a.row_of(i));
+  __syncwarp();
+  uint64_t next = 0;
+  for (;;) {
+    uint64_t turn = UINT64_MAX;
+    for (int64_t i = begin + lane; i < end; i += kWarpSize) {
+      const uint64_t own = a.is_first(i, begin) ? turn_of(a, i, begin) : UINT64_MAX;
+      if (own >= next && own < turn) turn = own;
+    }
+    turn = warp_min(turn);
+    if (turn == UINT64_MAX) return;
+    const int64_t i = begin + static_cast<int64_t>(turn & 0xffffffffu);
+    const int64_t slot = slot_for(a, a.set_of(i), static_cast<uint8_t>(255 - (turn >> 32)), lane);
+    next = turn;
+    if (slot < 0) break;
+    if (lane == 0) take_slot(a, i, slot);
+    for (int64_t j = i + lane; j < end && a.keys[j] == a.keys[i]; j += kWarpSize) a.slots[a.positions[j]] = slot;
+    __syncwarp();
+    ++next;
+  }
+  // This row and those behind it stay out.
+  for (int64_t i = begin + lane; i < end; i += kWarpSize)
+    if (a.is_first(i, begin) && turn_of(a, i, begin) >= next) a.count_row(a.row_of(i), kLeftOut);
+}
+
+// A warp looks at an entry, and serves its set if it is the first of it.
+__global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a) {
+  if (a.skip()) return;
+  const Group<kWarpSize> warp;
+  for (int64_t i = Group<kWarpSize>::first(); i < a.count; i += Group<kWarpSize>::stride()) {
+    if (a.keys[i] == a.left_out || (i > 0 && a.set_of(i) == a.set_of(i - 1))) continue;
+    const uint64_t behind = static_cast<uint64_t>(a.set_of(i) + 1) << a.row_bits;
+    serve_set(a, i, end_of_set(a, i, behind), warp.lane);
+  }
+}
+
+// A group of lanes takes a row that leaves.
+template <class Format, int G>
+__global__ void __launch_bounds__(kThreads) evict_kernel(InsertArgs a, Eviction eviction, int format) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
+    if (a.moves.evicted[i] < 0) continue;
+    const int64_t part = part_of_row(a.cache, a.features, a.moves.evicted[i]);
+    if (!a.features.has_format(part, format)) continue;
+    encode_slot<Format>(eviction, a.cache, a.features, part, a.moves.evicted[i], a.moves.slots[i], group);
+  }
+}
+
+// A group of lanes takes a row that comes in.
+template <class Format, int G>
+__global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const uint8_t* weights, int format) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
+    if (a.moves.slots[i] < 0) continue;
+    const int64_t part = part_of_row(a.cache, a.features, a.row_of(i));
+    if (!a.features.has_format(part, format)) continue;
+    const Feature f = a.features[part];
+    const int64_t D = f.embedding_dim;
+    const uint8_t* table = weights + f.weight_offset;
+    const ColumnReader<Format> reader(table + (a.row_of(i) - f.row_offset) * Format::row_bytes(D), D,
+                                      columns_aligned<Format>(table, D));
+    float* to = a.cache.rows + (a.cache.offsets[part] + a.moves.slots[i] * D);
+    for (int64_t c = 4 * group.lane; c < D; c += 4 * G) store_columns(to, c, D, rows_aligned(to, D), reader.read(c));
+  }
+}
+
+void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction, cudaStream_t stream) {
+  const auto every_format = [&](const auto& body) {
+    for (int i = 0; i < in.features.num_formats; ++i)
+      with_bag_format(in.features.formats[i], [&](auto format) {
+        with_row_lanes(in.max_dim, [&](auto lanes) { body(i, format, lanes); });
+      });
+  };
+  every_format([&](int i, auto format, auto lanes) {
+    constexpr int G = decltype(lanes)::value;
+    launch(evict_kernel<decltype(format), G>, blocks_for(a.count, G), dim3(kThreads), 0, stream, a, eviction, i);
+  });
+  every_format([&](int i, auto format, auto lanes) {
+    constexpr int G = decltype(lanes)::value;
+    launch(decode_kernel<decltype(format), G>, blocks_for(a.count, G), dim3(kThreads), 0, stream, a, eviction.weights,
+           i);
+  });
+}
+
+int bit_width(uint64_t n) {
+  int bits = 0;
+  for (; n; n >>= 1) ++bits;
+  return bits;
+}
+
+template <class T>
+T* pointer(const OptionalTensor& t) {
+  return t ? t->mutable_data_ptr<T>() : nullptr;
+}
+
+// Memory of sorting and moves, for as long as the call's kernels are launched.
+struct Entries {
+  Tensor keys, positions, sorted_keys, sorted_positions, moves;
+
+  Entries(int64_t N, const Tensor& like)
+      : keys(new_tensor(like, {N}, ScalarType::Long)),
+        positions(new_tensor(like, {N}, ScalarType::Int)),
+        sorted_keys(new_tensor(like, {N}, ScalarType::Long)),
+        sorted_positions(new_tensor(like, {N}, ScalarType::Int)),
+        moves(new_tensor(like, {2 * N}, ScalarType::Long)) {}
+  static uint64_t* unsigned_of(const Tensor& t) { return static_cast<uint64_t*>(t.mutable_data_ptr()); }
+  static uint32_t* positions_of(const Tensor& t) { return static_cast<uint32_t*>(t.mutable_data_ptr()); }
+};
+
+void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, const Eviction& eviction,
+                const Tensor& status, const Tensor& like, cudaStream_t stream) {
+  const int64_t N = in.bags.num_ids;
+  check_value(N < INT64_C(0xffffffff), "values has ", N, " ids; at most 2^32 - 2 fit in a call on a GPU");
+  a.row_bits = bit_width(static_cast<uint64_t>(in.num_rows));
+  const int64_t sets = a.cache.num_slots / a.cache.ways;
+  const int bits = a.row_bits + bit_width(static_cast<uint64_t>(sets));
+  check_value(bits <= 64, "too many rows (", in.num_rows, ") and sets (", sets,
+              ") for one call: their numbers must fit in 64 bits together");
+  a.left_out = static_cast<uint64_t>(sets) << a.row_bits;
+  const Entries memory(N, like);
+  a.moves = {memory.moves.mutable_data_ptr<int64_t>(), memory.moves.mutable_data_ptr<int64_t>() + N};
+  const dim3 each = blocks_for(N, 1), block(kThreads);
+  uint64_t *keys = Entries::unsigned_of(memory.keys), *sorted = Entries::unsigned_of(memory.sorted_keys);
+  uint32_t *positions = Entries::positions_of(memory.positions), *by_set = Entries::positions_of(memory.sorted_positions);
+  if (N > 0) launch(start_entries_kernel, each, block, 0, stream, keys, positions, N, a.left_out, a.moves);
+  find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
+  launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
+  for (const OptionalTensor* counts : {&history.counts, &history.row_counts})
+    if (history.lfu && history.decay_every > 0 && (*counts)->numel() > 0)
+      launch(halve_kernel, blocks_for((*counts)->numel(), 1), block, 0, stream, a, pointer<uint8_t>(*counts),
+             (*counts)->numel(), history.decay_every);
+  if (N == 0 || in.bags.num_bags == 0) return;
+  launch(touch_kernel, blocks_for(in.bags.num_bags, kWarpSize), block, 0, stream, a);
+  sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
+  a.keys = sorted;
+  a.positions = by_set;
+  a.count = N;
+  launch(serve_kernel, blocks_for(N, kWarpSize), block, 0, stream, a);
+  move_rows(in, a, eviction, stream);
+}
+
+Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
+              const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+              const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values, const Tensor& offsets,
+              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+              const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
+              const OptionalTensor& table_ids, const std::string& policy, const OptionalTensor& cache_counts,
+              const OptionalTensor& row_counts, const OptionalTensor& cache_stats, int64_t decay_every) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const bool lfu = parse_policy(policy);
+  check_weights(weights, values, layout);
+  const OnDeviceOf device(weights);
+  const cudaStream_t stream = device.stream();
+  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
+  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
+                       sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
+  const CacheArguments arguments{rows, places, tags, dirty, sets, starts, cache_ways};
+  const CacheTensors cache = read_cache(arguments, layout, in, values);
+  const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
+  check_history(history, arguments, values);
+  check_value(!lfu || row_counts->numel() >= in.num_rows, "row_counts must have one element per row (", in.num_rows,
+              "), got ", lfu ? row_counts->numel() : 0);
+  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  in.features.table_ids = how.table_ids;
+  Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
+  Tensor status = new_status(in, weights.numel(), true, values, stream);
+  check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  InsertArgs a{};
+  a.cache = cache;
+  a.features = in.features;
+  a.bags = in.bags;
+  a.stamps = pointer<int64_t>(stamps);
+  a.clock = cache_clock.mutable_data_ptr<int64_t>();
+  a.counts = pointer<uint8_t>(cache_counts);
+  a.row_counts = pointer<uint8_t>(row_counts);
+  a.stats = pointer<int64_t>(cache_stats);
+  a.seed = how.seed;
+  a.slots = slots.mutable_data_ptr<int64_t>();
+  a.status = status.const_data_ptr<int64_t>();
+  a.raise = options.raise;
+  const Eviction eviction{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, a.clock, how.stochastic};
+  insert_all(in, history, a, eviction, status, values, stream);
+  return slots;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", TORCH_BOX(&insert)); }
+
+}  // namespace rec_kernels

@@ -1,0 +1,133 @@
+#include "ops/row_cache.h"
+
+namespace rec_kernels {
+namespace {
+
+void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
+  check_value(t.has_value(), name, " is missing: a cache has an element of it for every slot");
+  check_shape(*t, {slots}, name);
+  check_dtype(*t, dtype, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, values, name, "values");
+}
+
+void check_rows(const OptionalTensor& rows, const Tensor& values) {
+  check_value(rows.has_value(), "cache_rows is missing: the other arguments of a cache mean nothing without it");
+  check_rank(*rows, 1, "cache_rows");
+  check_dtype(*rows, ScalarType::Float, "cache_rows");
+  check_contiguous(*rows, "cache_rows");
+  check_same_device(*rows, values, "cache_rows", "values");
+}
+
+void check_places(const OptionalTensor& t, const TableLayout& layout, const Tensor& values, const char* name) {
+  check_layout_tensor(t, layout.embedding_dims->numel(), values, name, ScalarType::Long,
+                      "there is a cache, so the places of every part");
+}
+
+constexpr const char* kNoLayout = "embedding_dims is missing: a cache needs the layout arguments";
+
+}  // namespace
+
+bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
+  if (!cache.rows && !cache.offsets && !cache.slots) return false;
+  check_value(layout.embedding_dims.has_value(), kNoLayout);
+  check_rows(cache.rows, values);
+  check_places(cache.offsets, layout, values, "cache_offsets");
+  check_value(cache.slots.has_value(), "cache_slots is missing: row_cache_insert_ and row_cache_lookup make it");
+  check_shape(*cache.slots, {values.numel()}, "cache_slots");
+  check_dtype(*cache.slots, ScalarType::Long, "cache_slots");
+  check_contiguous(*cache.slots, "cache_slots");
+  check_same_device(*cache.slots, values, "cache_slots", "values");
+  return true;
+}
+
+bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, bool has_rows) {
+  if (!cache.rows && !cache.tags && !cache.dirty && !cache.offsets && !cache.sets && !cache.set_starts) {
+    check_value(cache.ways == 0, "cache_ways = ", cache.ways, " means nothing without cache_tags");
+    return false;
+  }
+  check_value(layout.embedding_dims.has_value(), kNoLayout);
+  check_value(cache.ways >= 1 && cache.ways <= kMaxWays, "cache_ways = ", cache.ways, " must be in [1, ", kMaxWays,
+              "]");
+  check_value(cache.tags.has_value(), "cache_tags is missing: a cache has an element of it for every slot");
+  check_rank(*cache.tags, 1, "cache_tags");
+  const int64_t slots = cache.tags->numel();
+  check_value(slots % cache.ways == 0, "cache_tags must have a multiple of cache_ways = ", cache.ways,
+              " elements, got ", slots);
+  check_slots(cache.tags, slots, values, "cache_tags", ScalarType::Long);
+  check_places(cache.sets, layout, values, "cache_sets");
+  check_places(cache.set_starts, layout, values, "cache_set_starts");
+  if (!has_rows) return true;
+  check_rows(cache.rows, values);
+  check_slots(cache.dirty, slots, values, "cache_dirty", ScalarType::Byte);
+  check_places(cache.offsets, layout, values, "cache_offsets");
+  return true;
+}
+
+void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values) {
+  const int64_t slots = cache.tags->numel();
+  check_slots(history.stamps, slots, values, "cache_stamps", ScalarType::Long);
+  check_clock(history.clock, values);
+  check_value(history.counts.has_value() == history.lfu && history.row_counts.has_value() == history.lfu,
+              "cache_counts and row_counts must ", history.lfu ? "" : "not ", "be given for policy \"",
+              history.lfu ? "lfu" : "lru", "\"");
+  check_value(history.decay_every >= 0, "decay_every = ", history.decay_every, " must not be negative");
+  if (history.lfu) {
+    check_slots(history.counts, slots, values, "cache_counts", ScalarType::Byte);
+    check_rank(*history.row_counts, 1, "row_counts");
+    check_slots(history.row_counts, history.row_counts->numel(), values, "row_counts", ScalarType::Byte);
+  }
+  if (!history.stats) return;
+  check_rank(*history.stats, 2, "cache_stats");
+  check_shape(*history.stats, {history.stats->size(0), kCacheStats}, "cache_stats");
+  check_dtype(*history.stats, ScalarType::Long, "cache_stats");
+  check_contiguous(*history.stats, "cache_stats");
+  check_same_device(*history.stats, values, "cache_stats", "values");
+}
+
+void check_clock(const Tensor& clock, const Tensor& values) {
+  check_rank(clock, 0, "cache_clock");
+  check_dtype(clock, ScalarType::Long, "cache_clock");
+  check_same_device(clock, values, "cache_clock", "values");
+}
+
+void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets, const Tensor& num_embeddings) {
+  check_rank(cache_tags, 1, "cache_tags");
+  check_dtype(cache_tags, ScalarType::Long, "cache_tags");
+  check_contiguous(cache_tags, "cache_tags");
+  check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
+  check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
+  check_contiguous(cache_dirty, "cache_dirty");
+  check_rank(row_offsets, 1, "row_offsets");
+  check_layout_tensor(row_offsets, row_offsets.numel(), cache_tags, "row_offsets", ScalarType::Long);
+  check_layout_tensor(num_embeddings, row_offsets.numel(), cache_tags, "num_embeddings", ScalarType::Long);
+  check_same_device(cache_dirty, cache_tags, "cache_dirty", "cache_tags");
+}
+
+bool parse_policy(const std::string& policy) {
+  check_value(policy == "lru" || policy == "lfu", "policy must be \"lru\" or \"lfu\", got \"", policy, "\"");
+  return policy == "lfu";
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  const std::string layout = layout_schema();
+  const std::string places = "Tensor cache_sets, Tensor cache_set_starts, ";
+  const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None, Tensor? table_ids=None";
+  m.def(("row_cache_lookup(Tensor cache_tags, " + places + "int cache_ways, Tensor values, Tensor offsets, " + layout +
+         ") -> Tensor slots")
+            .c_str());
+  m.def(("row_cache_insert_(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor cache_offsets, Tensor(c!) cache_tags, "
+         "Tensor(d!) cache_dirty, " +
+         places + "int cache_ways, Tensor(e!) cache_stamps, Tensor(f!) cache_clock, Tensor values, Tensor offsets, " +
+         layout + rounding +
+         ", str policy=\"lru\", Tensor(g!)? cache_counts=None, Tensor(h!)? row_counts=None, "
+         "Tensor(i!)? cache_stats=None, int decay_every=0) -> Tensor slots")
+            .c_str());
+  m.def(("row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
+         "Tensor cache_dirty, " +
+         places + "int cache_ways, Tensor cache_clock, " + layout + rounding + ") -> ()")
+            .c_str());
+  m.def("row_cache_stats(Tensor cache_tags, Tensor cache_dirty, Tensor row_offsets, Tensor num_embeddings) -> Tensor");
+}
+
+}  // namespace rec_kernels

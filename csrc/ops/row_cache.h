@@ -1,0 +1,63 @@
+// A row cache over the encoded tables of embedding_bag: some rows lie in FP32 in slots, where they are read and updated
+// without rounding (docs/numerics.md, "Row cache"). The contract that every backend keeps, and the checks they share.
+//
+// Slots. Set s has the slots s * cache_ways up to (s + 1) * cache_ways - 1. Tensors with an element for each slot:
+// cache_tags int64 (the linear row in the slot, or -1), cache_stamps int64 (the clock when it was used last),
+// cache_dirty uint8 (changed since it came in), cache_counts uint8 (uses, for policy "lfu"). Further: cache_clock, a
+// number, int64; row_counts uint8 (uses of every linear row that is not in a slot, for "lfu"); cache_stats int64
+// [tables, 6], indexed by table_ids, by part without them: ids looked up, those of them whose row was in a slot, rows
+// taken in, rows evicted, dirty rows of them that were encoded, rows that found no slot.
+//
+// Places. For each part of the layout: cache_sets, how many sets its table's rows are spread over, 0 for a table that
+// is not cached; cache_set_starts, the first of them; cache_offsets. The row of slot s starts at element cache_offsets
+// + s * D of cache_rows, FP32. Tables of one width may share sets, others must not. The parts of a feature that has
+// several are not cached.
+//
+// row_cache_lookup says where the rows of ids are; row_cache_insert_ takes rows in first, and evicts others; both
+// return int64 [N], the slot of each id's row, -1 where it is in none or the id does not count. The embedding_bag ops
+// read such rows from their slots (cache_slots). Their update finds rows by tag itself, because other rows may have
+// come in since. row_cache_flush_ encodes dirty rows into their tables and leaves them dirty. Every op that evicts is
+// to be told of all cached tables: rows of others are never evicted.
+#pragma once
+
+#include "ops/cache_places.h"
+#include "ops/embedding_bag.h"
+
+namespace rec_kernels {
+
+// What a forward needs, as it arrives.
+struct CachedRows {
+  const OptionalTensor &rows, &offsets, &slots;
+};
+
+// What an update needs, as it arrives.
+struct CacheArguments {
+  const OptionalTensor &rows, &offsets, &tags, &dirty, &sets, &set_starts;
+  int64_t ways;
+};
+
+// The tensors that only the cache's own ops take, as they arrive.
+struct CacheHistory {
+  const Tensor& clock;
+  const OptionalTensor &stamps, &counts, &row_counts, &stats;
+  bool lfu;
+  int64_t decay_every;
+};
+
+// The most ways of a set.
+constexpr int64_t kMaxWays = 1024;
+// Columns of cache_stats.
+enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCacheStats };
+
+// Whether there is a cache; shapes, dtypes and devices if so.
+RK_EXPORT bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values);
+RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values,
+                           bool has_rows = true);
+RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
+RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
+// Of row_cache_stats.
+RK_EXPORT void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
+                           const Tensor& num_embeddings);
+RK_EXPORT bool parse_policy(const std::string& policy);
+
+}  // namespace rec_kernels

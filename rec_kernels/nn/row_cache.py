@@ -1,0 +1,265 @@
+"""A row cache of a collection: which rows, how many slots, and the state of these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.features import FeatureLookup
+from rec_kernels.nn.tables import StoredTable
+
+_ops = torch.ops.rec_kernels
+
+POLICIES = ("lru", "lfu")
+#: What ``cache_stats`` of the ops counts for each table.
+COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
+
+
+@dataclass(frozen=True)
+class RowCache:
+    """Some rows of a collection's tables in FP32, read and trained without rounding; the others stay encoded.
+
+    Hot rows learn as in FP32 tables while the many cold ones take the memory of their format. A training batch's rows
+    come in before they are looked up, and others leave for them, encoded with the collection's rounding. A row that
+    finds no slot is decoded, updated and encoded in its table. What is cached when is defined in docs/numerics.md and
+    the same on every device.
+
+    Args:
+        fraction: how many of the tables' rows have a slot: one number in [0, 1] for all, or table name -> number
+            (tables that are not named are not cached). Tables of one ``embedding_dim`` share their slots, except those
+            with fraction 1, whose rows all have one.
+        ways: slots of a set, 1 to 1024; a row can be in any slot of one set.
+        policy: which row leaves: "lru", the one that has not been used for longest; "lfu", the one with the fewest
+            uses, which stays if the new row has had no more. Uses are counted by batch, in one byte a row.
+        decay_every: under "lfu", counts are halved after so many batches; 0: never.
+
+    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    fraction: float | Mapping[str, float] = 0.05
+    ways: int = 32
+    policy: str = "lru"
+    decay_every: int = 0
+
+    def __post_init__(self) -> None:
+        fractions = self.fraction if isinstance(self.fraction, Mapping) else {"": self.fraction}
+        for name, value in fractions.items():
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+                where = f"fraction of table {name!r}" if name else "fraction"
+                raise ValueError(f"{where} must be a number in [0, 1], got {value!r}")
+        if positive_integer("ways", self.ways) > 1024:
+            raise ValueError(f"ways must be at most 1024, got {self.ways}")
+        check_choice("policy", self.policy, POLICIES)
+        if isinstance(self.decay_every, bool) or not isinstance(self.decay_every, int) or self.decay_every < 0:
+            raise ValueError(f"decay_every must be an int, at least 0, got {self.decay_every!r}")
+        if self.decay_every and self.policy != "lfu":
+            raise ValueError(f"decay_every = {self.decay_every} is for policy 'lfu', got {self.policy!r}")
+
+    def of(self, table: str) -> float:
+        """The fraction of a table."""
+        return self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction
+
+
+@dataclass
+class _Group:
+    """Tables that share sets of slots of one width."""
+
+    dim: int
+    tables: list[int]
+    first_set: int
+    sets: int
+    first_element: int
+
+    def offset(self, ways: int) -> int:
+        """Where slot 0 would lie."""
+        return self.first_element - self.first_set * ways * self.dim
+
+
+class CacheState(nn.Module):
+    """The slots of a collection's row cache.
+
+    Args:
+        cache: how much of what is cached.
+        stored: the collection's tables; ``whole``: names of those that may be cached.
+        features: what the collection's features look up.
+        device: where the slots are.
+    """
+
+    def __init__(
+        self,
+        cache: RowCache,
+        stored: list[StoredTable],
+        features: list[FeatureLookup],
+        *,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self.cache, self._stored = cache, stored
+        self._features = features
+        alone = {feature.parts[0].stored for feature in features if len(feature.parts) == 1}
+        names = {feature.table.name for feature in features if len(feature.parts) == 1}
+        if isinstance(cache.fraction, Mapping) and (unknown := sorted(set(cache.fraction) - names)):
+            raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {sorted(names)}")
+        self.fractions = [cache.of(t.name) if i in alone else 0.0 for i, t in enumerate(stored)]
+        self._groups = self._make_groups()
+        slots = sum(g.sets for g in self._groups) * cache.ways
+        elements = sum(g.sets * cache.ways * g.dim for g in self._groups)
+        state = {
+            "rows": torch.zeros(elements, dtype=torch.float32, device=device),
+            "tags": torch.full((slots,), -1, dtype=torch.int64, device=device),
+            "stamps": torch.zeros(slots, dtype=torch.int64, device=device),
+            "dirty": torch.zeros(slots, dtype=torch.uint8, device=device),
+            "clock": torch.zeros((), dtype=torch.int64, device=device),
+        }
+        if cache.policy == "lfu":
+            state["counts"] = torch.zeros(slots, dtype=torch.uint8, device=device)
+            rows = sum(t.num_embeddings for t in stored)
+            state["row_counts"] = torch.zeros(rows, dtype=torch.uint8, device=device)
+        for name, tensor in state.items():
+            self.register_buffer(name, tensor)
+        stats = torch.zeros(len(stored), len(COUNTERS), dtype=torch.int64, device=device)
+        self.register_buffer("stats", stats, persistent=False)
+        self._make_places(device)
+
+    def _make_groups(self) -> list[_Group]:
+        ways, groups = self.cache.ways, []
+        first_set = first_element = 0
+
+        def add(dim: int, tables: list[int], slots: float) -> None:
+            nonlocal first_set, first_element
+            sets = max(1, -(-int(slots) // ways))
+            groups.append(_Group(dim, tables, first_set, sets, first_element))
+            first_set, first_element = first_set + sets, first_element + sets * ways * dim
+
+        shared: dict[int, list[int]] = {}
+        for i, (table, fraction) in enumerate(zip(self._stored, self.fractions, strict=True)):
+            if fraction == 1:
+                add(table.embedding_dim, [i], table.num_embeddings)
+            elif fraction > 0:
+                shared.setdefault(table.embedding_dim, []).append(i)
+        for dim, tables in shared.items():
+            add(dim, tables, sum(self.fractions[i] * self._stored[i].num_embeddings for i in tables))
+        return groups
+
+    def _make_places(self, device: torch.device | str | None) -> None:
+        of = {i: group for group in self._groups for i in group.tables}
+        parts = [of.get(part.stored) for feature in self._features for part in feature.parts]
+        places = {
+            "sets": [g.sets if g else 0 for g in parts],
+            "set_starts": [g.first_set if g else 0 for g in parts],
+            "offsets": [g.offset(self.cache.ways) if g else 0 for g in parts],
+        }
+        for name, numbers in places.items():
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
+            self.register_buffer(f"_{name}", tensor, persistent=False)
+
+    def _places(self) -> dict[str, object]:
+        return {"cache_sets": self._sets, "cache_set_starts": self._set_starts, "cache_ways": self.cache.ways}
+
+    def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
+        """[N]: the slots of ids; nothing changes. ``layout`` is the ops'."""
+        return _ops.row_cache_lookup(self.tags, *self._places().values(), *bags, **layout)
+
+    def insert(
+        self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
+    ) -> Tensor:
+        """[N]: the slots of a batch's ids, whose rows come in if they can."""
+        own = {"policy": self.cache.policy, "cache_stats": self.stats}
+        if self.cache.policy == "lfu":
+            own |= {"cache_counts": self.counts, "row_counts": self.row_counts, "decay_every": self.cache.decay_every}
+        slots = (self.rows, self._offsets, self.tags, self.dirty)
+        history = (self.stamps, self.clock)
+        return _ops.row_cache_insert_(
+            weights, *slots, *self._places().values(), *history, *bags, **layout, **rounding, **own
+        )
+
+    def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
+        """Encodes the rows that have changed into their tables; they stay where they are."""
+        slots = (self.rows, self._offsets, self.tags, self.dirty)
+        _ops.row_cache_flush_(weights, *slots, *self._places().values(), self.clock, **layout, **rounding)
+
+    def clear(self) -> None:
+        """Empties the slots, and forgets uses."""
+        for name, tensor in self._buffers.items():
+            if not name.startswith("_"):
+                tensor.fill_(-1 if name == "tags" else 0)
+
+    def arguments(self, slots: Tensor) -> dict[str, object]:
+        """Of a lookup whose ids' rows are in ``slots``."""
+        return {
+            "cache_rows": self.rows,
+            "cache_offsets": self._offsets,
+            "cache_slots": slots,
+            "cache_tags": self.tags,
+            **self._places(),
+        }
+
+    def update_arguments(self) -> dict[str, object]:
+        """Of an update."""
+        own = {"cache_rows": self.rows, "cache_offsets": self._offsets, "cache_tags": self.tags}
+        return own | {"cache_dirty": self.dirty} | self._places()
+
+    def report(self) -> list[dict[str, object]]:
+        """Of each stored table: its counters, rows in slots and its share of the cache's bytes."""
+        first = [0]
+        for t in self._stored:
+            first.append(first[-1] + t.num_embeddings)
+        numbers = [
+            torch.tensor(n, device=self.tags.device) for n in (first[:-1], [t.num_embeddings for t in self._stored])
+        ]
+        held = _ops.row_cache_stats(self.tags, self.dirty, *numbers).tolist()
+        shares = self._shares()
+        report = []
+        for i, counters in enumerate(self.stats.tolist()):
+            named = dict(zip(COUNTERS, counters, strict=True))
+            rate = named["hits"] / named["lookups"] if named["lookups"] else None
+            cached = {"cached_rows": held[i][0], "dirty_rows": held[i][1], "cache_bytes": shares[i]}
+            report.append(cached | named | {"hit_rate": rate})
+        return report
+
+    def _shares(self) -> list[int]:
+        """Of each table, in bytes: of the slots of its group by how many it asked for, and its rows' counts."""
+        per_slot = sum(
+            t.element_size() for name, t in self._buffers.items() if name in ("tags", "stamps", "dirty", "counts")
+        )
+        shares = [0] * len(self._stored)
+        for group in self._groups:
+            asked = [self.fractions[i] * self._stored[i].num_embeddings for i in group.tables]
+            left = group.sets * self.cache.ways * (4 * group.dim + per_slot)
+            total = left
+            for i, slots in zip(group.tables, asked, strict=True):
+                shares[i] = min(left, round(total * slots / sum(asked)))
+                left -= shares[i]
+            shares[group.tables[-1]] += left
+        if self.cache.policy == "lfu":
+            shares = [share + t.num_embeddings for share, t in zip(shares, self._stored, strict=True)]
+        return shares
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
+        from rec_kernels.nn.layout import _uncast
+
+        was_meta = self.tags.is_meta
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = _uncast(buffer, fn)
+        if was_meta and not self.tags.is_meta:
+            self._make_places(self.tags.device)
+            self.clear()
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+        # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
+        own = {prefix + name: tensor for name, tensor in self.state_dict().items()}
+        fits = all(getattr(state_dict.get(name), "shape", None) == tensor.shape for name, tensor in own.items())
+        if not fits:
+            self.clear()
+            state_dict.update(own)
+            for name in [n for n in state_dict if n.startswith(prefix) and n not in own]:
+                del state_dict[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)

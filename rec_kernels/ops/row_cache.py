@@ -1,0 +1,48 @@
+"""row_cache: some rows of encoded tables in FP32, in slots that the embedding_bag ops read and update.
+
+The ops (schemas in csrc/ops/row_cache.cpp, contract in csrc/ops/row_cache.h, arguments in docs/ops.md; what is cached
+when, and every bit of it, in docs/numerics.md):
+
+- ``row_cache_lookup``: in which slot the row of each id is, or -1.
+- ``row_cache_insert_``: the same after the rows of a batch have been taken in, and others evicted for them.
+- ``row_cache_flush_``: encodes changed rows into their tables.
+- ``row_cache_stats``: how many rows of each table are cached, and how many of these have changed.
+
+``rk.RowCache`` gives a collection such a cache.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rec_kernels.ops.embedding_bag import arguments_of
+from rec_kernels.ops.fakes import check_one_device
+
+
+def _slots(op: str, inputs: tuple, given: dict) -> Tensor:
+    a = arguments_of(op, inputs, given)
+    check_one_device(a.values())
+    return a["values"].new_empty(a["values"].shape, dtype=torch.int64)
+
+
+@torch.library.register_fake("rec_kernels::row_cache_lookup")
+def _(*inputs, **given):
+    return _slots("row_cache_lookup", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::row_cache_insert_")
+def _(*inputs, **given):
+    return _slots("row_cache_insert_", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::row_cache_flush_")
+def _(*inputs, **given):
+    check_one_device((*inputs, *given.values()))
+
+
+@torch.library.register_fake("rec_kernels::row_cache_stats")
+def _(*inputs, **given):
+    a = arguments_of("row_cache_stats", inputs, given)
+    check_one_device(a.values())
+    return a["cache_tags"].new_empty((a["row_offsets"].shape[0], 2))
