@@ -151,9 +151,9 @@ def test_bad_number(name: str, place: int, number: int, message: str) -> None:
 def test_tables_of_two_widths_share_no_sets() -> None:
     """Their rows would overlap."""
     given = arguments()
-    given["cache_set_starts"][2] = 1
+    given["cache_set_starts"][2], given["cache_offsets"][2] = 1, 0  # rows of width 8 lie inside of cache_rows
     for op in (INSERT, FLUSH):
-        check_refused(op, given, r"cache_set_starts\[2\] = 1")
+        check_refused(op, given, r"cache_set(s|_starts)\[\d\]")
 
 
 def test_features_of_a_table_agree() -> None:
@@ -206,3 +206,74 @@ def test_bad_stats(name: str, change, message: str) -> None:
     for namespace in (ops, emulated()):
         given = arguments(ops=namespace)
         check_refused("row_cache_stats", given | {name: change(given[name])}, message, namespace)
+
+
+LOOKUPS = ["embedding_bag", "embedding_bag_fused", "embedding_bag_backward_per_sample_weights"]
+UPDATE = "embedding_bag_backward_fused_"
+
+
+def training(namespace: object = ops) -> dict[str, object]:
+    """A good call of the ops of embedding_bag that read and update cached rows."""
+    given = arguments(ops=namespace)
+    slots, num_rows = call(LOOKUP, given, namespace), given["num_rows"]
+    state = {"sum": torch.ones(num_rows), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
+    return given | state | {"cache_slots": slots, "grad": torch.ones(2, given["output_dim"])}
+
+
+WRONG_LOOKUPS = [
+    ("cache_slots", lambda t: t.int(), "cache_slots must be int64, got int32"),
+    ("cache_slots", lambda t: t[:-1], r"cache_slots must have shape \[12\], got \[11\]"),
+    ("cache_slots", strided, "cache_slots must be contiguous"),
+    ("cache_slots", lambda _: None, "cache_slots is missing"),
+    ("cache_rows", lambda _: None, "cache_rows is missing"),
+    ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
+    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
+]
+WRONG_UPDATES = [
+    ("cache_ways", lambda _: 0, r"cache_ways = 0 must be in \[1, 1024\]"),
+    ("cache_tags", lambda t: t.int(), "cache_tags must be int64, got int32"),
+    ("cache_tags", lambda _: None, "cache_tags is missing"),
+    ("cache_dirty", lambda t: t[:-2], r"cache_dirty must have shape \[10\], got \[8\]"),
+    ("cache_dirty", lambda _: None, "cache_dirty is missing"),
+    ("cache_sets", lambda _: None, "cache_sets is missing"),
+    ("cache_set_starts", lambda t: t.int(), "cache_set_starts must be int64, got int32"),
+    ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
+    ("cache_rows", lambda _: None, "cache_rows is missing"),
+    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
+]
+
+
+def test_the_training_to_be_spoilt_is_good() -> None:
+    """On every kind of backend."""
+    for namespace in (ops, emulated()):
+        for op in (*LOOKUPS, UPDATE):
+            call(op, training(namespace), namespace)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_LOOKUPS)
+def test_bad_lookup(name: str, change, message: str) -> None:
+    """ValueError from every op that reads cached rows."""
+    for op in LOOKUPS:
+        for namespace in (ops, emulated()):
+            given = training(namespace)
+            check_refused(op, given | {name: change(given[name])}, message, namespace)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_UPDATES)
+def test_bad_update(name: str, change, message: str) -> None:
+    """ValueError from the update, which writes nothing then."""
+    for namespace in (ops, emulated()):
+        given = training(namespace)
+        check_refused(UPDATE, given | {name: change(given[name])}, message, namespace)
+        assert given["step"].item() == 3
+
+
+@pytest.mark.parametrize("slot", [-2, 14, 2**62, -(2**63)])
+def test_bad_slot(slot: int) -> None:
+    """A slot outside of the rows is named by its position; no memory outside is read."""
+    given = training()
+    place = int((given["cache_slots"] >= 0).nonzero()[0])
+    given["cache_slots"][place] = slot
+    for op in LOOKUPS:
+        for _ in cpu_backends():
+            check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")

@@ -307,3 +307,24 @@ def test_per_sample_weights(pooling: str) -> None:
         call("embedding_bag_fused", given)[0].backward(grad)
         assert same_bits(wanted.grad, expected), i
         check_same(case, run, model, i)
+
+
+def test_per_sample_weights_of_rows_that_have_left_since() -> None:
+    """Their gradient is of the rows as the backward finds them, just before its update."""
+    case = CacheCase(CacheSample([(40, 6, "int4"), (30, 9, "bf16")], [(0, "sum"), (1, "mean")], {6: 2, 9: 3}, 2))
+    first, second = (case.batch(Batch([[3, 2], [1, 4]], seed=seed)) for seed in (1, 2))
+    grad, model, run = grad_of(case, first, seed=4), Model(case, "sgd"), Trained(case, "sgd")
+    factors, token = wide_floats(len(first.values), seed=9).requires_grad_(), torch.empty(0, requires_grad=True)
+    for trained in (model, run):
+        trained.train(second, grad)
+    model.cache.insert(case.named(first))
+    given = run.given(first, cache_slots=run.insert(first), token=token, per_sample_weights=factors)
+    output = call("embedding_bag_fused", given)[0]
+    assert same_bits(output, model.forward(first, factors.detach()))
+    model.cache.insert(case.named(second))
+    run.insert(second)
+    expected = model.factors_gradient(grad, first, factors.detach())
+    model.update(model.gradients(grad, first, factors.detach()))
+    output.backward(grad)
+    assert same_bits(factors.grad, expected)
+    check_same(case, run, model, "autograd")
