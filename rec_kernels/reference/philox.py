@@ -49,7 +49,7 @@ def row_words(seed: int, step: int, table: int, first_row: int, rows: int, colum
         table: in [0, 2^16).
         first_row: row of the whole table; every row is in [0, 2^44).
         rows, columns: how many, N and D.
-        stream: in [0, 16): 0 for weights, others for optimizer state.
+        stream: in [0, 16): 0 for weights, 1 and 2 for optimizer state, 3 and 4 for the row cache.
 
     Returns:
         int64 [N, D], values in [0, 2^32).

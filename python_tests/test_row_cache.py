@@ -1,0 +1,194 @@
+"""The ops of the row cache against the reference: every tensor that they change, after every call, bit for bit."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from backends import cpu_backends, every_backend
+from embedding_bag_checks import Backends
+from embedding_bag_format_cases import ROUNDINGS, SEED
+from hypothesis import given, settings
+from row_cache_cases import (
+    FORMATS,
+    Action,
+    Batch,
+    CacheCase,
+    CacheSample,
+    State,
+    Update,
+    apply,
+    call,
+    expected_of,
+    sequences,
+)
+
+from rec_kernels.reference.embedding_bag import Parts
+from rec_kernels.reference.philox import row_words
+from rec_kernels.reference.row_cache import POLICIES, uses_of
+from rec_kernels.testing import same_bits, use_threads
+
+Given = tuple[CacheSample, list[Action]]
+
+
+def check(given: Given, backends: Backends = every_backend) -> None:
+    """Slots, state and ``row_cache_stats`` after each of the actions, on each of the backends."""
+    sample, actions = given
+    case = CacheCase(sample)
+    expected, before = expected_of(case, actions), case.state()
+    for backend in backends():
+        state = {name: t.clone() for name, t in before.items()}
+        for i, done in enumerate(expected):
+            where = (backend.name, i, done.action)
+            assert apply(case, done, state, backend.ops) == done.slots, where
+            assert not case.differing(state, done.state), (*where, case.differing(state, done.state))
+            assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.held, where
+
+
+@settings(max_examples=200)
+@given(sequences())
+def test_cpu(given: Given) -> None:
+    """Every instruction set, with several numbers of threads."""
+    check(given, cpu_backends)
+
+
+@settings(max_examples=60)
+@given(sequences())
+def test_every_backend(given: Given) -> None:
+    """The CUDA kernels as well."""
+    check(given)
+
+
+def _steps(features: int, batch: int, count: int, flush: bool = True) -> list[Action]:
+    """Insertions, each followed by an update and a lookup of the next batch; now and then rows are flushed."""
+    actions = []
+    for i in range(count):
+        here, after = (Batch([[3] * batch] * features, seed=i + more) for more in (0, 1))
+        actions += [Action("insert", here), Action("update", Update(i)), Action("lookup", after)]
+        actions += [Action("flush")] if flush and i % 3 == 1 else []
+    return actions
+
+
+@pytest.mark.parametrize("ways", [1, 2, 4, 32])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_grid(rounding: str, policy: str, ways: int) -> None:
+    """Every format in widths around a block, all of them in two sets of a width, which evict one another's rows."""
+    widths = [3, 16, 33]
+    tables = [(23, width, format) for width in widths for format in FORMATS]
+    sets = dict.fromkeys(widths, 2)
+    options = {"policy": policy, "rounding": rounding, "decay_every": 3 if policy == "lfu" else 0, "gap": 1}
+    sample = CacheSample(tables, [(t, "sum") for t in range(len(tables))], sets, ways, **options)
+    check((sample, _steps(len(tables), batch=2, count=4)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_shared_hashed_and_uncached(policy: str) -> None:
+    """Two features of one table insert its rows once; ids are hashed first; tables without sets stay out."""
+    tables = [(9, 4, "int8"), (7, 4, "int4"), (5, 8, "bf16"), (6, 4, "mx6")]
+    hashed = Parts([1], [(3, 7)], 900, "concat")
+    parts = Parts([2, 3], [(1, 5), (5, 6)], 30, "concat")
+    features = [(0, "sum"), (hashed, "mean"), (0, "mean"), (parts, "sum"), (2, "sum")]
+    sample = CacheSample(tables, features, {4: 2}, 2, uncached=(3,), policy=policy, padding_idx=4, ids=32)
+    check((sample, _steps(len(features), batch=4, count=5)))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_frozen_features_insert(policy: str) -> None:
+    """They are looked up as others are, and their rows come in as those of others."""
+    case = CacheCase(CacheSample([(9, 4, "int8"), (9, 4, "bf16")], [(0, "sum"), (1, "sum")], {4: 3}, policy=policy))
+    done = expected_of(case, [Action("insert", Batch([[4, 2], [1, 3]]))])[0]
+    batch = case.batch(done.action.given)
+    for backend in every_backend():
+        state = case.state()
+        given = case.arguments | state | {"frozen": torch.tensor([True, False])}
+        found = call("row_cache_insert_", given | {"values": batch.values, "offsets": batch.offsets}, backend.ops)
+        assert found.tolist() == done.slots, backend.name
+        assert not case.differing(state, done.state), backend.name
+
+
+def test_large_batch() -> None:
+    """Thousands of ids in many sets, shared among threads; hot rows among them."""
+    tables = [(3000, 8, "int8"), (500, 8, "int4"), (40, 4, "bf16")]
+    for policy in POLICIES:
+        sample = CacheSample(tables, [(0, "sum"), (1, "sum"), (0, "mean"), (2, "sum")], {8: 40, 4: 2}, 4, policy=policy)
+        batches = [Batch([[5] * 40, [3] * 40, [1] * 40, [6] * 40], seed=i) for i in range(3)]
+        check((sample, [a for i, b in enumerate(batches) for a in (Action("insert", b), Action("update", Update(i)))]))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_batch_is_ready_whatever_its_order(policy: str) -> None:
+    """The ids of a batch in another order, or repeated, leave the same state but for what counts ids."""
+    case = CacheCase(CacheSample([(30, 4, "int4")], [(0, "sum")], {4: 3}, policy=policy, rounding="stochastic"))
+    ids = torch.tensor([7, 2, 19, 4, 28, 11, 3, 5, 23, 17, 1, 8])
+    for backend in every_backend():
+        found = []
+        for values in (ids, ids.flip(0), torch.cat([ids[5:], ids, ids[:5]])):
+            state = case.state()
+            for t in range(3):
+                given = {"values": (values + 5 * t) % 30, "offsets": torch.tensor([0, len(values)])}
+                call("row_cache_insert_", case.arguments | state | given, backend.ops)
+                state["cache_dirty"][state["cache_tags"] >= 0] = 1
+            state["cache_stats"] = state["cache_stats"][:, 2:].clone()
+            found.append(state)
+        for other in found[1:]:
+            assert not case.differing(other, found[0]), backend.name
+
+
+def test_counts_are_means() -> None:
+    """Counters of cached rows and of others, bit for bit; what they stand for is n after n uses, to 4 std. errors."""
+    uses, rows = 300, 256
+    case = CacheCase(CacheSample([(rows, 1, "bf16")], [(0, "sum")], {1: 1}, rows // 2, policy="lfu"))
+    state = case.state()
+    state["row_counts"].zero_()
+    counts = torch.zeros(rows, dtype=torch.int64)
+    given = case.arguments | state | {"values": torch.arange(rows), "offsets": torch.tensor([0, rows])}
+    with use_threads(1):
+        for t in range(1, uses + 1):
+            call("row_cache_insert_", given)
+            words = row_words(SEED, t, 0, 0, rows, 1, 4)[:, 0]
+            counts += (words % (1 << counts // 16) == 0).long()
+    found = state["row_counts"].clone()
+    tags = state["cache_tags"]
+    assert (tags >= 0).all()
+    found[tags] = state["cache_counts"]
+    assert found.tolist() == counts.tolist()
+    stands_for = torch.tensor([uses_of(c) for c in found.tolist()], dtype=torch.float64)
+    assert (stands_for.mean() - uses).abs() <= 4 * stands_for.std() / rows**0.5
+
+
+def test_optional_arguments() -> None:
+    """Statistics by part without table numbers; none at all; a missing seed is 0, as in an update."""
+    case = CacheCase(CacheSample([(9, 4, "int4"), (9, 4, "int8")], [(0, "sum"), (1, "sum")], {4: 1}, policy="lfu"))
+    batches = [case.batch(Batch([[4, 2], [1, 3]], seed=i)) for i in range(3)]
+
+    def run(ops: object, **changed: object) -> State:
+        state = case.state() | changed.pop("state", {})
+        for batch in batches:
+            given = case.arguments | state | {"values": batch.values, "offsets": batch.offsets} | changed
+            call("row_cache_insert_", given, ops)
+        return state
+
+    for backend in every_backend():
+        plain = run(backend.ops)
+        bare = run(backend.ops, cache_stats=None)
+        assert same_bits(bare["cache_stats"], case.first_stats), backend.name
+        assert not case.differing(bare | {"cache_stats": plain["cache_stats"]}, plain), backend.name
+        by_part = run(backend.ops, table_ids=None, state={"cache_stats": torch.zeros(2, 6, dtype=torch.int64)})
+        ids = [case.table_id(t) for t in (0, 1)]
+        assert torch.equal(by_part["cache_stats"], (plain["cache_stats"] - case.first_stats)[ids]), backend.name
+        options = {"rounding": "stochastic"}
+        no_seed, zero = (run(backend.ops, seed=seed, **options) for seed in (None, torch.tensor(0)))
+        assert not case.differing(no_seed, zero), backend.name
+
+
+def test_lookup_without_sets() -> None:
+    """Where no table is cached nothing comes in; the clock counts, and there are no slots at all."""
+    case = CacheCase(CacheSample([(9, 4, "int4"), (3, 2, "bf16")], [(1, "sum"), (0, "sum")], {}))
+    assert len(case.state()["cache_tags"]) == 0
+    check(
+        (case.sample, [Action("insert", Batch([[1, 2], [0, 3]])), Action("flush"), Action("insert", Batch([[], []]))])
+    )
+    before = case.state()
+    assert functools.reduce(lambda n, t: n + t.numel(), (before["cache_rows"], before["cache_stamps"]), 0) == 0

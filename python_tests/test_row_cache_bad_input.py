@@ -1,0 +1,279 @@
+"""What the ops of the row cache say to wrong arguments; and nothing changes, the clock neither."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from backends import cpu_backends, emulated
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of
+from torch import Tensor
+
+from rec_kernels.reference.embedding_bag import Parts
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+INSERT, FLUSH, LOOKUP = "row_cache_insert_", "row_cache_flush_", "row_cache_lookup"
+TAKE_CACHE = [INSERT, FLUSH, LOOKUP]
+WRITTEN = ["weights", "cache_rows", "cache_tags", "cache_stamps", "cache_dirty", "cache_clock", "cache_stats"]
+WRITTEN += ["cache_counts", "row_counts"]
+
+
+def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
+    """A good call by argument name: two tables of width 4 in three sets of two ways, one of width 8 in two, parts."""
+    tables = [(9, 4, "int8"), (7, 4, "bf16"), (5, 8, "int4"), (5, 2, "int8"), (6, 2, "mx6")]
+    parts = Parts([3, 4], [(1, 5), (5, 6)], 30, "concat")
+    features = [(0, "sum"), (1, "sum"), (2, "mean"), (parts, "sum")]
+    case = CacheCase(CacheSample(tables, features, {4: 3, 8: 2}, policy=policy, rounding="stochastic"))
+    state, batch = case.state(), Batch([[2, 1]] * 4)
+    for done in expected_of(case, [Action("insert", batch), Action("update", Update(3))]):
+        apply(case, done, state, ops)
+    bags = case.batch(batch)
+    return case.arguments | state | {"values": bags.values, "offsets": bags.offsets}
+
+
+def takers(name: str) -> list[str]:
+    """The ops of the cache that have an argument."""
+    return [op for op in TAKE_CACHE if name in [a.name for a in getattr(ops, op).default._schema.arguments]]
+
+
+def check_refused(op: str, given: dict[str, object], message: str, namespace: object = ops, error=ValueError) -> None:
+    """The error with the message, a pattern; and nothing that an op could write has changed."""
+    written = [given[name] for name in WRITTEN if isinstance(given.get(name), Tensor)]
+    before = [None if t.is_meta else t.clone() for t in written]
+    with pytest.raises((error, RuntimeError) if namespace is not ops else error, match=message):
+        call(op, given, namespace)
+    assert all(b is None or same_bits(t, b) for t, b in zip(written, before, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_the_calls_to_be_spoilt_are_good(policy: str) -> None:
+    """The ops accept the arguments that the tests below change."""
+    for namespace in (ops, emulated()):
+        for op in TAKE_CACHE:
+            call(op, arguments(policy, namespace), namespace)
+
+
+def strided(t: Tensor) -> Tensor:
+    """The same numbers, not contiguous."""
+    return torch.stack([t, t], 1)[:, 0]
+
+
+# Of the good call: 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
+SLOTS = ["cache_tags", "cache_stamps", "cache_dirty", "cache_counts"]
+WRONG_TENSORS = [
+    *((name, lambda t: t.int(), f"{name} must be (int64|uint8), got int32") for name in SLOTS),
+    *((name, lambda t: t[None], f"{name} must have (1 dimension|shape)") for name in SLOTS),
+    *((name, strided, f"{name} must be contiguous") for name in SLOTS),
+    *((name, lambda t: t[:-2], rf"{name} must have shape \[10\], got \[8\]") for name in SLOTS[1:]),
+    ("cache_tags", lambda t: t[:-1], "cache_tags must have a multiple of cache_ways = 2 elements, got 9"),
+    *((name, lambda t: t.int(), f"{name} must be int64, got int32") for name in ("cache_sets", "cache_set_starts")),
+    *((name, lambda t: t[1:], rf"{name} must have shape \[5\], got \[4\]") for name in ("cache_sets", "cache_offsets")),
+    *((name, strided, f"{name} must be contiguous") for name in ("cache_sets", "cache_set_starts", "cache_offsets")),
+    ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
+    ("cache_rows", lambda t: t[None], r"cache_rows must have 1 dimension\(s\), got shape \[1, 56\]"),
+    ("cache_rows", strided, "cache_rows must be contiguous"),
+    ("cache_clock", lambda t: t.int(), "cache_clock must be int64, got int32"),
+    ("cache_clock", lambda t: t[None], r"cache_clock must have 0 dimension\(s\), got shape \[1\]"),
+    ("cache_stats", lambda t: t.int(), "cache_stats must be int64, got int32"),
+    ("cache_stats", lambda t: t[:, :5].contiguous(), r"cache_stats must have shape \[\d+, 6\], got \[\d+, 5\]"),
+    ("cache_stats", lambda t: t.flatten(), r"cache_stats must have 2 dimension\(s\)"),
+    ("row_counts", lambda t: t.int(), "row_counts must be uint8, got int32"),
+    ("row_counts", lambda t: t[:-1], r"row_counts must have .*36.* got .*35"),
+    ("seed", lambda t: t.int(), "seed must be int64, got int32"),
+    ("weights", lambda t: t.float(), "weights must be uint8, got float32"),
+    ("offsets", lambda t: t[:-1], "offsets must have num_features"),
+]
+WRONG_OPTIONS = [
+    ("cache_ways", 0, r"cache_ways = 0 must be in \[1, 1024\]"),
+    ("cache_ways", -1, r"cache_ways = -1 must be in \[1, 1024\]"),
+    ("cache_ways", 1025, r"cache_ways = 1025 must be in \[1, 1024\]"),
+    ("policy", "fifo", 'policy must be "lru" or "lfu", got "fifo"'),
+    ("policy", "lru", 'cache_counts and row_counts must not be given for policy "lru"'),
+    ("cache_counts", None, 'cache_counts and row_counts must be given for policy "lfu"'),
+    ("row_counts", None, 'cache_counts and row_counts must be given for policy "lfu"'),
+    ("decay_every", -1, "decay_every = -1 must not be negative"),
+    ("rounding", "up", 'rounding must be "nearest" or "stochastic", got "up"'),
+    ("bounds_check", "warn", "bounds_check must be"),
+]
+# Numbers of tensors, which a GPU does not read before the kernels do.
+WRONG_NUMBERS = [
+    ("cache_sets", 0, -1, r"cache_sets\[0\] = -1"),
+    ("cache_sets", 2, 3, r"cache_set(s|_starts)\[2\] = 3"),  # from 3: behind the last slot
+    ("cache_sets", 3, 1, r"cache_sets\[3\] = 1"),  # of a feature with two parts
+    ("cache_sets", 4, 1, r"cache_sets\[4\] = 1"),
+    ("cache_set_starts", 0, -1, r"cache_set_starts\[0\] = -1"),
+    ("cache_set_starts", 2, 4, r"cache_set(s|_starts)\[2\]"),
+    ("cache_set_starts", 2, 2**62, r"cache_set(s|_starts)\[2\]"),
+    ("cache_offsets", 0, -1, r"cache_offsets\[0\] = -1"),
+    ("cache_offsets", 2, 2**62, r"cache_offsets\[2\] = 4611686018427387904"),
+    ("cache_offsets", 2, -23, r"cache_offsets\[2\] = -23"),  # rows of width 8 end at 56: at most -24
+    ("table_ids", 1, -1, r"table_ids\[1\] = -1"),
+    ("table_ids", 1, 65536, r"table_ids\[1\] = 65536"),
+    ("table_ids", 1, 1000, r"(table_ids\[1\] = 1000|cache_stats)"),  # behind the last row of cache_stats
+    ("offsets", 1, -1, r"offsets\[1\] = -1"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_TENSORS)
+def test_bad_tensor(name: str, change, message: str) -> None:
+    """ValueError from every op that takes it, on every kind of backend."""
+    assert takers(name), name
+    for op in takers(name):
+        for namespace in (ops, emulated()):
+            given = arguments(ops=namespace)
+            check_refused(op, given | {name: change(given[name])}, message, namespace)
+
+
+@pytest.mark.parametrize(("name", "value", "message"), WRONG_OPTIONS)
+def test_bad_option(name: str, value: object, message: str) -> None:
+    """The same of what is no tensor, or missing."""
+    assert takers(name), name
+    for op in takers(name):
+        for namespace in (ops, emulated()):
+            check_refused(op, arguments(ops=namespace) | {name: value}, message, namespace)
+
+
+@pytest.mark.parametrize(("name", "place", "number", "message"), WRONG_NUMBERS)
+def test_bad_number(name: str, place: int, number: int, message: str) -> None:
+    """The host says which, with its place, before anything is read or written there."""
+    for op in takers(name):
+        if "1000" in message and op != INSERT:
+            continue  # a good number where there are no statistics
+        given = arguments()
+        changed = given[name].clone()
+        changed[place] = number
+        for _ in cpu_backends():
+            check_refused(op, given | {name: changed}, message)
+
+
+def test_tables_of_two_widths_share_no_sets() -> None:
+    """Their rows would overlap."""
+    given = arguments()
+    given["cache_set_starts"][2], given["cache_offsets"][2] = 1, 0  # rows of width 8 lie inside of cache_rows
+    for op in (INSERT, FLUSH):
+        check_refused(op, given, r"cache_set(s|_starts)\[\d\]")
+
+
+def test_features_of_a_table_agree() -> None:
+    """Where rows of one table lie does not depend on the feature: another place would be a second copy."""
+    case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum"), (0, "sum")], {4: 3}))
+    batch = case.batch(Batch([[2], [2]]))
+    for name, number in (("cache_sets", 2), ("cache_sets", 0), ("cache_set_starts", 1), ("cache_offsets", 4)):
+        given = case.arguments | case.state() | {"values": batch.values, "offsets": batch.offsets}
+        given[name] = given[name].clone()
+        given[name][1] = number
+        check_refused(INSERT, given, rf"{name}\[1\] = {number}")
+
+
+@pytest.mark.parametrize("bad", [-1, 9, 2**40])
+def test_bad_id(bad: int) -> None:
+    """IndexError as of every op, and nothing has come in; of a hashed feature, the limit is that of ids."""
+    hashed = Parts([0], [(1, 9)], 30, "concat")
+    for feature, limit in ((0, 9), (hashed, 30)):
+        case = CacheCase(CacheSample([(9, 4, "int8")], [(feature, "sum")], {4: 2}))
+        given = case.arguments | case.state()
+        given |= {"values": torch.tensor([1, 2, bad if bad != 9 else limit, 4]), "offsets": torch.tensor([0, 1, 4])}
+        number = int(given["values"][2])
+        message = (
+            f"values[2] = {number} (feature 0, bag 1) is out of range: ids of this feature must be in [0, {limit})"
+        )
+        for op in (INSERT, LOOKUP):
+            for _ in cpu_backends():
+                check_refused(op, given, re.escape(message), error=IndexError)
+
+
+@pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "cache_sets", "cache_clock", "row_counts", "cache_stats"])
+def test_other_device(name: str) -> None:
+    """Not answered with memory that nobody wrote."""
+    for op in takers(name):
+        given = arguments()
+        check_refused(op, given | {name: given[name].to("meta")}, "same device")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("cache_tags", lambda t: t[:-1], r"cache_dirty must have shape \[9\], got \[10\]"),
+        ("cache_dirty", lambda t: t.bool(), "cache_dirty must be uint8, got bool"),
+        ("row_offsets", lambda t: t.int(), "row_offsets must be int64, got int32"),
+        ("num_embeddings", lambda t: t[1:], r"num_embeddings must have shape \[5\], got \[4\]"),
+    ],
+)
+def test_bad_stats(name: str, change, message: str) -> None:
+    """row_cache_stats reads four tensors that belong together."""
+    for namespace in (ops, emulated()):
+        given = arguments(ops=namespace)
+        check_refused("row_cache_stats", given | {name: change(given[name])}, message, namespace)
+
+
+LOOKUPS = ["embedding_bag", "embedding_bag_fused", "embedding_bag_backward_per_sample_weights"]
+UPDATE = "embedding_bag_backward_fused_"
+
+
+def training(namespace: object = ops) -> dict[str, object]:
+    """A good call of the ops of embedding_bag that read and update cached rows."""
+    given = arguments(ops=namespace)
+    slots, num_rows = call(LOOKUP, given, namespace), given["num_rows"]
+    state = {"sum": torch.ones(num_rows), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
+    return given | state | {"cache_slots": slots, "grad": torch.ones(2, given["output_dim"])}
+
+
+WRONG_LOOKUPS = [
+    ("cache_slots", lambda t: t.int(), "cache_slots must be int64, got int32"),
+    ("cache_slots", lambda t: t[:-1], r"cache_slots must have shape \[12\], got \[11\]"),
+    ("cache_slots", strided, "cache_slots must be contiguous"),
+    ("cache_slots", lambda _: None, "cache_slots is missing"),
+    ("cache_rows", lambda _: None, "cache_rows is missing"),
+    ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
+    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
+]
+WRONG_UPDATES = [
+    ("cache_ways", lambda _: 0, r"cache_ways = 0 must be in \[1, 1024\]"),
+    ("cache_tags", lambda t: t.int(), "cache_tags must be int64, got int32"),
+    ("cache_tags", lambda _: None, "cache_tags is missing"),
+    ("cache_dirty", lambda t: t[:-2], r"cache_dirty must have shape \[10\], got \[8\]"),
+    ("cache_dirty", lambda _: None, "cache_dirty is missing"),
+    ("cache_sets", lambda _: None, "cache_sets is missing"),
+    ("cache_set_starts", lambda t: t.int(), "cache_set_starts must be int64, got int32"),
+    ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
+    ("cache_rows", lambda _: None, "cache_rows is missing"),
+    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
+]
+
+
+def test_the_training_to_be_spoilt_is_good() -> None:
+    """On every kind of backend."""
+    for namespace in (ops, emulated()):
+        for op in (*LOOKUPS, UPDATE):
+            call(op, training(namespace), namespace)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_LOOKUPS)
+def test_bad_lookup(name: str, change, message: str) -> None:
+    """ValueError from every op that reads cached rows."""
+    for op in LOOKUPS:
+        for namespace in (ops, emulated()):
+            given = training(namespace)
+            check_refused(op, given | {name: change(given[name])}, message, namespace)
+
+
+@pytest.mark.parametrize(("name", "change", "message"), WRONG_UPDATES)
+def test_bad_update(name: str, change, message: str) -> None:
+    """ValueError from the update, which writes nothing then."""
+    for namespace in (ops, emulated()):
+        given = training(namespace)
+        check_refused(UPDATE, given | {name: change(given[name])}, message, namespace)
+        assert given["step"].item() == 3
+
+
+@pytest.mark.parametrize("slot", [-2, 14, 2**62, -(2**63)])
+def test_bad_slot(slot: int) -> None:
+    """A slot outside of the rows is named by its position; no memory outside is read."""
+    given = training()
+    place = int((given["cache_slots"] >= 0).nonzero()[0])
+    given["cache_slots"][place] = slot
+    for op in LOOKUPS:
+        for _ in cpu_backends():
+            check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")
