@@ -236,8 +236,8 @@ int64_t check_tables(const BagInput& in, const CacheHistory& history, bool by_pa
   int64_t tables = by_part ? in.num_parts : 0;
   for (int64_t p = 0; p < in.num_parts; ++p) tables = std::max(tables, in.features[p].table_id + 1);
   if (!history.stats) return tables;
-  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables,
-              " rows, one for each of table_ids, got ", history.stats->size(0));
+  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each of ",
+              by_part ? "the parts" : "table_ids", ", got ", history.stats->size(0));
   return tables;
 }
 
@@ -279,9 +279,13 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
     halve(cache_counts);
     halve(row_counts);
   }
-  const Memory memory{
-      cache_tags.mutable_data_ptr<int64_t>(), pointer<int64_t>(stamps),     cache.view.dirty,
-      pointer<uint8_t>(cache_counts),         pointer<uint8_t>(row_counts), pointer<int64_t>(cache_stats), !table_ids};
+  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),
+                      pointer<int64_t>(stamps),
+                      cache.view.dirty,
+                      pointer<uint8_t>(cache_counts),
+                      pointer<uint8_t>(row_counts),
+                      pointer<int64_t>(cache_stats),
+                      !table_ids};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
   const Noise noise = make_noise(how.seed ? *how.seed : 0, clock);
   Insertion(in, cache.view, memory, behind, noise, clock, tables).run(slots.mutable_data_ptr<int64_t>());

@@ -23,9 +23,8 @@ class CachedTables {
     for (int64_t p = 0; p < in.num_parts; ++p)
       if (cache.places[p].sets > 0 && in.features[p].num_embeddings > 0) parts_.push_back(p);
     // Of parts that read one table, the first comes last.
-    std::sort(parts_.begin(), parts_.end(), [&](int64_t a, int64_t b) {
-      return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b;
-    });
+    std::sort(parts_.begin(), parts_.end(),
+              [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
   }
 
   // The first part whose table has the linear row, or -1.

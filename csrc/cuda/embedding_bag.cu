@@ -166,23 +166,21 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
                             combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_sets, cache_set_starts, cache_ways);
+                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_sets,
+                            cache_set_starts, cache_ways);
 }
 
-Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
-                                   const Tensor& offsets, const OptionalTensor& weight_offsets,
-                                   const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-                                   const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                                   const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-                                   int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-                                   const OptionalTensor& format_of, int64_t embedding_dim,
-                                   const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                                   const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                                   const OptionalTensor& moduli, const OptionalTensor& id_limits,
-                                   const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
-                                   const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-                                   const OptionalTensor& cache_slots) {
+Tensor per_sample_weights_gradient(
+    const Tensor& grad_in, const Tensor& weights, const Tensor& values, const Tensor& offsets,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,

@@ -35,7 +35,8 @@ __device__ bool is_inside(const CacheTensors& cache, const Features& features, c
 __device__ bool are_apart(const CacheTensors& cache, const Features& features, int64_t p, int64_t q) {
   const bool one_table = features.row_offsets[p] == features.row_offsets[q] && features.num_embeddings[p] > 0 &&
                          features.num_embeddings[q] > 0;
-  const bool same = cache.sets[p] == cache.sets[q] && (cache.sets[p] == 0 || cache.set_starts[p] == cache.set_starts[q]);
+  const bool same =
+      cache.sets[p] == cache.sets[q] && (cache.sets[p] == 0 || cache.set_starts[p] == cache.set_starts[q]);
   if (one_table && !same) return false;
   if (cache.sets[p] == 0 || cache.sets[q] == 0) return true;
   const Extent a = extent_of(cache, features, p), b = extent_of(cache, features, q);
@@ -206,7 +207,10 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
   FlushArgs args{{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, cache_clock.const_data_ptr<int64_t>(),
                   how.stochastic},
-                 cache, in.features, 0, status.const_data_ptr<int64_t>()};
+                 cache,
+                 in.features,
+                 0,
+                 status.const_data_ptr<int64_t>()};
   for (; args.format < in.features.num_formats && cache.num_slots > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {
       with_row_lanes(in.max_dim, [&](auto lanes) {
@@ -232,8 +236,8 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 
 }  // namespace
 
-CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                        bool has_rows) {
+CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
+                        const Tensor& values, bool has_rows) {
   CacheTensors out{};
   if (!check_cache(cache, layout, values, has_rows)) return out;
   out.num_parts = in.num_parts;

@@ -56,8 +56,8 @@ __device__ __forceinline__ int64_t find_slot(const int64_t* tags, int64_t ways, 
 
 // Checks on the device, with kBadLayout for what is wrong, that places lie in the cache and apart from each other.
 void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status, cudaStream_t stream);
-CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                        bool has_rows = true);
+CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
+                        const Tensor& values, bool has_rows = true);
 
 // What finding the slots of ids also gives insertion: the sorting key of each id whose row is in none; or null.
 struct MissingKeys {

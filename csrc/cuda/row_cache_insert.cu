@@ -1,5 +1,6 @@
-// Insertion into the row cache on the GPU: what docs/numerics.md calls so. Ids whose rows are in no slot are sorted by set
-// and row; a warp serves a set; then rows are moved, those that leave before those that come. Nothing waits for the GPU.
+// Insertion into the row cache on the GPU: what docs/numerics.md calls so. Ids whose rows are in no slot are sorted by
+// set and row; a warp serves a set; then rows are moved, those that leave before those that come. Nothing waits for the
+// GPU.
 #include <vector>
 
 #include "core/device_algorithms.h"
@@ -8,8 +9,8 @@
 namespace rec_kernels {
 namespace {
 
-// What a batch does to rows: of each sorted id that is the first of a row that comes in, the slot and the dirty row that
-// leaves it; else -1.
+// What a batch does to rows: of each sorted id that is the first of a row that comes in, the slot and the dirty row
+// that leaves it; else -1.
 struct Moves {
   int64_t *slots, *evicted;
 };
@@ -38,7 +39,9 @@ struct InsertArgs {
   __device__ __forceinline__ int64_t row_of(int64_t i) const {
     return static_cast<int64_t>(keys[i] & ((uint64_t{1} << row_bits) - 1));
   }
-  __device__ __forceinline__ bool is_first(int64_t i, int64_t begin) const { return i == begin || keys[i] != keys[i - 1]; }
+  __device__ __forceinline__ bool is_first(int64_t i, int64_t begin) const {
+    return i == begin || keys[i] != keys[i - 1];
+  }
   __device__ __forceinline__ uint8_t raised(uint8_t count_before, int64_t row) const {
     Noise noise = make_noise(seed ? *seed : 0, *clock);
     noise.stream = kCountStream;
@@ -128,8 +131,9 @@ __device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int 
       best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
   }
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
-    best = better(best, {__shfl_xor_sync(kFullWarp, best.uses, distance), __shfl_xor_sync(kFullWarp, best.stamp, distance),
-                         __shfl_xor_sync(kFullWarp, best.slot, distance)});
+    best =
+        better(best, {__shfl_xor_sync(kFullWarp, best.uses, distance), __shfl_xor_sync(kFullWarp, best.stamp, distance),
+                      __shfl_xor_sync(kFullWarp, best.slot, distance)});
   const bool refused = a.counts && best.uses > 0 && uint64_t{uses} + 1 <= best.uses;
   return best.uses == UINT64_MAX || refused ? -1 : best.slot;
 }
@@ -244,9 +248,8 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const ui
 void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction, cudaStream_t stream) {
   const auto every_format = [&](const auto& body) {
     for (int i = 0; i < in.features.num_formats; ++i)
-      with_bag_format(in.features.formats[i], [&](auto format) {
-        with_row_lanes(in.max_dim, [&](auto lanes) { body(i, format, lanes); });
-      });
+      with_bag_format(in.features.formats[i],
+                      [&](auto format) { with_row_lanes(in.max_dim, [&](auto lanes) { body(i, format, lanes); }); });
   };
   every_format([&](int i, auto format, auto lanes) {
     constexpr int G = decltype(lanes)::value;
@@ -298,7 +301,8 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   a.moves = {memory.moves.mutable_data_ptr<int64_t>(), memory.moves.mutable_data_ptr<int64_t>() + N};
   const dim3 each = blocks_for(N, 1), block(kThreads);
   uint64_t *keys = Entries::unsigned_of(memory.keys), *sorted = Entries::unsigned_of(memory.sorted_keys);
-  uint32_t *positions = Entries::positions_of(memory.positions), *by_set = Entries::positions_of(memory.sorted_positions);
+  uint32_t *positions = Entries::positions_of(memory.positions),
+           *by_set = Entries::positions_of(memory.sorted_positions);
   if (N > 0) launch(start_entries_kernel, each, block, 0, stream, keys, positions, N, a.left_out, a.moves);
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
   launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);

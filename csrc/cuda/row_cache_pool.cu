@@ -1,6 +1,6 @@
-// Lookups of features of one part whose rows may lie in a row cache. As in embedding_bag_pool.cu, a group of lanes takes
-// a bag and has several rows on their way; each comes from the cache, as floats, or from the table, decoded. Bytes
-// moved: those of the rows as they lie there, the ids and slots, the output written once.
+// Lookups of features of one part whose rows may lie in a row cache. As in embedding_bag_pool.cu, a group of lanes
+// takes a bag and has several rows on their way; each comes from the cache, as floats, or from the table, decoded.
+// Bytes moved: those of the rows as they lie there, the ids and slots, the output written once.
 #include "cuda/embedding_bag_pool.cuh"
 
 namespace rec_kernels {

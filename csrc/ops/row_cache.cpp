@@ -91,7 +91,8 @@ void check_clock(const Tensor& clock, const Tensor& values) {
   check_same_device(clock, values, "cache_clock", "values");
 }
 
-void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets, const Tensor& num_embeddings) {
+void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
+                 const Tensor& num_embeddings) {
   check_rank(cache_tags, 1, "cache_tags");
   check_dtype(cache_tags, ScalarType::Long, "cache_tags");
   check_contiguous(cache_tags, "cache_tags");
