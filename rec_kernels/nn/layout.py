@@ -117,7 +117,7 @@ class Layout(nn.Module):
         was_meta = self._weights.is_meta
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = _uncast(buffer, fn)
+                self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self._weights.is_meta:
             # to_empty(): what no state_dict brings has to be made anew.
             self._make_layout(self._weights.device)
@@ -165,6 +165,7 @@ class ServedTables(Layout):
             seed=source.seed,
         )
         self.register_buffer("_weights", source._weights)
+        self.row_cache = source.row_cache
         for table in self.tables:
             if table.projection:
                 self.register_buffer(f"_projection_{table.name}", source._projection(table).detach())
@@ -173,14 +174,18 @@ class ServedTables(Layout):
         return self._buffers[f"_projection_{table.name}"]
 
     def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
-        layout = self._layout(bag_starts) | self._output()
+        layout = self._layout(bag_starts)
+        cache = {}
+        if self.row_cache is not None:
+            cache = self.row_cache.arguments(self.row_cache.lookup((given.values, given.offsets), layout))
+        layout |= self._output() | cache
         return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]
 
     def _note(self, *_: object) -> None:
         """Nobody is told what a lookup on a GPU has found."""
 
 
-def _uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """``fn`` of a tensor; the tensor where ``fn`` would have it, if ``fn`` casts it."""
     moved = fn(t)
     return moved if moved.dtype == t.dtype else t.to(moved.device)
@@ -190,7 +195,7 @@ def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
     """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
     old = module._parameters[name]
     with torch.no_grad():
-        new, grad = _uncast(old, fn), None if old.grad is None else _uncast(old.grad, fn)
+        new, grad = uncast(old, fn), None if old.grad is None else uncast(old.grad, fn)
     if torch._has_compatible_shallow_copy_type(old, new):
         old.data = new
     else:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.features import FeatureLookup
+from rec_kernels.nn.layout import uncast
 from rec_kernels.nn.tables import StoredTable
 
 _ops = torch.ops.rec_kernels
@@ -243,11 +244,9 @@ class CacheState(nn.Module):
         return shares
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
-        from rec_kernels.nn.layout import _uncast
-
         was_meta = self.tags.is_meta
         for name, buffer in self._buffers.items():
-            self._buffers[name] = _uncast(buffer, fn)
+            self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self.tags.is_meta:
             self._make_places(self.tags.device)
             self.clear()

@@ -12,7 +12,7 @@ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
-- Row formats, ``bag_starts``, clipping and weight decay are refused: they need the compiled library.
+- Row formats, row caches, ``bag_starts``, clipping and weight decay are refused: they need the compiled library.
 - One program sums all occurrences of a row: very hot rows are slow.
 - Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
 

@@ -40,7 +40,8 @@ def check_offered(a: SimpleNamespace) -> None:
             f"rows of bytes need {_COMPILED}"
         )
     parts = (("partition_starts", None), ("max_parts", 0), ("multiplies", None))
-    for name, default in (("bag_starts", None), *parts, *_STEP.items()):
+    cache = (("cache_rows", None), ("cache_tags", None))
+    for name, default in (("bag_starts", None), *parts, *cache, *_STEP.items()):
         given = getattr(a, name, default)
         if given is not default and given != default:
             raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")
