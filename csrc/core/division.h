@@ -5,6 +5,15 @@
 
 namespace rec_kernels {
 
+// The upper half of a product.
+RK_HOST_DEVICE uint64_t high_product(uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  return __umul64hi(a, b);
+#else
+  return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
+#endif
+}
+
 // n / d, exactly, for every n in [0, 2^63). With s = ceil(log2(d)) and m = ceil(2^(63 + s) / d), which has 64 bits,
 // n * m / 2^(63 + s) is above n / d by less than n / 2^63 / d < 1 / d, so both have the same integer part (Granlund and
 // Montgomery, "Division by Invariant Integers using Multiplication", 1994).
@@ -35,15 +44,6 @@ struct Divisor {
   }
   RK_HOST_DEVICE uint32_t remainder_narrow(uint32_t n) const {
     return n - divide_narrow(n) * static_cast<uint32_t>(value);
-  }
-
- private:
-  RK_HOST_DEVICE static uint64_t high_product(uint64_t a, uint64_t b) {
-#if defined(__CUDA_ARCH__)
-    return __umul64hi(a, b);
-#else
-    return static_cast<uint64_t>((static_cast<unsigned __int128>(a) * b) >> 64);
-#endif
   }
 };
 

@@ -46,7 +46,7 @@ struct RunArgs {
   Bags bags;
   const Feature* features;
   const uint8_t* weights;  // as they were; for multiplied tables
-  const uint64_t* sorted;  // row of its table << payload_bits | payload
+  const uint64_t* sorted;  // row of its table, or key of a cached one (occurrences.h) << payload_bits | payload
   int payload_bits;
   int64_t first_id;           // of the first bag: payload 0 where payloads are not bags
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag

@@ -13,9 +13,6 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Runs between a row's prefetch and its update.
-constexpr int64_t kAhead = 8;
-
 // The terms of one sum: rows of floats, each with a coefficient when `weighted`.
 struct Terms {
   const float* rows[kChunk];
@@ -60,7 +57,7 @@ uint32_t bag_of(const RunArgs& a, int64_t payload) {
   return a.bag_of ? a.bag_of[payload] : static_cast<uint32_t>(payload);
 }
 
-int64_t row_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
+int64_t key_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
 
 // The part of the bag's feature that reads the table, and the row of the gradient that is the bag's.
 struct BagPlace {
@@ -322,7 +319,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
   const auto announce = [&](int64_t r) {
     const int64_t start = table.starts[r];
     if (!table.sums && !table.multiplied) prefetch_bytes(gradient_of(a, table, bag_of(a, payload_of(a, start))), D * 4);
-    target.prefetch(row_of(a, start));
+    target.prefetch(key_of(a, start));
   };
   for (int64_t r = begin; r < end && r < begin + kAhead; ++r) announce(r);
   const LongRun* next_long = first_long_run(a, table.first_run + begin);
@@ -330,7 +327,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
   Terms terms;
   for (int64_t r = begin; r < end; ++r) {
     if (r + kAhead < end) announce(r + kAhead);
-    const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = row_of(a, start);
+    const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = target.select(key_of(a, start));
     if (count > kChunk) {
       terms_of_partials(next_long->partials, next_long->count, D, &terms);
       ++next_long;

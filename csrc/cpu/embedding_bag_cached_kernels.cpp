@@ -84,21 +84,41 @@ void number_rows(const PoolArgs& a, const Feature& f, int64_t start, int64_t sto
     if (slots[i] < 0 && numbers[i] >= 0) numbers[i] = rows->decode(numbers[i]);
 }
 
-bool any_cached(const int64_t* slots, int64_t begin, int64_t end) {
-  int64_t all = -1;
-  for (int64_t i = begin; i < end; ++i) all &= slots[i];
-  return all >= 0;
+// Whether none or all of some rows are cached.
+struct Share {
+  bool none, all;
+};
+Share share_of(const int64_t* slots, int64_t begin, int64_t end) {
+  int64_t every = -1, some = 0;
+  for (int64_t i = begin; i < end; ++i) {
+    every &= slots[i];
+    some |= slots[i];
+  }
+  return {every < 0, some >= 0};
+}
+
+// Bags of which every row is cached: lookups in a table of floats, by slot.
+void pool_slots(const PoolArgs& a, const Feature& floats, uintptr_t rows, int64_t begin, int64_t end, Sums sums,
+                Bounds* bounds) {
+  PoolArgs slots = a;
+  slots.weights = reinterpret_cast<const uint8_t*>(rows);
+  slots.bags.ids = a.cache.slots;
+  slots.bags.ids64 = true;
+  slots.bags.check_ids = false;
+  slots.bags.padding_idx = kLeftOut;
+  pool_plain(slots, floats, begin, end, sums, bounds);
 }
 
 }  // namespace
 
 void pool_cached(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
-  if (!any_cached(a.cache.slots, a.bags.offset(begin), a.bags.offset(end)))
-    return pool_uncached(a, f, begin, end, sums, bounds);
+  const Share cached = share_of(a.cache.slots, a.bags.offset(begin), a.bags.offset(end));
+  if (cached.none) return pool_uncached(a, f, begin, end, sums, bounds);
   Feature floats = f;
   floats.format = RowFormat::kFp32;
   floats.weight_offset = 0;
   RowsInReach rows(a, f);
+  if (cached.all) return pool_slots(a, floats, rows.start(), begin, end, sums, bounds);
   for_few_bags(a.bags, begin, end, kMapped / kIdsAtOnce, [&](int64_t from, int64_t to, int64_t* numbers) {
     number_rows(a, f, a.bags.offset(from), a.bags.offset(to), &rows, numbers, bounds);
     pool_numbered(a, numbers, from, to, [&](PoolArgs& numbered) {

@@ -106,7 +106,8 @@ Plan plan_tables(const BagInput& in) {
 // Writes, sorts and cuts into runs the occurrences of one table at a time.
 class TableSorter {
  public:
-  TableSorter(const BagInput& in, const Plan& plan, Occurrences* out) : in_(in), plan_(plan), out_(*out) {
+  TableSorter(const BagInput& in, const Plan& plan, const CachedKeys& cached, Occurrences* out)
+      : in_(in), plan_(plan), cached_(cached), out_(*out) {
     out_.entries = Scratch<uint64_t>(out_.count);
     out_.other = Scratch<uint64_t>(out_.count + static_cast<int64_t>(plan.tables.size()));
     base_ = in.bags.num_bags ? in.bags.offset(0) : 0;
@@ -116,7 +117,8 @@ class TableSorter {
   int64_t sort(int64_t number, int64_t workers) const {
     const Table& table = plan_.tables[static_cast<size_t>(number)];
     const Feature& first = feature(table.first);
-    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(first.num_embeddings)), out_.payload_bits);
+    const int64_t keys = cached_.slots_of(part_of(first)) + first.num_embeddings;
+    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(keys)), out_.payload_bits);
     uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
     Bounds bounds;
     write(table, sort.first_buffer(sorted, other), workers, &bounds);
@@ -135,6 +137,7 @@ class TableSorter {
   }
 
  private:
+  int64_t part_of(const Feature& f) const { return &f - in_.features.get(); }
   const Feature& feature(int64_t place) const { return in_.features[plan_.parts[static_cast<size_t>(place)]]; }
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
@@ -189,16 +192,17 @@ class TableSorter {
     const Feature f = part;
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of;
-    const int64_t base = base_, num_embeddings = f.num_embeddings;
+    const int64_t base = base_, num_slots = cached_.slots_of(part_of(part)), num_keys = num_slots + f.num_embeddings;
+    const int64_t first_slot = num_slots ? cached_.places[part_of(part)].first * cached_.ways : 0;
     Bounds found = *bounds;
     for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
       const int64_t stop = bags.offset(bag + 1);
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = static_cast<int64_t>(ids[i]);
         const bool in_range = bags.in_range(id, f);
-        int64_t row = num_embeddings;  // left out: sorts behind every row
+        int64_t row = num_keys;  // left out: sorts behind every row
         if (__builtin_expect(in_range && id != bags.padding_idx, 1)) {
-          row = f.row(id);
+          row = num_slots && cached_.slots[i] >= 0 ? cached_.slots[i] - first_slot : num_slots + f.row(id);
         } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;
@@ -234,18 +238,19 @@ class TableSorter {
 
   const BagInput& in_;
   const Plan& plan_;
+  const CachedKeys& cached_;
   Occurrences& out_;
   int64_t base_;
 };
 
 // How an occurrence's bag and coefficient are found from its entry; `ids`: of all bags.
-void choose_payload(const BagInput& in, int64_t ids, Occurrences* out) {
+void choose_payload(const BagInput& in, const CachedKeys& cached, int64_t ids, Occurrences* out) {
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) {
     weighted = weighted || in.features[p].mean;
     multiplied = multiplied || in.features[p].combine == Combine::kMult;
-    most_rows = std::max(most_rows, in.features[p].num_embeddings);
+    most_rows = std::max(most_rows, cached.slots_of(p) + in.features[p].num_embeddings);
   }
   const bool by_id = weighted || multiplied;
   const int64_t payloads = std::max(by_id ? ids : in.bags.num_bags, int64_t{1});
@@ -291,7 +296,7 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 
 }  // namespace
 
-Occurrences sort_occurrences(const BagInput& in) {
+Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached) {
   Bounds bounds;
   for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
     bounds.position = bad_boundary(in.bags, f);
@@ -299,9 +304,9 @@ Occurrences sort_occurrences(const BagInput& in) {
   Occurrences out;
   const Plan plan = plan_tables(in);
   for (const Table& t : plan.tables) out.count += t.count;
-  choose_payload(in, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
+  choose_payload(in, cached, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
   out.tables.resize(plan.tables.size());
-  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, &out));
+  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, cached, &out));
   in.raise(bounds);
   out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {

@@ -21,7 +21,17 @@ struct Occurrences {
   int64_t num_floats = 0;  // of row gradients
 };
 
+// Rows that are in a row cache, by which the tables that are cached are sorted: a row in a slot has the number of that
+// slot among the table's, any other its own number behind those.
+struct CachedKeys {
+  const int64_t* slots;      // of the ids; null: there is no cache
+  const CachePlace* places;  // of the parts
+  int64_t ways;
+
+  int64_t slots_of(int64_t part) const { return slots ? places[part].sets * ways : 0; }
+};
+
 // Throws for features that share a part of a table, for bad offsets and, when the caller asked for it, for bad ids.
-Occurrences sort_occurrences(const BagInput& in);
+Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached = {});
 
 }  // namespace rec_kernels

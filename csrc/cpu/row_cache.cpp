@@ -8,9 +8,9 @@
 
 namespace rec_kernels {
 
-Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
+Bounds find_slots(const BagInput& in, const CacheView& cache, const int64_t* before, int64_t* slots) {
   std::fill(slots, slots + in.bags.num_ids, -1);  // also of ids that are in no bag
-  const FindSlots args{in.bags, in.features.get(), cache, slots};
+  const FindSlots args{in.bags, in.features.get(), cache, slots, before};
   const auto find = kernels<RowCacheKernels>().find;
   return for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { find(args, begin, end, found); });
 }
@@ -42,7 +42,7 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& 
   const OptionalTensor tags = cache_tags, sets = cache_sets, starts = cache_set_starts;
   const CacheInput cache = read_cache({none, none, tags, none, sets, starts, cache_ways}, layout, in, values, false);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
+  in.raise(find_slots(in, cache.view, nullptr, slots.mutable_data_ptr<int64_t>()));
   return slots;
 }
 

@@ -24,4 +24,8 @@ CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, co
 CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const BagInput& in,
                             const Tensor& values);
 
+// Writes the slots of a call's ids; `before`: where their rows were not long ago, or null. What it finds wrong is the
+// caller's to raise.
+Bounds find_slots(const BagInput& in, const CacheView& cache, const int64_t* before, int64_t* slots);
+
 }  // namespace rec_kernels

@@ -10,7 +10,8 @@ struct FindSlots {
   Bags bags;
   const Feature* features;
   CacheView cache;
-  int64_t* slots;  // of the ids
+  int64_t* slots;         // of the ids
+  const int64_t* before;  // where rows were not long ago, which is looked at first; or null
 };
 
 struct RowCacheKernels {

@@ -101,13 +101,21 @@ CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, 
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
     const int64_t last = in.bags.offset(in.bags.first_bag(f + 1));
     // Of bad offsets, the lookup will tell.
-    for (int64_t i = std::max<int64_t>(in.bags.offset(in.bags.first_bag(f)), 0); i < std::min(last, num_ids); ++i) {
+    const int64_t begin = std::max<int64_t>(in.bags.offset(in.bags.first_bag(f)), 0), end = std::min(last, num_ids);
+    const auto inside = [&](int64_t slot) {
+      const __int128 element = static_cast<__int128>(slot) * D + offset;
+      return slot >= 0 && element >= 0 && element + D <= size;
+    };
+    int64_t lowest = INT64_MAX, highest = -1;  // of the slots; all between are inside if these are
+    for (int64_t i = begin; i < end; ++i) {
       const int64_t slot = out.slots[i];
-      if (slot == -1) continue;
-      const __int128 begin = static_cast<__int128>(slot) * D + offset;
-      check_value(slot >= 0 && begin >= 0 && begin + D <= size, "cache_slots[", i, "] = ", slot,
-                  " is neither -1 nor a slot: its row is not among the ", size, " elements of cache_rows");
+      highest = std::max(highest, slot);
+      lowest = std::min(lowest, slot == -1 ? INT64_MAX : slot);
     }
+    if (lowest == INT64_MAX || (inside(lowest) && inside(highest))) continue;
+    for (int64_t i = begin; i < end; ++i)
+      check_value(out.slots[i] == -1 || inside(out.slots[i]), "cache_slots[", i, "] = ", out.slots[i],
+                  " is neither -1 nor a slot: its row is not among the ", size, " elements of cache_rows");
   }
   return out;
 }

@@ -44,17 +44,9 @@ class Counters {
 
 class Insertion {
  public:
-  Insertion(const BagInput& in, const CacheView& cache, const Memory& memory, const CachedTables& tables,
-            const Noise& noise, int64_t clock, int64_t num_tables)
-      : in_(in),
-        cache_(cache),
-        memory_(memory),
-        tables_(tables),
-        noise_(noise),
-        clock_(clock),
-        num_tables_(num_tables) {
-    noise_.stream = kCountStream;
-  }
+  Insertion(const BagInput& in, const CacheView& cache, const Memory& memory, const CachedTables& tables, uint64_t salt,
+            int64_t clock, int64_t num_tables)
+      : in_(in), cache_(cache), memory_(memory), tables_(tables), salt_(salt), clock_(clock), num_tables_(num_tables) {}
 
   // `slots`: of the ids, as row_cache_lookup finds them; completed with those of the rows that come in.
   void run(int64_t* slots) {
@@ -87,7 +79,7 @@ class Insertion {
   // Whose statistics are a part's.
   int64_t table_of(int64_t part) const { return memory_.by_part ? part : in_.features[part].table_id; }
   int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
-  uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, noise_); }
+  uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
 
   void add_up(const std::vector<Counters>& counters) const {
     for (const Counters& c : counters)
@@ -139,8 +131,9 @@ class Insertion {
   // Many ids may name a row, and many threads may see them: the first of all raises the count.
   void touch(int64_t slot) const {
     int64_t* stamp = memory_.stamps + slot;
+    if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
     if (__atomic_load_n(stamp, __ATOMIC_RELAXED) == clock_) return;
-    if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_ || !memory_.counts) return;
+    if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_) return;
     memory_.counts[slot] = raised(memory_.counts[slot], memory_.tags[slot]);
   }
 
@@ -207,7 +200,7 @@ class Insertion {
   const CacheView& cache_;
   Memory memory_;
   const CachedTables& tables_;
-  Noise noise_;
+  uint64_t salt_;
   int64_t clock_, num_tables_;
   std::vector<Missing> missing_;
 };
@@ -272,7 +265,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   set_table_ids(how.table_ids, in);
   const int64_t tables = check_tables(in, history, !table_ids);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
+  in.raise(find_slots(in, cache.view, nullptr, slots.mutable_data_ptr<int64_t>()));
 
   const int64_t clock = ++*cache_clock.mutable_data_ptr<int64_t>();
   if (lfu && decay_every > 0 && clock % decay_every == 0) {
@@ -287,8 +280,8 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
                       pointer<int64_t>(cache_stats),
                       !table_ids};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
-  const Noise noise = make_noise(how.seed ? *how.seed : 0, clock);
-  Insertion(in, cache.view, memory, behind, noise, clock, tables).run(slots.mutable_data_ptr<int64_t>());
+  const uint64_t salt = salt_of(how.seed ? *how.seed : 0, clock);
+  Insertion(in, cache.view, memory, behind, salt, clock, tables).run(slots.mutable_data_ptr<int64_t>());
   return slots;
 }
 

@@ -21,13 +21,32 @@ struct Ids {
   CachePlace place;  // without sets: not cached
 };
 
-// A number of ways that is known beforehand takes a handful of instructions.
-template <int kWays>
-RK_HOST_DEVICE int64_t way_of(const int64_t* tags, int64_t ways, int64_t row) {
-  int64_t found = 0;
-  const int64_t n = kWays ? kWays : ways;
-  for (int64_t way = 0; way < n; ++way) found |= tags[way] == row ? way + 1 : 0;
-  return found - 1;
+// The linear rows of ids; kNoRow of those that do not count, of which bad ones are noted.
+template <class Id>
+RK_HOST_DEVICE void rows_of(const Bags& bags, const Feature& f, const Id* ids, int64_t begin, int64_t count,
+                            int64_t* rows, Bounds* bounds) {
+  for (int64_t j = 0; j < count; ++j) {
+    const auto id = static_cast<int64_t>(ids[begin + j]);
+    const bool in_range = bags.in_range(id, f);
+    if (__builtin_expect(!in_range, 0)) note_bad(bounds, 0, begin + j);
+    rows[j] = in_range && id != bags.padding_idx ? f.row_offset + f.row(id) : kNoRow;
+  }
+}
+
+// Whether all rows, if they count, are in the slots where they were before; `slots` are then these.
+RK_HOST_DEVICE bool are_there(const FindSlots& a, const CachePlace& place, int64_t begin, int64_t count,
+                              const int64_t* rows) {
+  const int64_t first = place.first * a.cache.ways;
+  const auto slots_here = static_cast<uint64_t>(place.sets * a.cache.ways);
+  bool there = true;
+  for (int64_t j = 0; j < count; ++j) {
+    const int64_t slot = a.before[begin + j];
+    // Compared unsigned, so that one below the first is out of range too.
+    const bool known = static_cast<uint64_t>(slot) - static_cast<uint64_t>(first) < slots_here;
+    there = there && (known ? a.cache.tags[slot] == rows[j] : rows[j] == kNoRow);
+    a.slots[begin + j] = known ? slot : -1;
+  }
+  return there;
 }
 
 template <int kWays, class Id>
@@ -36,21 +55,20 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Feature f = *k.feature;
   const CachePlace place = k.place;
   const int64_t ways = a.cache.ways, *tags = a.cache.tags;
-  const Id* ids = static_cast<const Id*>(bags.ids);
   int64_t rows[kAtOnce], firsts[kAtOnce];
   for (int64_t begin = k.begin; begin < k.end; begin += kAtOnce) {
     const int64_t count = k.end - begin < kAtOnce ? k.end - begin : kAtOnce;
-    for (int64_t j = 0; j < count; ++j) {
-      const auto id = static_cast<int64_t>(ids[begin + j]);
-      const bool in_range = bags.in_range(id, f);
-      if (__builtin_expect(!in_range, 0)) note_bad(bounds, 0, begin + j);
-      rows[j] = in_range && id != bags.padding_idx ? f.row_offset + f.row(id) : kNoRow;
-      if (place.sets == 0) continue;
-      firsts[j] = place.set(rows[j] < 0 ? 0 : rows[j]) * ways;
-      prefetch_bytes(tags + firsts[j], ways * 8);
+    rows_of(bags, f, static_cast<const Id*>(bags.ids), begin, count, rows, bounds);
+    if (place.sets == 0) {
+      for (int64_t j = 0; j < count; ++j) a.slots[begin + j] = -1;
+      continue;
     }
+    if (a.before && are_there(a, place, begin, count, rows)) continue;
+    for (int64_t j = 0; j < count; ++j) firsts[j] = place.set(rows[j]) * ways;
+    for (int64_t j = 0; j < count; ++j)
+      for (int64_t tag = 0; tag < ways; tag += 8) prefetch_line(tags + firsts[j] + tag);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t way = place.sets ? way_of<kWays>(tags + firsts[j], ways, rows[j]) : -1;
+      const int64_t way = way_of<kWays>(tags + firsts[j], ways, rows[j]);
       a.slots[begin + j] = way < 0 ? -1 : firsts[j] + way;
     }
   }

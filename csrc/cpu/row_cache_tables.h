@@ -9,9 +9,6 @@
 
 namespace rec_kernels {
 
-// Writes the slots of a call's ids. What it finds wrong is the caller's to raise.
-Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots);
-
 class CachedTables {
  public:
   // `weights` are those of the tables, `clock` is the step that noise is of.

@@ -9,6 +9,9 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
+// Runs between a row's prefetch and its update.
+constexpr int64_t kAhead = 8;
+
 // A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct StoredGradients {
@@ -16,6 +19,7 @@ struct StoredGradients {
   int64_t D;
 
   void prefetch(int64_t) const {}
+  static int64_t select(int64_t key) { return key; }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
@@ -52,11 +56,18 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
   if (step.adds_decay()) add_scaled(step.weight_decay, w, D, g);
 }
 
+// What sorts runs, of tables without a cache: the row's number.
+struct OwnRows {
+  static int64_t row_of(int64_t key) { return key; }
+  static void select(int64_t) {}
+};
+
 // Rows to be updated. open(row) gives the row as floats, which close(row) takes back; flush() when all are done.
-struct FloatRows {
+struct FloatRows : OwnRows {
   int64_t D;
   float* weights;  // of the table
 
+  FloatRows(int64_t D, float* weights) : D(D), weights(weights) {}
   void prefetch(int64_t row) const { prefetch_bytes(weights + row * D, D * 4); }
   RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
   void close(int64_t) {}
@@ -64,7 +75,7 @@ struct FloatRows {
 };
 
 // Rows of a format: decoded into scratch memory and encoded from there, several at a time.
-struct EncodedRows {
+struct EncodedRows : OwnRows {
   int64_t D;
   int64_t row_bytes;
   RowFormatKernels::Decode decode;
@@ -105,34 +116,39 @@ struct EncodedRows {
 };
 
 // Rows of a table of which some are in a row cache, and are updated there.
-struct CachedRows {
-  EncodedRows rows;
-  CacheView cache;
-  CachePlace place;
-  int64_t first_row;  // linear, of the table
-  int64_t D;
-  int64_t slot = -1;  // of the row that is open
-
+class CachedRows {
+ public:
   CachedRows(const Feature& f, const RowTarget& t, int64_t part, float* held)
-      : rows(f, t, held), cache(t.cache), place(t.cache.places[part]), first_row(f.row_offset), D(f.embedding_dim) {}
+      : rows_(f, t, held),
+        cache_(t.cache),
+        first_slot_(t.cache.places[part].first * t.cache.ways),
+        num_slots_(t.cache.places[part].sets * t.cache.ways),
+        first_row_(f.row_offset),
+        D_(f.embedding_dim),
+        slots_(t.cache.rows + (t.cache.places[part].offset + first_slot_ * D_)) {}
 
-  void prefetch(int64_t row) const {
-    const int64_t found = cache.find(place, first_row + row);
-    if (found < 0) rows.prefetch(row);
-    else prefetch_bytes(row_of(found), D * 4);
+  // Keys are as in occurrences.h.
+  int64_t row_of(int64_t key) const {
+    return key < num_slots_ ? cache_.tags[first_slot_ + key] - first_row_ : key - num_slots_;
   }
-  float* open(int64_t row) {
-    slot = cache.find(place, first_row + row);
-    return slot < 0 ? rows.open(row) : row_of(slot);
+  void prefetch(int64_t key) const {
+    if (key < num_slots_) prefetch_bytes(slots_ + key * D_, D_ * 4);
+    else rows_.prefetch(key - num_slots_);
   }
+  void select(int64_t key) { key_ = key; }
+  RK_HOST_DEVICE float* open(int64_t row) const { return key_ < num_slots_ ? slots_ + key_ * D_ : rows_.open(row); }
   void close(int64_t row) {
-    if (slot < 0) return rows.close(row);
-    cache.dirty[slot] = 1;
+    if (key_ < num_slots_) cache_.dirty[first_slot_ + key_] = 1;
+    else rows_.close(row);
   }
-  void flush() { rows.flush(); }
+  void flush() { rows_.flush(); }
 
  private:
-  float* row_of(int64_t s) const { return cache.rows + (place.offset + s * D); }
+  EncodedRows rows_;
+  CacheView cache_;
+  int64_t first_slot_, num_slots_, first_row_, D_;
+  float* slots_;     // the table's first
+  int64_t key_ = 0;  // of the row at hand
 };
 
 // An optimizer that only scales the gradient, by one factor for the row.
@@ -150,11 +166,15 @@ struct UpdateTarget {
     float* weights;
     float factor;
   };
-  void prefetch(int64_t row) const {
-    rows.prefetch(row);
-    if (kNeedsMeanSquare) prefetch_line(sum + row);
+  void prefetch(int64_t key) const {
+    rows.prefetch(key);
+    if (kNeedsMeanSquare) prefetch_line(sum + rows.row_of(key));
   }
-  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) {
+  int64_t select(int64_t key) {
+    rows.select(key);
+    return rows.row_of(key);
+  }
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
     return {rows.open(row), optimizer.prepare(row, mean_square)};
   }
   template <int NV, bool kTail>
@@ -234,9 +254,13 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
-  void prefetch(int64_t row) const {
-    rows.prefetch(row);
-    moments.prefetch(row, optimizer.needs_mean_square());
+  void prefetch(int64_t key) const {
+    rows.prefetch(key);
+    moments.prefetch(rows.row_of(key), optimizer.needs_mean_square());
+  }
+  int64_t select(int64_t key) {
+    rows.select(key);
+    return rows.row_of(key);
   }
 
   static bool takes_whole_rows() { return true; }

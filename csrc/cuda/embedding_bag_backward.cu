@@ -304,24 +304,27 @@ Moments read_moments(const UpdateState& state, const Features& f) {
   return moments;
 }
 
-void backward_fused(
-    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
-    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty,
-    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
+                    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
+                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+                    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+                    double beta2, double weight_decay, const std::string& weight_decay_mode,
+                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty,
+                    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -348,6 +351,7 @@ void backward_fused(
   const CacheTensors cache =
       read_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout,
                  in, values);
+  if (cache_slots) check_slots_of_ids(*cache_slots, values);
   check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};

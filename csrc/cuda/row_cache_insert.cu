@@ -43,9 +43,7 @@ struct InsertArgs {
     return i == begin || keys[i] != keys[i - 1];
   }
   __device__ __forceinline__ uint8_t raised(uint8_t count_before, int64_t row) const {
-    Noise noise = make_noise(seed ? *seed : 0, *clock);
-    noise.stream = kCountStream;
-    return raised_count(count_before, row, noise);
+    return raised_count(count_before, row, salt_of(seed ? *seed : 0, *clock));
   }
   __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
     if (!stats || n == 0) return;

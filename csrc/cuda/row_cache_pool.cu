@@ -54,8 +54,8 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, int64_t part, co
 #pragma unroll
       for (int u = 0; u < kInFlight; ++u) {
         // Lanes past the last id hold no row, and the number of the last lane is never passed.
-        row[u] = group.broadcast(mine.row, next + u);
-        const bool cached = group.broadcast(mine.cached, next + u);
+        row[u] = reinterpret_cast<const uint8_t*>(group.broadcast(reinterpret_cast<intptr_t>(mine.row), next + u));
+        const int cached = group.broadcast(int{mine.cached}, next + u);
         if (!row[u]) continue;
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k)

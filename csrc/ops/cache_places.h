@@ -2,6 +2,7 @@
 // every backend's kernels read.
 #pragma once
 
+#include "core/division.h"
 #include "core/philox.h"
 
 namespace rec_kernels {
@@ -26,9 +27,19 @@ struct CachePlace {
   // Of a linear row.
   RK_HOST_DEVICE int64_t set(int64_t row) const {
     const auto key = static_cast<uint64_t>(row), n = static_cast<uint64_t>(sets);
-    return first + static_cast<int64_t>((in_turn ? key : fmix64(key)) % n);
+    return first + static_cast<int64_t>(in_turn ? key % n : high_product(fmix64(key), n));
   }
 };
+
+// The way of a set's tags that is a row's, or -1. A number of ways that is known beforehand (kWays; else 0) takes a
+// handful of instructions: there is no branch, so that compilers look at several at once.
+template <int kWays>
+RK_HOST_DEVICE int64_t way_of(const int64_t* tags, int64_t ways, int64_t row) {
+  int64_t found = 0;
+  const int64_t n = kWays ? kWays : ways;
+  for (int64_t way = 0; way < n; ++way) found |= tags[way] == row ? way + 1 : 0;
+  return found - 1;
+}
 
 // A row cache as those see it who look rows up or update them.
 struct CacheView {
@@ -37,20 +48,10 @@ struct CacheView {
   float* rows;
   uint8_t* dirty;
   int64_t ways;
-
-  // The slot of a linear row of a part's table, or -1.
-  RK_HOST_DEVICE int64_t find(const CachePlace& place, int64_t row) const {
-    if (place.sets == 0) return -1;
-    const int64_t slot = place.set(row) * ways;
-    const int64_t* set = tags + slot;
-    int64_t found = 0;  // the way and 1; without a branch, so that compilers look at several at once
-    for (int64_t way = 0; way < ways; ++way) found |= set[way] == row ? way + 1 : 0;
-    return found ? slot + found - 1 : -1;
-  }
 };
 
-// The streams of noise that the cache draws from (docs/numerics.md, "Random numbers").
-constexpr uint32_t kEvictionStream = 3, kCountStream = 4;
+// The stream of noise of rows that leave (docs/numerics.md, "Random numbers").
+constexpr uint32_t kEvictionStream = 3;
 
 // Logarithmic counters of uses: count 16 k + m stands for 2^k (16 + m) - 16 of them.
 RK_HOST_DEVICE int64_t uses_of(int count) { return ((INT64_C(16) + (count & 15)) << (count >> 4)) - 16; }
@@ -66,11 +67,15 @@ RK_HOST_DEVICE uint8_t halved_count(uint8_t count) {
   return static_cast<uint8_t>(low);
 }
 
-// Of a linear row that is used; `noise` is of the step that the clock shows.
-RK_HOST_DEVICE uint8_t raised_count(uint8_t count, int64_t row, const Noise& noise) {
+// What the chances of an insertion's counts have in common.
+RK_HOST_DEVICE uint64_t salt_of(int64_t seed, int64_t clock) {
+  return fmix64(static_cast<uint64_t>(seed) + static_cast<uint64_t>(clock));
+}
+// Of a linear row that is used.
+RK_HOST_DEVICE uint8_t raised_count(uint8_t count, int64_t row, uint64_t salt) {
   if (count == 255) return count;
-  const uint32_t gap = (1u << (count >> 4)) - 1u;
-  return gap && (noise_words(noise, row, 0).word[0] & gap) ? count : static_cast<uint8_t>(count + 1);
+  const uint64_t gap = (uint64_t{1} << (count >> 4)) - 1;
+  return fmix64(salt + static_cast<uint64_t>(row)) & gap ? count : static_cast<uint8_t>(count + 1);
 }
 
 }  // namespace rec_kernels

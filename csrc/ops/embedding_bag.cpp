@@ -359,7 +359,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
       ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
        bags + layout + optimizer("(d!)", "(e!)", "(f!)") +
        ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, Tensor? "
-       "cache_offsets=None, Tensor? cache_tags=None, Tensor(h!)? cache_dirty=None, " +
+       "cache_offsets=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor(h!)? cache_dirty=None, " +
        places + ") -> ()")
           .c_str());
   m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + layout + ", Tensor? weights=None) -> Tensor").c_str());

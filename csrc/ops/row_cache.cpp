@@ -28,16 +28,20 @@ constexpr const char* kNoLayout = "embedding_dims is missing: a cache needs the 
 
 }  // namespace
 
+void check_slots_of_ids(const Tensor& slots, const Tensor& values) {
+  check_shape(slots, {values.numel()}, "cache_slots");
+  check_dtype(slots, ScalarType::Long, "cache_slots");
+  check_contiguous(slots, "cache_slots");
+  check_same_device(slots, values, "cache_slots", "values");
+}
+
 bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
   if (!cache.rows && !cache.offsets && !cache.slots) return false;
   check_value(layout.embedding_dims.has_value(), kNoLayout);
   check_rows(cache.rows, values);
   check_places(cache.offsets, layout, values, "cache_offsets");
   check_value(cache.slots.has_value(), "cache_slots is missing: row_cache_insert_ and row_cache_lookup make it");
-  check_shape(*cache.slots, {values.numel()}, "cache_slots");
-  check_dtype(*cache.slots, ScalarType::Long, "cache_slots");
-  check_contiguous(*cache.slots, "cache_slots");
-  check_same_device(*cache.slots, values, "cache_slots", "values");
+  check_slots_of_ids(*cache.slots, values);
   return true;
 }
 

@@ -53,6 +53,7 @@ enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCach
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values);
 RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values,
                            bool has_rows = true);
+RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
 RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
 RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
 // Of row_cache_stats.

@@ -25,6 +25,7 @@ from rec_kernels.nn.tables import (
     fit_formats,
     format_tensor,
     initialize,
+    zeros,
 )
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
@@ -92,7 +93,7 @@ class TableCollection(Layout):
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage = self._storage
-        self.register_buffer("_weights", _zeros(storage.starts[-1], storage.dtype, device), persistent=False)
+        self.register_buffer("_weights", zeros(storage.starts[-1], storage.dtype, device), persistent=False)
         trains = self.optimizer is None and not storage.is_bytes
         for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
@@ -110,7 +111,7 @@ class TableCollection(Layout):
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
         for kind in KINDS:
             known = kind in self._places.kinds
-            flat = _zeros(self._places.size(kind), self._places.dtype(kind), device) if known else None
+            flat = zeros(self._places.size(kind), self._places.dtype(kind), device) if known else None
             self.register_buffer(f"_{kind}", flat, persistent=False)
         if "exp_avg" in self._places.kinds:
             self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
@@ -411,19 +412,6 @@ def _refuse_data_parallel() -> None:
             "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
             "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
         )
-
-
-@torch.library.register_fake("rec_kernels::_advise_huge_pages")
-def _(flat: Tensor) -> bool:
-    return False  # a fake tensor has no memory
-
-
-def _zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
-    flat = torch.empty(size, dtype=dtype, device=device)
-    if flat.device.type == "cpu":
-        _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
-    return flat.zero_()
 
 
 def _retie_after_load(collection: TableCollection, _) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import uncast
-from rec_kernels.nn.tables import StoredTable
+from rec_kernels.nn.tables import StoredTable, zeros
 
 _ops = torch.ops.rec_kernels
 
@@ -113,16 +113,16 @@ class CacheState(nn.Module):
         slots = sum(g.sets for g in self._groups) * cache.ways
         elements = sum(g.sets * cache.ways * g.dim for g in self._groups)
         state = {
-            "rows": torch.zeros(elements, dtype=torch.float32, device=device),
-            "tags": torch.full((slots,), -1, dtype=torch.int64, device=device),
-            "stamps": torch.zeros(slots, dtype=torch.int64, device=device),
-            "dirty": torch.zeros(slots, dtype=torch.uint8, device=device),
+            "rows": zeros(elements, torch.float32, device),
+            "tags": zeros(slots, torch.int64, device).fill_(-1),
+            "stamps": zeros(slots, torch.int64, device),
+            "dirty": zeros(slots, torch.uint8, device),
             "clock": torch.zeros((), dtype=torch.int64, device=device),
         }
         if cache.policy == "lfu":
-            state["counts"] = torch.zeros(slots, dtype=torch.uint8, device=device)
+            state["counts"] = zeros(slots, torch.uint8, device)
             rows = sum(t.num_embeddings for t in stored)
-            state["row_counts"] = torch.zeros(rows, dtype=torch.uint8, device=device)
+            state["row_counts"] = zeros(rows, torch.uint8, device)
         for name, tensor in state.items():
             self.register_buffer(name, tensor)
         stats = torch.zeros(len(stored), len(COUNTERS), dtype=torch.int64, device=device)

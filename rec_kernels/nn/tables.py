@@ -14,6 +14,8 @@ from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
 
+_ops = torch.ops.rec_kernels
+
 #: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 
@@ -307,3 +309,16 @@ def _format_of_state(rows: object, name: object, table: StoredTable) -> str | No
     if not isinstance(name, Tensor) or name.dtype != torch.uint8 or name.dim() != 1:
         return ""  # two formats may have rows of one width
     return bytes(name.tolist()).decode(errors="replace")
+
+
+@torch.library.register_fake("rec_kernels::_advise_huge_pages")
+def _(flat: Tensor) -> bool:
+    return False  # a fake tensor has no memory
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
+    flat = torch.empty(size, dtype=dtype, device=device)
+    if flat.device.type == "cpu":
+        _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
+    return flat.zero_()

@@ -56,8 +56,8 @@ _UPDATE = (
     "seed",
     "table_ids",
 )
-# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come in
-# since.
+# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come
+# in since.
 _CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
@@ -186,7 +186,7 @@ def _setup_fused(ctx, inputs, output) -> None:
     ctx.state = {name: a[name] for name in _STATE}
     ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
     if ctx.cache:
-        ctx.options |= {name: a[name] for name in (*_CACHE, "cache_dirty")}
+        ctx.options |= {name: a[name] for name in (*_CACHE, "cache_slots", "cache_dirty")}
     ctx.token_shape = a["token"].shape
     weights = a["weights"]
     ctx.version = weights._version if _may_multiply(a) and not weights.is_inference() else None

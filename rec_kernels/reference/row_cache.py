@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.reference.embedding_bag import Bags, Features, Parts
-from rec_kernels.reference.philox import row_words
 from rec_kernels.reference.row_formats import dequantize_rows, quantize_rows
 
-UPDATE_STREAM, EVICTION_STREAM, COUNT_STREAM = 0, 3, 4
+UPDATE_STREAM, EVICTION_STREAM = 0, 3
 POLICIES = ("lru", "lfu")
 LARGEST_COUNT = 255
 
@@ -44,7 +43,7 @@ def uses_of(count: int) -> int:
 
 
 def raised(count: int, word: int) -> int:
-    """A count after one more use; ``word`` is the row's, 32 random bits."""
+    """A count after one more use; ``word`` is the row's, 64 random bits."""
     k = count // 16
     goes_up = count < LARGEST_COUNT and word % 2**k == 0
     return count + 1 if goes_up else count
@@ -66,7 +65,7 @@ class Sets:
         """The set of a linear row of a table with so many rows."""
         if self.count * ways >= num_embeddings:
             return self.first + linear % self.count
-        return self.first + fmix64(linear) % self.count
+        return self.first + fmix64(linear) * self.count // 2**64
 
 
 @dataclass
@@ -203,7 +202,7 @@ class RowCache:
         if self.policy == "lru":
             return
         linear, slot = self.linear(row), self.slot_of(row)
-        word = int(row_words(self.seed, self.clock, 0, linear, 1, 1, COUNT_STREAM))
+        word = fmix64((fmix64((self.seed + self.clock) % 2**64) + linear) % 2**64)
         count = raised(self.count_of(row), word)
         if slot >= 0:
             self.slots[slot].count = count
