@@ -57,7 +57,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
            const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
            int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
            const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
-           const OptionalTensor& table_ids) {
+           const OptionalTensor& table_ids, int64_t first_slot, std::optional<int64_t> num_slots) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -75,9 +75,9 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_clock(cache_clock, values);
   const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how,
                             *cache_clock.const_data_ptr<int64_t>());
-  const int64_t slots = cache_tags.numel();
+  const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
   parallel_pieces(slots, kSlotsAtOnce, workers_for(slots, kSlotsAtOnce), [&](int64_t begin, int64_t end, int64_t) {
-    for (int64_t slot = begin; slot < end; ++slot)
+    for (int64_t slot = first_slot + begin; slot < first_slot + end; ++slot)
       if (cache.view.tags[slot] >= 0 && cache.view.dirty[slot]) tables.encode(slot);
   });
 }

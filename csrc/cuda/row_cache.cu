@@ -114,6 +114,7 @@ struct FlushArgs {
   CacheTensors cache;
   Features features;
   int format;
+  int64_t first_slot, last_slot;
   const int64_t* status;
 };
 
@@ -122,7 +123,7 @@ template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<G> group;
-  for (int64_t slot = Group<G>::first(); slot < a.cache.num_slots; slot += Group<G>::stride()) {
+  for (int64_t slot = a.first_slot + Group<G>::first(); slot < a.last_slot; slot += Group<G>::stride()) {
     const int64_t row = a.cache.tags[slot];
     if (row < 0 || !a.cache.dirty[slot]) continue;
     const int64_t part = part_of_row(a.cache, a.features, row);
@@ -184,7 +185,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
            const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
            int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
            const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
-           const OptionalTensor& table_ids) {
+           const OptionalTensor& table_ids, int64_t first_slot, std::optional<int64_t> num_slots) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -205,17 +206,20 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_clock(cache_clock, values);
   Tensor status = new_status(in, weights.numel(), true, values, stream);
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
   FlushArgs args{{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, cache_clock.const_data_ptr<int64_t>(),
                   how.stochastic},
                  cache,
                  in.features,
                  0,
+                 first_slot,
+                 first_slot + slots,
                  status.const_data_ptr<int64_t>()};
-  for (; args.format < in.features.num_formats && cache.num_slots > 0; ++args.format)
+  for (; args.format < in.features.num_formats && slots > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {
       with_row_lanes(in.max_dim, [&](auto lanes) {
         constexpr int G = decltype(lanes)::value;
-        launch(flush_kernel<decltype(format), G>, blocks_for(cache.num_slots, G), dim3(kThreads), 0, stream, args);
+        launch(flush_kernel<decltype(format), G>, blocks_for(slots, G), dim3(kThreads), 0, stream, args);
       });
     });
 }

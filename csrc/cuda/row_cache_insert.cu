@@ -348,8 +348,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheTensors cache = read_cache(arguments, layout, in, values);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);
-  check_value(!lfu || row_counts->numel() >= in.num_rows, "row_counts must have one element per row (", in.num_rows,
-              "), got ", lfu ? row_counts->numel() : 0);
+  check_row_counts(history, in.num_rows);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   in.features.table_ids = how.table_ids;
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);

@@ -95,6 +95,19 @@ void check_clock(const Tensor& clock, const Tensor& values) {
   check_same_device(clock, values, "cache_clock", "values");
 }
 
+int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots) {
+  const int64_t all = cache_tags.numel(), slots = num_slots.value_or(all - first_slot);
+  check_value(first_slot >= 0 && first_slot <= all, "first_slot = ", first_slot, " must be in [0, ", all, "]");
+  check_value(slots >= 0 && slots <= all - first_slot, "num_slots = ", slots, " must be in [0, ", all - first_slot,
+              "], the slots from first_slot on");
+  return slots;
+}
+
+void check_row_counts(const CacheHistory& history, int64_t rows) {
+  const int64_t have = history.lfu ? history.row_counts->numel() : rows;
+  check_value(have >= rows, "row_counts must have one element per row (", rows, "), got ", have);
+}
+
 void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
                  const Tensor& num_embeddings) {
   check_rank(cache_tags, 1, "cache_tags");
@@ -128,9 +141,15 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
          ", str policy=\"lru\", Tensor(g!)? cache_counts=None, Tensor(h!)? row_counts=None, "
          "Tensor(i!)? cache_stats=None, int decay_every=0) -> Tensor slots")
             .c_str());
+  m.def(("row_cache_plan(Tensor cache_tags, Tensor cache_dirty, " + places +
+         "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
+         ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
+         "int decay_every=0, bool inserts=True) -> Tensor rows")
+            .c_str());
   m.def(("row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
          "Tensor cache_dirty, " +
-         places + "int cache_ways, Tensor cache_clock, " + layout + rounding + ") -> ()")
+         places + "int cache_ways, Tensor cache_clock, " + layout + rounding +
+         ", int first_slot=0, int? num_slots=None) -> ()")
             .c_str());
   m.def("row_cache_stats(Tensor cache_tags, Tensor cache_dirty, Tensor row_offsets, Tensor num_embeddings) -> Tensor");
 }

@@ -55,6 +55,10 @@ RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layou
                            bool has_rows = true);
 RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
 RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
+// How many slots from first_slot on are meant.
+RK_EXPORT int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots);
+// That every row has a count, if rows have.
+RK_EXPORT void check_row_counts(const CacheHistory& history, int64_t rows);
 RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
 // Of row_cache_stats.
 RK_EXPORT void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,

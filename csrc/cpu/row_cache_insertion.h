@@ -1,0 +1,237 @@
+// Insertion into the row cache, set by set, and what it would do: docs/numerics.md, "Row cache".
+#pragma once
+
+#include <algorithm>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/for_bags.h"
+#include "cpu/row_cache_tables.h"
+
+namespace rec_kernels {
+
+// What belongs to slots and rows, and the statistics of tables; null where the policy has none.
+struct Memory {
+  int64_t *tags, *stamps;
+  uint8_t *dirty, *counts, *row_counts;
+  int64_t* stats;
+  bool by_part;  // statistics are of parts, not of tables
+};
+
+// An id whose row is in no slot.
+struct Missing {
+  int64_t set, row, part, position;
+};
+
+// A row that wants a slot of its set: Missing [first, last) name it.
+struct Candidate {
+  int64_t row, part, first, last;
+  uint8_t count;
+};
+
+// Statistics of one worker: added up at the end.
+class Counters {
+ public:
+  explicit Counters(int64_t tables) : counts_(static_cast<size_t>(tables * kCacheStats)) {}
+  void add(int64_t table, CacheStat stat, int64_t n = 1) {
+    counts_[static_cast<size_t>(table * kCacheStats + stat)] += n;
+  }
+  void add_to(int64_t* stats) const {
+    for (size_t i = 0; i < counts_.size(); ++i) stats[i] += counts_[i];
+  }
+
+ private:
+  std::vector<int64_t> counts_;
+};
+
+class Insertion {
+ public:
+  Insertion(const BagInput& in, const CacheView& cache, const Memory& memory, const CachedTables& tables, uint64_t salt,
+            int64_t clock, int64_t num_tables)
+      : in_(in), cache_(cache), memory_(memory), tables_(tables), salt_(salt), clock_(clock), num_tables_(num_tables) {}
+
+  // From here on no row is moved and no use of a row counted, while `memory`, but for row_counts, is a copy: the rows
+  // are listed that would be encoded, or may have to be by the time of the insertion. `halves`: counts of rows first.
+  void only_plan(bool halves) {
+    plans_ = true;
+    halves_ = halves;
+  }
+  const std::vector<int64_t>& leaving() const { return leaving_; }
+
+  // `slots`: of the ids, as row_cache_lookup finds them; completed with those of the rows that come in.
+  void run(int64_t* slots) {
+    touch_and_collect(slots);
+    std::sort(missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) {
+      return std::tie(a.set, a.row, a.position) < std::tie(b.set, b.row, b.position);
+    });
+    std::vector<int64_t> starts;  // of the sets
+    const auto count = static_cast<int64_t>(missing_.size());
+    for (int64_t i = 0; i < count; ++i)
+      if (i == 0 || at(i).set != at(i - 1).set) starts.push_back(i);
+    const auto sets = static_cast<int64_t>(starts.size());
+    starts.push_back(count);
+    const int64_t workers = workers_for(sets, kSetsAtOnce);
+    std::vector<Worker> each(static_cast<size_t>(workers), Worker{Counters(num_tables_), {}});
+    parallel_pieces(sets, kSetsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+      std::vector<Candidate> candidates;
+      for (int64_t i = begin; i < end; ++i) {
+        read_candidates(starts[static_cast<size_t>(i)], starts[static_cast<size_t>(i + 1)], &candidates);
+        take_in(candidates, slots, &each[static_cast<size_t>(worker)]);
+      }
+    });
+    for (const Worker& w : each) {
+      if (memory_.stats) w.counters.add_to(memory_.stats);
+      leaving_.insert(leaving_.end(), w.leaving.begin(), w.leaving.end());
+    }
+  }
+
+ private:
+  static constexpr int64_t kSetsAtOnce = 32;
+
+  struct Worker {
+    Counters counters;
+    std::vector<int64_t> leaving;
+  };
+
+  const Missing& at(int64_t i) const { return missing_[static_cast<size_t>(i)]; }
+  // Whose statistics are a part's.
+  int64_t table_of(int64_t part) const { return memory_.by_part ? part : in_.features[part].table_id; }
+  int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
+  uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
+
+  void add_up(const std::vector<Counters>& counters) const {
+    for (const Counters& c : counters)
+      if (memory_.stats) c.add_to(memory_.stats);
+  }
+
+  // Marks the rows that are in slots, and lists the ids of those that are not.
+  void touch_and_collect(const int64_t* slots) {
+    const BagSplit split = split_bags(in_);
+    std::vector<Counters> counters(static_cast<size_t>(split.workers), Counters(num_tables_));
+    std::vector<std::vector<Missing>> missing(static_cast<size_t>(split.workers));
+    parallel_pieces(in_.bags.num_bags, split.bags_per_piece, split.workers,
+                    [&](int64_t begin, int64_t end, int64_t worker) {
+                      while (begin < end) {
+                        const int64_t feature = in_.bags.feature_of(begin);
+                        const int64_t stop = std::min(end, in_.bags.first_bag(feature + 1));
+                        read_feature(in_.bags.first_part(feature), in_.bags.offset(begin), in_.bags.offset(stop), slots,
+                                     &missing[static_cast<size_t>(worker)], &counters[static_cast<size_t>(worker)]);
+                        begin = stop;
+                      }
+                    });
+    for (const auto& some : missing) missing_.insert(missing_.end(), some.begin(), some.end());
+    add_up(counters);
+  }
+
+  // Ids [begin, end) of a feature whose part this is.
+  void read_feature(int64_t part, int64_t begin, int64_t end, const int64_t* slots, std::vector<Missing>* missing,
+                    Counters* counters) const {
+    const CachePlace& place = cache_.places[part];
+    if (place.sets == 0) return;
+    const Feature& f = in_.features[part];
+    int64_t hits = 0, lookups = 0;
+    for (int64_t i = begin; i < end; ++i) {
+      if (slots[i] >= 0) {
+        ++hits;
+        touch(slots[i]);
+        continue;
+      }
+      const int64_t id = in_.bags.id(i);
+      if (!in_.bags.in_range(id, f) || id == in_.bags.padding_idx) continue;
+      ++lookups;
+      const int64_t row = f.row_offset + f.row(id);
+      missing->push_back({place.set(row), row, part, i});
+    }
+    counters->add(table_of(part), kLookups, hits + lookups);
+    counters->add(table_of(part), kHits, hits);
+  }
+
+  // Many ids may name a row, and many threads may see them: the first of all raises the count.
+  void touch(int64_t slot) const {
+    int64_t* stamp = memory_.stamps + slot;
+    if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
+    if (__atomic_load_n(stamp, __ATOMIC_RELAXED) == clock_) return;
+    if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_) return;
+    memory_.counts[slot] = raised(memory_.counts[slot], memory_.tags[slot]);
+  }
+
+  // Of one set, in the order in which they are served.
+  void read_candidates(int64_t begin, int64_t end, std::vector<Candidate>* out) const {
+    out->clear();
+    for (int64_t i = begin; i < end; ++i) {
+      if (i > begin && at(i).row == at(i - 1).row) {
+        ++out->back().last;
+        continue;
+      }
+      uint8_t count = 0;
+      if (memory_.counts) {
+        const uint8_t before = memory_.row_counts[at(i).row];
+        count = raised(halves_ ? halved_count(before) : before, at(i).row);
+        if (!plans_) memory_.row_counts[at(i).row] = count;
+      }
+      out->push_back({at(i).row, at(i).part, i, i + 1, count});
+    }
+    if (memory_.counts)
+      std::stable_sort(out->begin(), out->end(),
+                       [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
+  }
+
+  void take_in(const std::vector<Candidate>& candidates, int64_t* slots, Worker* worker) const {
+    Counters* counters = &worker->counters;
+    for (const Candidate& c : candidates) {
+      const int64_t slot = slot_for(c);
+      if (slot < 0) {
+        counters->add(table_of_row(c.row), kLeftOut);
+        continue;
+      }
+      if (memory_.tags[slot] >= 0) evict(slot, worker);
+      if (!plans_) tables_.decode(c.part, c.row, slot);
+      memory_.tags[slot] = c.row;
+      memory_.stamps[slot] = clock_;
+      memory_.dirty[slot] = 0;
+      if (memory_.counts) memory_.counts[slot] = c.count;
+      counters->add(table_of_row(c.row), kInserted);
+      for (int64_t i = c.first; i < c.last; ++i) slots[at(i).position] = slot;
+    }
+  }
+
+  // An empty slot of the row's set, or that of the victim, or -1.
+  int64_t slot_for(const Candidate& c) const {
+    const int64_t first = at(c.first).set * cache_.ways;
+    int64_t victim = -1;
+    const auto priority = [&](int64_t slot) {
+      return std::make_pair(memory_.counts ? memory_.counts[slot] : uint8_t{0}, memory_.stamps[slot]);
+    };
+    for (int64_t slot = first; slot < first + cache_.ways; ++slot) {
+      if (memory_.tags[slot] < 0) return slot;
+      if (memory_.stamps[slot] == clock_ || tables_.part_of(memory_.tags[slot]) < 0) continue;
+      if (victim < 0 || priority(slot) < priority(victim)) victim = slot;
+    }
+    return victim >= 0 && memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
+  }
+
+  void evict(int64_t slot, Worker* worker) const {
+    const int64_t row = memory_.tags[slot], table = table_of_row(row);
+    // Of the batch before this one, whose update may still come.
+    const bool may_change = plans_ && memory_.stamps[slot] == clock_ - 1;
+    if (memory_.counts && !plans_) memory_.row_counts[row] = memory_.counts[slot];
+    worker->counters.add(table, kEvicted);
+    if (!memory_.dirty[slot] && !may_change) return;
+    if (plans_) return worker->leaving.push_back(row);
+    tables_.encode(slot);
+    worker->counters.add(table, kWritten);
+  }
+
+  const BagInput& in_;
+  const CacheView& cache_;
+  Memory memory_;
+  const CachedTables& tables_;
+  uint64_t salt_;
+  int64_t clock_, num_tables_;
+  std::vector<Missing> missing_;
+  bool plans_ = false, halves_ = false;
+  std::vector<int64_t> leaving_;
+};
+
+}  // namespace rec_kernels

@@ -1,0 +1,100 @@
+// Which rows of the tables an insertion or a lookup would read or write: what has to be in memory by then.
+#include "cpu/row_cache_insertion.h"
+#include "cpu/scratch.h"
+
+namespace rec_kernels {
+namespace {
+
+// Linear rows of ids that are in no slot, of every part.
+void list_missing(const BagInput& in, const int64_t* slots, std::vector<int64_t>* rows) {
+  for (int64_t feature = 0; feature < in.num_features; ++feature) {
+    const int64_t begin = in.bags.offset(in.bags.first_bag(feature));
+    const int64_t end = in.bags.offset(in.bags.first_bag(feature + 1));
+    for (int64_t p = in.bags.first_part(feature); p < in.bags.first_part(feature + 1); ++p) {
+      const Feature& f = in.features[p];
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t id = in.bags.id(i);
+        if (slots[i] < 0 && in.bags.in_range(id, f) && id != in.bags.padding_idx)
+          rows->push_back(f.row_offset + f.row(id));
+      }
+    }
+  }
+}
+
+template <class T>
+Scratch<T> copy_of(const OptionalTensor& t) {
+  Scratch<T> copy(std::max<int64_t>(t->numel(), 1));
+  std::copy(t->const_data_ptr<T>(), t->const_data_ptr<T>() + t->numel(), copy.get());
+  return copy;
+}
+
+// Linear rows that an insertion of the call's ids would encode, or may have to.
+std::vector<int64_t> list_leaving(const BagInput& in, const CacheView& view, const CacheArguments& cache,
+                                  const CacheHistory& history, int64_t seed, int64_t* slots) {
+  const int64_t clock = *history.clock.const_data_ptr<int64_t>() + 1;
+  const bool halves = history.lfu && history.decay_every > 0 && clock % history.decay_every == 0;
+  const Scratch<int64_t> tags = copy_of<int64_t>(cache.tags), stamps = copy_of<int64_t>(history.stamps);
+  const Scratch<uint8_t> dirty = copy_of<uint8_t>(cache.dirty);
+  const Scratch<uint8_t> counts = history.lfu ? copy_of<uint8_t>(history.counts) : Scratch<uint8_t>();
+  for (int64_t slot = 0; halves && slot < history.counts->numel(); ++slot) counts[slot] = halved_count(counts[slot]);
+  uint8_t* rows = history.lfu ? history.row_counts->mutable_data_ptr<uint8_t>() : nullptr;
+  const Memory memory{tags.get(), stamps.get(), dirty.get(), counts.get(), rows, nullptr, true};
+  const CachedTables tables(in, view, nullptr, {}, clock);
+  Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
+  insertion.only_plan(halves);
+  insertion.run(slots);
+  return insertion.leaving();
+}
+
+Tensor plan(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& cache_sets,
+            const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
+            const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+            const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+            const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+            int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+            const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+            int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+            const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+            const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+            std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+            const std::string& bounds_check, const OptionalTensor& seed, const std::string& policy,
+            const OptionalTensor& cache_counts, const OptionalTensor& row_counts, int64_t decay_every, bool inserts) {
+  const TableLayout layout{
+      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
+      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
+      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+  const bool lfu = parse_policy(policy);
+  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
+  const OptionalTensor none, tags = cache_tags, dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts,
+                             stamps = cache_stamps;
+  const CacheArguments arguments{none, none, tags, dirty, sets, starts, cache_ways};
+  const CacheInput cache = read_cache(arguments, layout, in, values, false);
+  const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, none, lfu, decay_every};
+  check_history(history, arguments, values);
+  check_row_counts(history, in.num_rows);
+  check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
+  check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
+  check_contiguous(cache_dirty, "cache_dirty");
+  const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
+  in.raise(find_slots(in, cache.view, nullptr, slots.get()));
+
+  std::vector<int64_t> rows;
+  list_missing(in, slots.get(), &rows);
+  if (inserts) {
+    const int64_t key = seed ? *seed->const_data_ptr<int64_t>() : 0;
+    const std::vector<int64_t> leaving = list_leaving(in, cache.view, arguments, history, key, slots.get());
+    rows.insert(rows.end(), leaving.begin(), leaving.end());
+  }
+  std::sort(rows.begin(), rows.end());
+  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+  Tensor out = new_tensor(values, {static_cast<int64_t>(rows.size())}, ScalarType::Long);
+  std::copy(rows.begin(), rows.end(), out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", TORCH_BOX(&plan)); }
+
+}  // namespace rec_kernels
