@@ -56,8 +56,8 @@ _UPDATE = (
     "seed",
     "table_ids",
 )
-# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come in
-# since.
+# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come
+# in since.
 _CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
