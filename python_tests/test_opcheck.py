@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from row_cache_samples import cached_calls
 
 import rec_kernels as rk
+from rec_kernels.testing import same_bits
 
 RECORDED = Path(__file__).with_name("schemas.json")
 ops = torch.ops.rec_kernels
@@ -182,7 +184,9 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 def samples(op: str) -> list[tuple[tuple, dict]]:
     """Arguments to check an op with. A new op without an entry here fails its test."""
-    return (_row_samples() | _bag_samples())[op]
+    calls = (_row_samples() | _bag_samples()).get(op, []) + cached_calls().get(op, [])
+    assert calls, f"no sample of {op}"
+    return calls
 
 
 @pytest.mark.parametrize("op", registered())
@@ -212,13 +216,13 @@ def test_version_is_development() -> None:
 STEPS = 20
 
 
-def _collection(optimizer) -> rk.EmbeddingBagCollection:
+def _collection(optimizer, formats=("fp32", "fp32"), cache: rk.RowCache | None = None) -> rk.EmbeddingBagCollection:
     torch.manual_seed(0)
     tables = [
-        rk.EmbeddingBagConfig(50, 6, name="a", feature_names=["f", "g"]),
-        rk.EmbeddingBagConfig(70, 20, name="b", feature_names=["h"], pooling="mean"),
+        rk.EmbeddingBagConfig(50, 6, name="a", feature_names=["f", "g"], format=formats[0]),
+        rk.EmbeddingBagConfig(70, 20, name="b", feature_names=["h"], pooling="mean", format=formats[1]),
     ]
-    return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, cache=cache)
 
 
 def _loss(collection, values, offsets, factors) -> torch.Tensor:
@@ -255,6 +259,33 @@ def test_compiled_training(optimizer, backend: str) -> None:
         torch.testing.assert_close(a, b)
         if optimizer is None:
             torch.testing.assert_close(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_training_with_a_row_cache(backend: str, policy: str) -> None:
+    """One graph takes rows in, reads them and updates them: the bits of eager training, compiled once."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    compiled: Callable = torch.compile(_loss, backend=counter, fullgraph=True)
+    cache = rk.RowCache(0.3, ways=4, policy=policy, decay_every=3 if policy == "lfu" else 0)
+    runs = [(_collection(rk.Adam(lr=0.1), ("int8", "int4"), cache), loss) for loss in (_loss, compiled)]
+    offsets = torch.arange(0, 61, 2)
+    for _ in range(STEPS if backend == "aot_eager" else 6):
+        values, factors, grads = torch.randint(0, 50, (60,)), torch.rand(60), []
+        for collection, loss in runs:
+            given = factors.clone().requires_grad_()
+            loss(collection, values, offsets, given).backward()
+            grads.append(given.grad)
+        torch.testing.assert_close(*grads)
+    assert counter.frame_count == 1
+    (eager, _), (other, _) = runs
+    assert eager.memory_report() == other.memory_report()
+    assert all(table["evicted"] and table["hits"] and table["dirty_rows"] for table in eager.memory_report())
+    for (name, a), b in zip(eager.state_dict().items(), other.state_dict().values(), strict=True):
+        assert same_bits(a, b), name
 
 
 def test_dynamic_batch() -> None:

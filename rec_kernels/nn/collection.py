@@ -15,7 +15,7 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import Layout, move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
-from rec_kernels.nn.row_cache import CacheState, RowCache
+from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
     EmbeddingConfig,
@@ -168,12 +168,8 @@ class TableCollection(Layout):
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # It is torch's own copy of what the caller gave.
         fit_formats(state_dict, prefix, self._stored, convert=self._convert)
-        own_cache = "row_cache."
-        if self.row_cache is None:  # the state was flushed: its tables say everything
-            for name in [n for n in state_dict if n.startswith(prefix + own_cache)]:
-                del state_dict[name]
         for name, own in super().state_dict().items():
-            if name.startswith(own_cache):
+            if name.startswith("row_cache."):
                 continue
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
@@ -182,6 +178,8 @@ class TableCollection(Layout):
                     f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
                     "none of its tables was changed"
                 )
+        if choose_cache(self.row_cache, state_dict, prefix, self._stored):
+            self.flush()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
@@ -247,7 +245,7 @@ class TableCollection(Layout):
 
     def _slots(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
         """Where the rows of a batch are in the cache: in training, after they have come in."""
-        if not self.training:
+        if not (self.training and torch.is_grad_enabled()):
             return self.row_cache.lookup(bags, layout)
         with torch.no_grad():
             return self.row_cache.insert(self._weights, bags, layout, self._rounding())

@@ -135,6 +135,8 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
             (unbiased: updates smaller than a format's step are not lost) or "nearest".
         seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
             Collections of one model should differ in it: both count their tables from 0.
+        cache: a ``rk.RowCache``: some rows are kept, read and trained in float32; None: none. It needs an optimizer.
+            ``embedding_bags[name].weight`` is up to date after ``flush()``, ``state_dict()`` always.
 
     All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
     bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by

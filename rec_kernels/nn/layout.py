@@ -165,13 +165,19 @@ class ServedTables(Layout):
             seed=source.seed,
         )
         self.register_buffer("_weights", source._weights)
-        self.row_cache = source.row_cache
+        self.row_cache = None if source.row_cache is None else source.row_cache.shared()
         for table in self.tables:
             if table.projection:
                 self.register_buffer(f"_projection_{table.name}", source._projection(table).detach())
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         return self._buffers[f"_projection_{table.name}"]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ServedTables:
+        super()._apply(fn, recurse)
+        if self.row_cache is not None:
+            self.row_cache._apply(fn)
+        return self
 
     def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
         layout = self._layout(bag_starts)

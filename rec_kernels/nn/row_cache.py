@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -127,7 +128,21 @@ class CacheState(nn.Module):
             self.register_buffer(name, tensor)
         stats = torch.zeros(len(stored), len(COUNTERS), dtype=torch.int64, device=device)
         self.register_buffer("stats", stats, persistent=False)
+        self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
         self._make_places(device)
+
+    def shared(self) -> CacheState:
+        """The same slots in another module, which can be moved by itself."""
+        other = copy.copy(self)
+        other._buffers = dict(self._buffers)
+        return other
+
+    def _geometry(self) -> list[list[int]]:
+        """[T + 1, 4]: what says which slots a row can be in, and what is kept of it. Part of a state."""
+        of = {i: group for group in self._groups for i in group.tables}
+        places = [(of[i].sets, of[i].first_set) if i in of else (0, 0) for i in range(len(self._stored))]
+        tables = [[t.num_embeddings, t.embedding_dim, *p] for t, p in zip(self._stored, places, strict=True)]
+        return [[self.cache.ways, POLICIES.index(self.cache.policy), 0, 0], *tables]
 
     def _make_groups(self) -> list[_Group]:
         ways, groups = self.cache.ways, []
@@ -189,8 +204,9 @@ class CacheState(nn.Module):
     def clear(self) -> None:
         """Empties the slots, and forgets uses."""
         for name, tensor in self._buffers.items():
-            if not name.startswith("_"):
+            if not name.startswith("_") and name != "geometry":
                 tensor.fill_(-1 if name == "tags" else 0)
+        self.geometry.copy_(torch.tensor(self._geometry()))
 
     def arguments(self, slots: Tensor) -> dict[str, object]:
         """Of a lookup whose ids' rows are in ``slots``."""
@@ -215,10 +231,12 @@ class CacheState(nn.Module):
         numbers = [
             torch.tensor(n, device=self.tags.device) for n in (first[:-1], [t.num_embeddings for t in self._stored])
         ]
-        held = _ops.row_cache_stats(self.tags, self.dirty, *numbers).tolist()
-        shares = self._shares()
+        held, counted = _ops.row_cache_stats(self.tags, self.dirty, *numbers), self.stats
+        if held.is_meta:
+            held, counted = (torch.zeros(t.shape, dtype=torch.int64, device="cpu") for t in (held, counted))
+        held, shares = held.tolist(), self._shares()
         report = []
-        for i, counters in enumerate(self.stats.tolist()):
+        for i, counters in enumerate(counted.tolist()):
             named = dict(zip(COUNTERS, counters, strict=True))
             rate = named["hits"] / named["lookups"] if named["lookups"] else None
             cached = {"cached_rows": held[i][0], "dirty_rows": held[i][1], "cache_bytes": shares[i]}
@@ -254,11 +272,45 @@ class CacheState(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
-        own = {prefix + name: tensor for name, tensor in self.state_dict().items()}
-        fits = all(getattr(state_dict.get(name), "shape", None) == tensor.shape for name, tensor in own.items())
-        if not fits:
+        buffers, own = dict(self._buffers), self.own_state(prefix)
+        if not self._fits(state_dict, prefix):
             self.clear()
-            state_dict.update(own)
-            for name in [n for n in state_dict if n.startswith(prefix) and n not in own]:
+            for name in [n for n in state_dict if n.startswith(prefix)]:
                 del state_dict[name]
+            state_dict.update(own)
         super()._load_from_state_dict(state_dict, prefix, *args)
+        for name, buffer in buffers.items():  # load_state_dict(assign=True) would part what for_serving() shares
+            if self._buffers[name] is not buffer:
+                buffer.copy_(self._buffers[name])
+                self._buffers[name] = buffer
+
+    def own_state(self, prefix: str) -> dict[str, Tensor]:
+        """What a ``state_dict()`` has of it."""
+        return {prefix + name: tensor for name, tensor in self.state_dict().items()}
+
+    def _fits(self, state_dict: dict, prefix: str) -> bool:
+        own, given = self.own_state(prefix), {n: t for n, t in state_dict.items() if n.startswith(prefix)}
+        if {n: t.shape for n, t in own.items()} != {n: getattr(t, "shape", None) for n, t in given.items()}:
+            return False
+        geometry = given[prefix + "geometry"]
+        return geometry.is_meta or geometry.tolist() == self._geometry()
+
+
+def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, stored: list[StoredTable]) -> bool:
+    """Leaves in a collection's state what its tables and this cache can take of the state's cache.
+
+    Returns:
+        Whether the rows of this cache must be encoded first: of tables that the state does not have.
+    """
+    tables = [f"{prefix}embedding_bags.{t.name}.weight" for t in stored]
+    prefix += "row_cache."
+    missing = [name for name in tables if name not in state_dict]
+    if cache is not None and not missing:
+        return False
+    # The state was flushed: its tables say everything.
+    for name in [n for n in state_dict if n.startswith(prefix)]:
+        del state_dict[name]
+    if cache is not None and missing == tables:
+        state_dict.update(cache.own_state(prefix))
+        return False
+    return cache is not None

@@ -1,0 +1,78 @@
+"""Arguments of the row cache's ops, and of the embedding_bag ops with a row cache, for torch.library.opcheck."""
+
+from __future__ import annotations
+
+import torch
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, call, expected_of
+from torch import Tensor
+
+Call = tuple[tuple, dict[str, object]]
+
+FEATURES = [(0, "sum"), (1, "mean"), (2, "sum"), (0, "mean"), (3, "sum")]
+#: Two bags of each feature, and as many of the batch before it.
+BATCH, EARLIER = (Batch([[2, 1]] * len(FEATURES), seed=seed) for seed in (9, 8))
+
+
+def arguments(policy: str) -> dict[str, object]:
+    """Every argument by name: four tables, the last without a cache, and rows in slots, some of them dirty."""
+    tables = [(21, 5, "int8"), (17, 5, "int4"), (13, 16, "bf16"), (6, 5, "int8")]
+    decay_every = 2 if policy == "lfu" else 0
+    case = CacheCase(CacheSample(tables, FEATURES, {5: 2, 16: 1}, 2, (3,), policy, "stochastic", decay_every))
+    model = case.model()
+    expected_of(case, [Action("insert", EARLIER), Action("update", Update(1))], model)
+    given, batch = case.arguments | case.state(model), case.batch(BATCH)
+    given |= {"values": batch.values, "offsets": batch.offsets}
+    return given | {"cache_slots": call("row_cache_lookup", given)}
+
+
+def cached_calls() -> dict[str, list[Call]]:
+    """Op -> calls of it."""
+    torch.manual_seed(2)
+    lru, lfu = arguments("lru"), arguments("lfu")
+    factors, grad = torch.rand(len(lru["values"])), torch.randn(2, lru["output_dim"])
+    state = {
+        "sum": torch.zeros(lru["num_rows"]),
+        "step": torch.tensor(3),
+        "lr": torch.tensor(0.1),
+        "token": torch.empty(0, requires_grad=True),
+    }
+    weighted = {"per_sample_weights": factors.requires_grad_()}
+    # Each cached table once.
+    counted = {name: lru[name][:3] for name in ("row_offsets", "num_embeddings")}
+    return {
+        "row_cache_lookup": [_call("row_cache_lookup", lru)],
+        "row_cache_insert_": [_call("row_cache_insert_", a) for a in (lru, lfu, _without_options(lru))],
+        "row_cache_flush_": [_call("row_cache_flush_", a) for a in (lru, _without_options(lru))],
+        "row_cache_stats": [_call("row_cache_stats", lru | counted)],
+        "embedding_bag": [_call("embedding_bag", a) for a in (lru, lru | weighted, _without_tags(lru) | weighted)],
+        "embedding_bag_fused": [_call("embedding_bag_fused", lru | state | more) for more in ({}, weighted)],
+        "embedding_bag_backward_fused_": [
+            _call("embedding_bag_backward_fused_", lru | state | {"grad": grad, "per_sample_weights": w})
+            for w in (None, factors.detach())
+        ],
+        "embedding_bag_backward_per_sample_weights": [
+            _call("embedding_bag_backward_per_sample_weights", lru | {"grad": grad})
+        ],
+    }
+
+
+def _without_options(given: dict[str, object]) -> dict[str, object]:
+    return {name: a for name, a in given.items() if name not in ("seed", "table_ids", "cache_stats")}
+
+
+def _without_tags(given: dict[str, object]) -> dict[str, object]:
+    """The forward alone: no gradient has to find a row again."""
+    places = ("cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
+    return {name: a for name, a in given.items() if name not in places}
+
+
+def _call(op: str, given: dict[str, object]) -> Call:
+    """By name, with tensors of its own: calls change theirs."""
+    names = [a.name for a in getattr(torch.ops.rec_kernels, op).default._schema.arguments]
+    return (), {name: _own(given[name]) for name in names if name in given}
+
+
+def _own(argument: object) -> object:
+    if not isinstance(argument, Tensor):
+        return argument
+    return argument.detach().clone().requires_grad_(argument.requires_grad)
