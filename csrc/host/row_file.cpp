@@ -55,6 +55,7 @@ std::unique_ptr<RowFile> RowFile::create(const std::string& path, int64_t num_by
   try {
     std::unique_ptr<RowFile> file(new RowFile(std::move(main), memory_budget, threads));
     file->log_.truncate();  // what a file of this name has left that is gone
+    file->usable_ = true;
     return file;
   } catch (...) {
     ::unlink(path.c_str());
@@ -94,6 +95,7 @@ void RowFile::recover(std::optional<int64_t> generation) {
     log_.discard();
   }
   generation_ = main_.generation();
+  usable_ = true;
 }
 
 RowFile::~RowFile() { close(); }
@@ -235,10 +237,12 @@ void RowFile::prefetch(const std::vector<Span>& spans) {
     unwant(wanted);
     throw;
   }
+  // A block that makes room for a prefetch before has to be out first; few are, and it takes the time of a write.
+  for (const int64_t b : wanted)
+    moved_.wait(lock, [&] { return !table_.has(b, Flag::kResident) || !table_.has(b, Flag::kMoving); });
   for (const int64_t b : wanted) {
-    const bool leaving = table_.has(b, Flag::kResident) && table_.has(b, Flag::kMoving);  // too late: its load's to do
-    if (!leaving && !table_.has(b, Flag::kPrefetched)) prefetched_.push_back(b);
-    table_.change(b, leaving ? 0 : Flag::kPrefetched | Flag::kReferenced, Flag::kWanted);
+    if (!table_.has(b, Flag::kPrefetched)) prefetched_.push_back(b);
+    table_.change(b, Flag::kPrefetched | Flag::kReferenced, Flag::kWanted);
   }
   const std::shared_ptr<Batch> batch = plan(wanted);
   if (!batch) return;
@@ -297,7 +301,7 @@ void RowFile::close() {
   lock.unlock();
   pool_.reset();
   try {
-    if (!log_.committed()) log_.truncate();
+    if (usable_ && !log_.committed()) log_.truncate();
   } catch (const SystemError&) {  // without a commit it counts for nothing anyway
   }
   window_->drop(0, main_.num_blocks() * block_bytes_);

@@ -118,6 +118,7 @@ class RowFile {
   BlockTable table_;
   RowFileStats counts_;
   int64_t generation_ = 0;
+  bool usable_ = false;  // the log is this object's to empty: what it had before was looked at
   bool closed_ = false;
   std::vector<int64_t> pinned_;                    // by the load that holds
   std::vector<int64_t> prefetched_;                // may name blocks whose prefetch has failed
