@@ -2,7 +2,6 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <memory>
@@ -24,9 +23,7 @@ namespace {
 // A forked process has the object but not its threads: it can neither use it nor end it.
 struct EndWhereMade {
   void operator()(RowFile* file) const {
-    if (!file->made_by_this_process()) return;
-    const py::gil_scoped_release released;
-    delete file;
+    if (file->made_by_this_process()) delete file;
   }
 };
 using Handle = std::unique_ptr<RowFile, EndWhereMade>;
@@ -77,13 +74,20 @@ Integers integers(const py::object& argument, const char* name) {
   return Integers(array);
 }
 
+int64_t whole_number(const py::object& number) {
+  const auto whole = py::reinterpret_steal<py::object>(PyNumber_Index(number.ptr()));
+  if (!whole) throw py::error_already_set();
+  const int64_t value = PyLong_AsLongLong(whole.ptr());
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  return value;
+}
+
 std::vector<Span> spans_of(const RowFile& file, const py::object& starts, const py::object& sizes) {
   const Integers first = integers(starts, "starts");
-  const bool one_size = PyIndex_Check(sizes.ptr()) && !py::hasattr(sizes, "__len__");
-  int64_t size = 0;
-  Integers each;
-  if (one_size) size = py::reinterpret_steal<py::int_>(PyNumber_Index(sizes.ptr())).cast<int64_t>();
-  else each = integers(sizes, "sizes");
+  const py::array given = py::array::ensure(sizes);
+  const bool one_size = given && given.ndim() == 0;
+  const int64_t size = one_size ? whole_number(sizes) : 0;
+  const Integers each = one_size ? Integers(0) : integers(sizes, "sizes");
   check_value(one_size || each.size() == first.size(), "sizes must be one number or have as many elements as starts, ",
               first.size(), ", got ", each.size());
   const int64_t* const first_data = first.data();

@@ -54,7 +54,7 @@ std::unique_ptr<RowFile> RowFile::create(const std::string& path, int64_t num_by
   BlockFile main = BlockFile::create(path, num_bytes, block_bytes, layout);
   try {
     std::unique_ptr<RowFile> file(new RowFile(std::move(main), memory_budget, threads));
-    file->log_.truncate();  // what a file of this name has left that is gone
+    file->log_.discard();  // what a file of this name has left that is gone
     file->usable_ = true;
     return file;
   } catch (...) {
@@ -102,11 +102,16 @@ RowFile::~RowFile() { close(); }
 
 bool RowFile::made_by_this_process() const { return ::getpid() == process_; }
 
-RowFile::Lock RowFile::begin_call() {
+// A lock may be held for ever in a forked process: by a thread that it does not have.
+RowFile::Lock RowFile::locked(std::mutex& mutex) const {
   if (!made_by_this_process())
     throw std::runtime_error(join("the row file ", path(), " was opened by process ", process_,
                                   ", and this is another one that was forked from it: open it after forking"));
-  Lock turn(turn_);
+  return Lock(mutex);
+}
+
+RowFile::Lock RowFile::begin_call() {
+  Lock turn = locked(turn_);
   check_value(!closed(), "the row file ", path(), " is closed");
   return turn;
 }
@@ -154,11 +159,9 @@ void RowFile::check_budget(const char* call, const std::vector<Span>& spans, con
                            int64_t others) const {
   if (static_cast<int64_t>(wanted.size()) + others <= table_.capacity()) return;
   const int64_t need = distinct_blocks(spans);
+  const std::string held = others == 0 ? "" : join(" beside ", others * block_bytes_, " bytes that other calls hold");
   throw BudgetError(join(call, " needs ", need * block_bytes_, " bytes of memory (", need, " blocks of ", block_bytes_,
-                         " bytes) beside ", others * block_bytes_,
-                         " bytes that are held by load or prefetch, but "
-                         "memory_budget is ",
-                         memory_budget_));
+                         " bytes)", held, ", but memory_budget is ", memory_budget_, " bytes"));
 }
 
 // Dirty blocks can only go to the log while it waits for no one.
@@ -291,8 +294,7 @@ void RowFile::settle(Lock& lock) {
 }
 
 void RowFile::close() {
-  if (closed()) return;
-  const Lock turn(turn_);
+  const Lock turn = locked(turn_);
   Lock lock(mutex_);
   if (closed_) return;
   end_prefetch(lock);
@@ -310,17 +312,17 @@ void RowFile::close() {
 }
 
 bool RowFile::closed() const {
-  const Lock lock(mutex_);
+  const Lock lock = locked(mutex_);
   return closed_;
 }
 
 int64_t RowFile::generation() const {
-  const Lock lock(mutex_);
+  const Lock lock = locked(mutex_);
   return generation_;
 }
 
 RowFileStats RowFile::stats() const {
-  const Lock lock(mutex_);
+  const Lock lock = locked(mutex_);
   RowFileStats stats = counts_;
   if (closed_) return stats;
   stats.resident_bytes = table_.resident() * block_bytes_;

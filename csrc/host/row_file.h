@@ -37,7 +37,7 @@ struct Span {
 
 struct RowFileStats {
   int64_t loads = 0, hits = 0, prefetched = 0;
-  int64_t blocks_read = 0, blocks_written = 0, bytes_read = 0, bytes_written = 0;
+  int64_t blocks_read = 0, blocks_written = 0;
   int64_t resident_bytes = 0, dirty_bytes = 0, log_bytes = 0, bookkeeping_bytes = 0;
 };
 
@@ -77,6 +77,7 @@ class RowFile {
 
   RowFile(BlockFile main, int64_t memory_budget, int64_t threads);
   void recover(std::optional<int64_t> generation);
+  Lock locked(std::mutex& mutex) const;
   Lock begin_call();
 
   // What a call asks for.

@@ -57,8 +57,8 @@ void Window::drop(int64_t offset, int64_t bytes) const {
   if (bytes > 0) ::madvise(data_ + offset, static_cast<size_t>(bytes), MADV_DONTNEED);
 }
 
-// One range at a time, every other processor that runs this process is interrupted for each of them: several
-// microseconds, more than reading a block takes. Linux 6.16 and later interrupt once for all of them.
+// One range at a time, every other processor that runs this process is interrupted for each of them, which takes
+// longer than reading a block. Newer kernels take many ranges of one's own process and interrupt once.
 void Window::drop(const std::vector<iovec>& ranges) const {
   size_t next = 0;
   while (self_ >= 0 && together_ && next + 1 < ranges.size()) {
