@@ -226,12 +226,80 @@ def after_a_power_failure(calls, rng):
             yield call
 
 
+def strace_or_skip(*options):
+    """A command in front of another one."""
+    launcher = ("strace", "-f", *options)
+    if shutil.which("strace") is None or subprocess.run([*launcher, "true"], capture_output=True).returncode != 0:
+        pytest.skip("strace is not installed or may not trace")
+    return launcher
+
+
+REFUSED = """
+def insist(call, *arguments, **options):
+    for _ in range(10):
+        try:
+            return call(*arguments, **options)
+        except OSError as error:
+            assert error.errno == 5 and "Input/output error" in str(error), error
+            errors.append(error)
+errors, values = [], noise(2, 8 * BLOCK)
+file = RowFile.open(sys.argv[1], layout=LAYOUT, memory_budget=4 * BLOCK, threads=1)
+for step in range(3):
+    for block in range(8):
+        insist(file.load, [block * BLOCK], BLOCK, write=True)
+        file.window[block * BLOCK : (block + 1) * BLOCK] = values[block * BLOCK : (block + 1) * BLOCK] + step
+    before = file.generation
+    insist(file.flush, apply=step == 1)
+    assert file.generation > before
+insist(file.apply)
+file.close()
+print(len(errors))
+"""
+
+
+@pytest.mark.parametrize("call", ["fsync", "pwrite64"])
+def test_every_refused_call_can_be_repeated(call, tmp_path):
+    """The n-th write or fsync fails once: an error, no loss, and all is well the next time."""
+    path = tmp_path / "file"
+    refused = 0
+    for n in range(2, 14):
+        trace = ("-o", str(tmp_path / "trace"), "-e", f"trace={call}")
+        launcher = strace_or_skip(*trace, "-e", f"inject={call}:error=EIO:when={n}")
+        for old in (path, log_of(path)):
+            old.unlink(missing_ok=True)
+        RowFile.create(path, 8 * BLOCK, layout=LAYOUT, memory_budget=BLOCK).close()
+        refused += int(run_script(REFUSED, path, launcher=launcher))
+        with open_file(path) as file:
+            assert np.array_equal(contents(file), noise(2, 8 * BLOCK) + 2), n
+    assert refused >= 12
+
+
+def test_kernels_that_drop_one_range_at_a_time(tmp_path):
+    launcher = strace_or_skip("-o", str(tmp_path / "trace"), "-e", "inject=process_madvise:error=EINVAL")
+    out = run_script(
+        """
+import ctypes
+file = RowFile.create(sys.argv[1], 256 * BLOCK, layout=LAYOUT, memory_budget=64 * BLOCK)
+order = np.random.default_rng(0).permutation(256).reshape(8, 32) * BLOCK
+for starts in order:
+    file.load(starts, BLOCK, write=True)
+    file.window.reshape(256, BLOCK)[starts // BLOCK] = 1
+found = (ctypes.c_ubyte * 256)()
+ctypes.CDLL(None).mincore(ctypes.c_void_p(file.window.ctypes.data), ctypes.c_size_t(256 * BLOCK), found)
+print(sum(b & 1 for b in found))
+""",
+        tmp_path / "file",
+        launcher=launcher,
+    )
+    assert "process_madvise" in (tmp_path / "trace").read_text()
+    assert int(out) == 64
+
+
 def test_power_failures(tmp_path):
     """Every prefix of the writes of two flushes, with any part lost of what no fsync had covered."""
     trace, path = tmp_path / "trace", tmp_path / "file"
-    launcher = ("strace", "-f", "-y", "-xx", "-s", "1000000", "-e", "trace=pwrite64,fsync,ftruncate", "-o", str(trace))
-    if shutil.which("strace") is None or subprocess.run([*launcher, "true"], capture_output=True).returncode != 0:
-        pytest.skip("strace is not installed or may not trace")
+    calls = "trace=pwrite64,fsync,ftruncate"
+    launcher = strace_or_skip("-y", "-xx", "-s", "1000000", "-e", calls, "-o", str(trace))
     states = {1: noise(1, 8 * BLOCK)}
     with RowFile.create(path, 8 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
         fill(file, 0, states[1])
