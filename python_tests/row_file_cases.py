@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 
 def host_or_skip() -> ModuleType:
     """The compiled module; where it was not built, the tests of the calling module are skipped."""
+    if mmap.PAGESIZE != BLOCK:
+        pytest.skip(f"the tests are for pages of {BLOCK} bytes, not {mmap.PAGESIZE}", allow_module_level=True)
     try:
         return host()
     except ImportError as error:
