@@ -52,6 +52,7 @@ class CMakeBuild(build_ext):
         nvcc = cuda_compiler()
         build = ROOT / "build" / f"{'cuda' if nvcc else 'cpu'}-torch{torch.__version__}"
         options = [f"-DREC_KERNELS_TORCH={torch.__path__[0]}", f"-DREC_KERNELS_OUTPUT={output}"]
+        options += [f"-DREC_KERNELS_PYTHON={sys.executable}"]
         output.mkdir(parents=True, exist_ok=True)
         architectures = []
         if nvcc:

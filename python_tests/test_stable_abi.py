@@ -96,6 +96,7 @@ def test_build_info() -> None:
     assert info["cpu_isa"] in {"baseline", "v3", "v4"}
     assert (info["cuda_library"] is None) == (not (PACKAGE / "librec_kernels_cuda.so").exists())
     assert info["cuda_unavailable"] is None or isinstance(info["cuda_unavailable"], str)
+    assert info["host_library"] is None or Path(info["host_library"]).parent == PACKAGE
     assert (info["triton"] is None) == (importlib.util.find_spec("triton") is None)
     assert info["triton"] is None or info["triton"][0].isdigit()
     assert info["triton_in_use"] == (

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import platform
 import re
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -69,6 +71,26 @@ def use_triton() -> None:
     triton.register(_triton, "CUDA")
 
 
+def host() -> ModuleType:
+    """The module of host objects with a state, ``rec_kernels._host``.
+
+    Raises:
+        ImportError: this installation was built without it, or for another Python.
+    """
+    try:
+        return importlib.import_module("rec_kernels._host")
+    except ImportError as error:
+        raise ImportError(
+            "rec_kernels._host cannot be loaded: it is built on Linux where there are Python's headers "
+            f"(Debian: apt install python3-dev) and pybind11; then run `make build` ({error})"
+        ) from error
+
+
+def _host_library() -> str | None:
+    spec = importlib.util.find_spec("rec_kernels._host")
+    return None if spec is None else spec.origin
+
+
 def _triton_version() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return None
@@ -87,6 +109,7 @@ def build_info() -> dict[str, object]:
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,
     ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in,
+    ``host_library`` path (of ``_host``, for tables in files) or None,
     ``triton`` (version, or None where it is not installed), ``triton_in_use`` (whether GPU tensors get the Triton
     kernels).
     """
@@ -102,6 +125,7 @@ def build_info() -> dict[str, object]:
         "cuda_library": str(cuda) if cuda.exists() else None,
         "cuda_unavailable": cuda_unavailable,
         "cuda_architectures": architectures.read_text().split() if architectures.exists() else [],
+        "host_library": _host_library(),
         "triton": _triton_version(),
         "triton_in_use": _triton is not None,
     }

@@ -1,0 +1,84 @@
+// The main file of a row file: a header, the state, the layout, a checksum for every block, the blocks.
+//
+// All numbers are little-endian; "i64" and so on; what is between the parts is zeros.
+//
+//   byte 0      header, 64 bytes: magic "RKROWFIL"; u32 version = 1; u32 CRC32C of the header (with zeros in place of
+//               this number) followed by the layout; i64 num_bytes; i64 block_bytes; i64 layout_bytes; u64 identity,
+//               a random number that the log has, too; zeros. Written once, last of all, when the file is created.
+//   byte 4096,  two states of 48 bytes; that with the larger sequence number holds: magic "RKROWSTA"; u32 phase
+//   byte 8192   (0: the blocks are those of the generation; 1: they are being overwritten with those of the log, which
+//               has the generation and is needed); u32 CRC32C of the state (with zeros in place of this number);
+//               i64 sequence, even in the first place and odd in the second; i64 generation; u64 digest; u64 identity.
+//   byte 12288  layout: layout_bytes of UTF-8.
+//   then, at the next multiple of 4096, a u32 checksum for each of the ceil(num_bytes / block_bytes) blocks:
+//               CRC32C of the block exclusive-or CRC32C of block_bytes zeros;
+//   then, at the next multiple of max(4096, block_bytes), the blocks; the last one is filled up with zeros. The file
+//   ends there.
+//
+// The digest guards the checksums: the sum modulo 2^64, over the blocks with a checksum c that is not 0, of
+// mix(block * 0x9e3779b97f4a7c15 + c), where mix is the finalizer of SplitMix64 (see `mixed` in the .cpp). It says
+// nothing of the order in which checksums reach the disk, so that a torn write can be repeated.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "host/file.h"
+
+namespace rec_kernels::host {
+
+// A block of the log: its number, where in the log it lies, its checksum.
+struct LogEntry {
+  int64_t block, slot;
+  uint32_t checksum;
+};
+
+class BlockFile {
+ public:
+  // A new file of zeros, durable; nothing is left of it after an exception.
+  static BlockFile create(const std::string& path, int64_t num_bytes, int64_t block_bytes, const std::string& layout);
+  static BlockFile open(const std::string& path, const std::string& layout);
+
+  const std::string& path() const { return file_.path(); }
+  int64_t num_bytes() const { return num_bytes_; }
+  int64_t block_bytes() const { return block_bytes_; }
+  int64_t num_blocks() const { return num_blocks_; }
+  uint64_t identity() const { return identity_; }
+  // Of the blocks; while the file is being overwritten, of the log.
+  int64_t generation() const { return generation_; }
+  bool being_overwritten() const { return being_overwritten_; }
+  uint32_t checksum(int64_t block) const { return checksums_[static_cast<size_t>(block)]; }
+  int64_t bookkeeping_bytes() const { return static_cast<int64_t>(checksums_.capacity() * sizeof(uint32_t)); }
+  // The digest of the checksums with those of the log in their places.
+  uint64_t digest_with(const std::vector<LogEntry>& entries) const;
+
+  // Neighbouring blocks; any number of threads at once. The checksums are the caller's to compare.
+  void read(int64_t first, int64_t count, uint8_t* to) const;
+  void write(int64_t first, int64_t count, const uint8_t* from) const;
+  int64_t offset(int64_t block) const { return data_offset_ + block * block_bytes_; }
+  // Before the first block is overwritten, and after the last one, with the blocks sorted. May be repeated from the
+  // beginning after an exception.
+  void begin_overwriting(int64_t generation);
+  void end_overwriting(const std::vector<LogEntry>& entries, uint64_t digest);
+
+  void close() noexcept { file_.close(); }
+
+ private:
+  explicit BlockFile(File file) : file_(std::move(file)) {}
+  void place(int64_t num_bytes, int64_t block_bytes, int64_t layout_bytes);
+  void write_state(bool being_overwritten, int64_t generation, uint64_t digest);
+  void read_header(const std::string& layout);
+  void read_state();
+  void read_checksums(uint64_t digest);
+  void write_checksums(const std::vector<LogEntry>& entries) const;
+
+  File file_;
+  int64_t num_bytes_ = 0, block_bytes_ = 0, num_blocks_ = 0, checksum_offset_ = 0, data_offset_ = 0, file_bytes_ = 0;
+  uint64_t identity_ = 0, digest_ = 0;
+  int64_t generation_ = 0, sequence_ = 0;
+  bool being_overwritten_ = false;
+  std::vector<uint32_t> checksums_;  // as they are, or will be, in the file
+};
+
+}  // namespace rec_kernels::host

@@ -1,0 +1,191 @@
+#include "host/block_log.h"
+
+#include <fcntl.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+namespace rec_kernels::host {
+namespace {
+
+constexpr char kMagic[] = "RKROWLOG";
+constexpr uint32_t kVersion = 1;
+constexpr int64_t kSlotOffset = 4096;
+
+// Without its own checksum.
+template <class Record>
+uint32_t checksum_of(Record record) {
+  record.checksum = 0;
+  return crc32c(&record, sizeof record);
+}
+
+}  // namespace
+
+struct BlockLog::Commit {
+  char magic[8];
+  uint32_t version, checksum;
+  uint64_t identity;
+  int64_t generation, entries;
+  uint32_t index_checksum, zero;
+  uint64_t digest, zeros;
+};
+
+BlockLog::BlockLog(const BlockFile& main)
+    : file_(main.path() + ".log", O_CREAT),
+      checksum_of_(main.block_bytes()),
+      block_bytes_(main.block_bytes()),
+      num_blocks_(main.num_blocks()),
+      identity_(main.identity()) {
+  static_assert(sizeof(Commit) == 64 && sizeof(Entry) == 16);
+  file_.sync_folder();
+}
+
+int64_t BlockLog::offset(int64_t slot) const { return kSlotOffset + slot * block_bytes_; }
+
+int64_t BlockLog::bytes() const { return entries_.empty() && !committed_ ? 0 : offset(num_entries()); }
+
+int64_t BlockLog::bookkeeping_bytes() const {
+  return static_cast<int64_t>(entries_.capacity() * sizeof(Entry) + table_.capacity() * sizeof(int64_t));
+}
+
+std::optional<int64_t> BlockLog::find_commit() {
+  if (file_.size() < kSlotOffset) return std::nullopt;
+  Commit commit;
+  file_.read(&commit, sizeof commit, 0);
+  if (std::memcmp(commit.magic, kMagic, sizeof commit.magic) != 0 || commit.checksum != checksum_of(commit))
+    return std::nullopt;
+  check_value(commit.version == kVersion, path(), " has version ", commit.version,
+              " of the format of logs of row files, expected ", kVersion);
+  check_value(commit.identity == identity_, path(),
+              " is the log of another row file; move it away to go on without it");
+  return commit.generation;
+}
+
+std::vector<BlockLog::Entry> BlockLog::read_index(const Commit& commit) const {
+  const int64_t size = file_.size();
+  const bool sound = commit.entries >= 0 && commit.entries <= num_blocks_;
+  const int64_t index = offset(sound ? commit.entries : 0), bytes = sound ? commit.entries * 16 : 0;
+  if (!sound || size < index + bytes)
+    throw corrupted(join("the log has a commit of ", commit.entries, " blocks of generation ", commit.generation,
+                         ", but only ", size, " bytes"),
+                    path());
+  std::vector<Entry> entries(static_cast<size_t>(commit.entries));
+  file_.read(entries.data(), bytes, index);
+  if (crc32c(entries.data(), static_cast<size_t>(bytes)) != commit.index_checksum)
+    throw corrupted(join("the log's index (bytes ", index, " to ", index + bytes - 1, ") is damaged: wrong checksum"),
+                    path());
+  return entries;
+}
+
+void BlockLog::adopt() {
+  Commit commit;
+  file_.read(&commit, sizeof commit, 0);
+  const std::vector<Entry> entries = read_index(commit);
+  for (const Entry& entry : entries) {
+    if (entry.block < 0 || entry.block >= num_blocks_ || find(entry.block) >= 0)
+      throw corrupted(join("the log's index names block ", entry.block, " twice or out of ", num_blocks_), path());
+    set_checksum(assign(entry.block), entry.checksum);
+  }
+  set_committed(commit.generation, commit.digest);
+}
+
+size_t BlockLog::place(int64_t block) const {
+  const size_t mask = table_.size() - 1;
+  size_t i = static_cast<size_t>(static_cast<uint64_t>(block) * 0x9e3779b97f4a7c15 >> 20) & mask;
+  while (table_[i] >= 0 && entries_[static_cast<size_t>(table_[i])].block != block) i = (i + 1) & mask;
+  return i;
+}
+
+int64_t BlockLog::find(int64_t block) const { return table_.empty() ? -1 : table_[place(block)]; }
+
+int64_t BlockLog::assign(int64_t block) {
+  if (2 * (entries_.size() + 1) > table_.size()) grow();
+  const size_t i = place(block);
+  if (table_[i] < 0) {
+    entries_.push_back({block, 0, 0});
+    table_[i] = num_entries() - 1;
+  }
+  return table_[i];
+}
+
+void BlockLog::grow() {
+  table_.assign(std::max<size_t>(2 * table_.size(), 64), -1);
+  for (size_t slot = 0; slot < entries_.size(); ++slot)
+    table_[place(entries_[slot].block)] = static_cast<int64_t>(slot);
+}
+
+std::vector<LogEntry> BlockLog::sorted_entries() const {
+  std::vector<LogEntry> sorted;
+  sorted.reserve(entries_.size());
+  for (const Entry& e : entries_) sorted.push_back({e.block, static_cast<int64_t>(sorted.size()), e.checksum});
+  std::sort(sorted.begin(), sorted.end(), [](const LogEntry& a, const LogEntry& b) { return a.block < b.block; });
+  return sorted;
+}
+
+void BlockLog::make_writable() {
+  if (!commit_uncertain_) return;
+  const Commit none{};
+  file_.write(&none, sizeof none, 0);
+  file_.sync();
+  commit_uncertain_ = false;
+}
+
+// After a refusal the system forgets which data it could not write; only what is written again counts.
+void BlockLog::rewrite() {
+  std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
+  for (int64_t slot = 0; slot < num_entries(); ++slot) {
+    read(slot, block.data());
+    if (checksum_of_(block.data()) != checksum(slot))
+      throw corrupted(join("block ", entries_[static_cast<size_t>(slot)].block, " in slot ", slot, " of the log (byte ",
+                           offset(slot), ") is damaged: wrong checksum"),
+                      path());
+    write(slot, block.data());
+  }
+}
+
+void BlockLog::write_commit(int64_t generation, uint64_t digest) {
+  make_writable();
+  if (doubtful_) rewrite();
+  const auto bytes = static_cast<size_t>(num_entries()) * sizeof(Entry);
+  file_.write(entries_.data(), static_cast<int64_t>(bytes), offset(num_entries()));
+  doubtful_ = true;  // unless all goes well
+  file_.sync();
+  Commit commit{{}, kVersion, 0, identity_, generation, num_entries(), crc32c(entries_.data(), bytes), 0, digest, 0};
+  std::memcpy(commit.magic, kMagic, sizeof commit.magic);
+  commit.checksum = checksum_of(commit);
+  commit_uncertain_ = true;
+  // Up to the first slot, so that a log without slots is whole, too.
+  std::vector<uint8_t> head(kSlotOffset);
+  std::memcpy(head.data(), &commit, sizeof commit);
+  file_.write(head.data(), kSlotOffset, 0);
+  file_.sync();
+  commit_uncertain_ = doubtful_ = false;
+}
+
+void BlockLog::set_committed(int64_t generation, uint64_t digest) {
+  committed_ = true;
+  generation_ = generation;
+  digest_ = digest;
+}
+
+void BlockLog::truncate() {
+  file_.truncate(0);
+  commit_uncertain_ = doubtful_ = false;
+}
+
+void BlockLog::discard() {
+  if (file_.size() > 0) {
+    truncate();
+    file_.sync();
+  }
+  forget();
+}
+
+void BlockLog::forget() {
+  committed_ = false;
+  entries_ = {};
+  table_ = {};
+}
+
+}  // namespace rec_kernels::host

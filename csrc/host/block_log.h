@@ -1,0 +1,95 @@
+// The log of a row file, `<path>.log`: blocks that were changed since the generation in the main file.
+//
+// All numbers are little-endian; what is between the parts is zeros.
+//
+//   byte 0      commit, 64 bytes: magic "RKROWLOG"; u32 version = 1; u32 CRC32C of these 64 bytes (with zeros in place
+//   of
+//               this number); u64 identity, that of the main file; i64 generation, one more than the main file's;
+//               i64 entries; u32 CRC32C of the index; u32 zero; u64 digest of the main file's checksums once the blocks
+//               are there (block_file.h); zeros. It is written when all that follows is on the disk. Without it, or
+//               with a wrong checksum, nothing of the log counts.
+//   byte 4096   slots, block_bytes each: the blocks, in the order in which they were first logged.
+//   then        index, 16 bytes for each slot: i64 block; u32 checksum of the block, as in the main file; u32 zero.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host/block_file.h"
+#include "host/checksum.h"
+#include "host/file.h"
+
+namespace rec_kernels::host {
+
+// Its entries are guarded by the owner's mutex. Slots are read and written without it, by any number of threads; the
+// rest of the file by one.
+class BlockLog {
+ public:
+  explicit BlockLog(const BlockFile& main);
+
+  const std::string& path() const { return file_.path(); }
+  // Whether the log has a whole generation that the main file has not.
+  bool committed() const { return committed_; }
+  int64_t generation() const { return generation_; }
+  uint64_t digest() const { return digest_; }
+  int64_t num_entries() const { return static_cast<int64_t>(entries_.size()); }
+  int64_t bytes() const;
+  int64_t bookkeeping_bytes() const;
+
+  // The generation of the commit that the file has, if any; adopt() then takes over its index.
+  std::optional<int64_t> find_commit();
+  void adopt();
+
+  // Where the block lies, or -1.
+  int64_t find(int64_t block) const;
+  // The same, with a new slot for a block that has none.
+  int64_t assign(int64_t block);
+  uint32_t checksum(int64_t slot) const { return entries_[static_cast<size_t>(slot)].checksum; }
+  void set_checksum(int64_t slot, uint32_t checksum) { entries_[static_cast<size_t>(slot)].checksum = checksum; }
+  // In the order of the blocks.
+  std::vector<LogEntry> sorted_entries() const;
+
+  void read(int64_t slot, uint8_t* to) const { file_.read(to, block_bytes_, offset(slot)); }
+  void write(int64_t slot, const uint8_t* from) const { file_.write(from, block_bytes_, offset(slot)); }
+  int64_t offset(int64_t slot) const;
+
+  // To be called before slots are written: takes a commit back that failed half-way.
+  void make_writable();
+  // Makes the entries a generation on the disk; when that is done, the owner says so with set_committed.
+  void write_commit(int64_t generation, uint64_t digest);
+  void set_committed(int64_t generation, uint64_t digest);
+  // The main file has it all, or nobody wants it: empties the file; when that is done, forget() empties the rest.
+  void truncate();
+  void forget();
+  // Both, for a log without a commit that counts.
+  void discard();
+  void close() noexcept { file_.close(); }
+
+ private:
+  struct Entry {
+    int64_t block;
+    uint32_t checksum, zero;
+  };
+  struct Commit;
+
+  std::vector<Entry> read_index(const Commit& commit) const;
+  void rewrite();
+  void grow();
+  size_t place(int64_t block) const;
+
+  File file_;
+  BlockChecksum checksum_of_;
+  int64_t block_bytes_, num_blocks_;
+  uint64_t identity_;
+  bool committed_ = false;
+  bool commit_uncertain_ = false;  // a commit may be on the disk that was reported as failed
+  bool doubtful_ = false;          // the disk has refused data: what it took since may be lost, too
+  int64_t generation_ = 0;
+  uint64_t digest_ = 0;
+  std::vector<Entry> entries_;  // by slot
+  std::vector<int64_t> table_;  // open addressing: slots by their block, -1 where there is none; at most half full
+};
+
+}  // namespace rec_kernels::host

@@ -1,0 +1,26 @@
+// CRC32C (Castagnoli), as in iSCSI and ext4: with the instruction where the compiler's target has it, else by tables.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace rec_kernels::host {
+
+// The checksum of the bytes before, whose checksum is `before`, and these.
+uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
+// The same without the instruction; here so that tests can compare the two.
+uint32_t crc32c_by_table(const void* data, size_t bytes, uint32_t before = 0);
+
+// The checksum of a block: CRC32C of its bytes, exclusive-or CRC32C of as many zero bytes. A block of zeros has
+// checksum 0, so that the checksums of a new file are zeros, too, and take no space on the disk.
+class BlockChecksum {
+ public:
+  explicit BlockChecksum(int64_t block_bytes);
+  uint32_t operator()(const uint8_t* block) const { return crc32c(block, block_bytes_) ^ zeros_; }
+
+ private:
+  size_t block_bytes_;
+  uint32_t zeros_;
+};
+
+}  // namespace rec_kernels::host

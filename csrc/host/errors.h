@@ -1,0 +1,49 @@
+// What goes wrong in host code, as the exceptions that host.cpp turns into Python's.
+#pragma once
+
+#include <cstdint>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+namespace rec_kernels::host {
+
+template <class... Parts>
+std::string join(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+// OSError(code, text, path); Python picks the subclass by the code.
+class SystemError : public std::runtime_error {
+ public:
+  SystemError(int code, const std::string& text, std::string path)
+      : std::runtime_error(text), code_(code), path_(std::move(path)) {}
+  int code() const { return code_; }
+  const std::string& path() const { return path_; }
+
+ private:
+  int code_;
+  std::string path_;
+};
+
+// Bytes that are not what was written: an OSError with the code that Linux's file systems use for a wrong checksum.
+SystemError corrupted(const std::string& text, const std::string& path);
+
+// What the operating system refused to do, with the reason in its words.
+SystemError refused(int code, const std::string& what, const std::string& path);
+
+// MemoryError: more memory is needed at once than was allowed.
+class BudgetError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// ValueError.
+template <class... Parts>
+void check_value(bool ok, const Parts&... parts) {
+  if (__builtin_expect(!ok, 0)) throw std::invalid_argument(join(parts...));
+}
+
+}  // namespace rec_kernels::host

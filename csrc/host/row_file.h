@@ -1,0 +1,131 @@
+// The bytes of embedding tables in a file that is larger than the memory for them: a window on the file, into which
+// blocks are loaded and from which they are dropped. docs/row_file.md has the contract and the argument why a crash
+// leaves one generation or the next; block_file.h and block_log.h have the format.
+//
+// One call at a time (`turn_`) changes what is loaded. Beside it only the pool's threads work, on chunks of a batch: a
+// chunk takes some blocks out of the window, then brings at least as many in, so that memory never exceeds the budget,
+// whatever the order of the chunks. Numbers and states are under `mutex_`; files are read and written outside of it.
+#pragma once
+
+#include <sys/types.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "host/block_file.h"
+#include "host/block_log.h"
+#include "host/block_table.h"
+#include "host/checksum.h"
+#include "host/io_pool.h"
+#include "host/window.h"
+
+namespace rec_kernels::host {
+
+struct Move;
+
+// Blocks first to last that a range of bytes touches.
+struct Span {
+  int64_t first, last;
+};
+
+struct RowFileStats {
+  int64_t loads = 0, hits = 0, prefetched = 0;
+  int64_t blocks_read = 0, blocks_written = 0;
+  int64_t resident_bytes = 0, dirty_bytes = 0, log_bytes = 0, bookkeeping_bytes = 0;
+};
+
+class RowFile {
+ public:
+  static std::unique_ptr<RowFile> create(const std::string& path, int64_t num_bytes, int64_t block_bytes,
+                                         const std::string& layout, int64_t memory_budget, int64_t threads);
+  static std::unique_ptr<RowFile> open(const std::string& path, const std::string& layout, int64_t memory_budget,
+                                       int64_t threads, std::optional<int64_t> generation);
+  ~RowFile();
+
+  // The blocks of n byte ranges; sizes has 1 or n elements.
+  std::vector<Span> spans(const int64_t* starts, const int64_t* sizes, int64_t n, bool one_size) const;
+
+  void load(const std::vector<Span>& spans, bool write);
+  void prefetch(const std::vector<Span>& spans);
+  void mark_dirty(const std::vector<Span>& spans);
+  void unpin();
+  void cancel_prefetch();
+  int64_t flush(bool apply);
+  void apply();
+  void close();
+
+  bool closed() const;
+  int64_t generation() const;
+  RowFileStats stats() const;
+  const std::shared_ptr<Window>& window() const { return window_; }
+  const std::string& path() const { return main_.path(); }
+  int64_t num_bytes() const { return main_.num_bytes(); }
+  int64_t block_bytes() const { return main_.block_bytes(); }
+  int64_t memory_budget() const { return memory_budget_; }
+  bool made_by_this_process() const;
+
+ private:
+  struct Batch;
+  using Lock = std::unique_lock<std::mutex>;
+
+  RowFile(BlockFile main, int64_t memory_budget, int64_t threads);
+  void recover(std::optional<int64_t> generation);
+  Lock locked(std::mutex& mutex) const;
+  Lock begin_call();
+
+  // What a call asks for.
+  std::vector<int64_t> want(const std::vector<Span>& spans);
+  void unwant(const std::vector<int64_t>& wanted);
+  int64_t count(const std::vector<int64_t>& blocks, uint8_t any) const;
+  void check_budget(const char* call, const std::vector<Span>& spans, const std::vector<int64_t>& wanted,
+                    int64_t others) const;
+  void prepare_log(Lock& lock, const std::vector<int64_t>& wanted);
+  std::shared_ptr<Batch> plan(const std::vector<int64_t>& wanted);
+  void bring_in(Lock& lock);
+  void release_pins();
+  void end_prefetch(Lock& lock);
+  void settle(Lock& lock);
+
+  // Work on a chunk, on any thread.
+  void execute(Batch& batch, int64_t chunk);
+  bool take_out(Batch& batch, int64_t chunk, std::exception_ptr& error);
+  void read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error);
+  void conclude(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error);
+  void note_written(const Move& move);
+  SystemError damaged(const Move& read) const;
+
+  void write_dirty(Lock& lock);
+  void copy_log_to_main(Lock& lock);
+  void copy_entries(const LogEntry* entries, int64_t count) const;
+  uint8_t* address(int64_t block) const { return window_->data() + block * block_bytes_; }
+
+  BlockFile main_;
+  BlockLog log_;
+  const int64_t block_bytes_, memory_budget_;
+  const BlockChecksum checksum_of_;
+  const std::shared_ptr<Window> window_;
+  const pid_t process_;
+
+  std::mutex turn_;  // taken before mutex_
+  mutable std::mutex mutex_;
+  std::condition_variable moved_;  // a chunk has ended
+  BlockTable table_;
+  RowFileStats counts_;
+  int64_t generation_ = 0;
+  bool usable_ = false;  // the log is this object's to empty: what it had before was looked at
+  bool closed_ = false;
+  std::vector<int64_t> pinned_;                    // by the load that holds
+  std::vector<int64_t> prefetched_;                // may name blocks whose prefetch has failed
+  std::vector<std::shared_ptr<Batch>> under_way_;  // of prefetch
+  int64_t chunks_under_way_ = 0;
+  std::unique_ptr<IoPool> pool_;  // last: its threads end first; none when closed
+};
+
+}  // namespace rec_kernels::host

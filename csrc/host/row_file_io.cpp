@@ -1,0 +1,238 @@
+// The part of a row file that reads and writes: chunks of a batch, the flush, the copy of the log into the main file.
+#include <algorithm>
+
+#include "host/row_file.h"
+#include "host/row_file_batch.h"
+
+namespace rec_kernels::host {
+namespace {
+
+using Flag = BlockTable::Flag;
+
+// Large enough that handing a chunk to a thread costs nothing beside it, small enough to stay in a core's cache.
+constexpr int64_t kChunkBytes = 256 << 10;
+
+int64_t chunks_of(int64_t count, int64_t per_chunk) { return (count + per_chunk - 1) / per_chunk; }
+
+}  // namespace
+
+// What has to be read, and who makes room; null when there is nothing to read. All of it is moving from here on.
+std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted) {
+  auto batch = std::make_shared<Batch>();
+  std::vector<Move>& reads = batch->reads;
+  for (const int64_t b : wanted)
+    if (!table_.has(b, Flag::kResident | Flag::kMoving)) reads.push_back({b});
+  if (reads.empty()) return nullptr;
+  std::sort(reads.begin(), reads.end(), [](const Move& a, const Move& b) { return a.block < b.block; });
+  const auto count = static_cast<int64_t>(reads.size());
+  for (const int64_t b : table_.choose_victims(std::max<int64_t>(0, count - table_.free_frames()))) {
+    batch->victims.push_back({b});
+    if (table_.has(b, Flag::kDirty)) batch->victims.back().slot = log_.assign(b);
+  }
+  for (Move& read : reads) {
+    table_.change(read.block, Flag::kMoving, 0);
+    read.frame = table_.take_frame(read.block);
+    read.slot = log_.find(read.block);
+    read.checksum = read.slot < 0 ? main_.checksum(read.block) : log_.checksum(read.slot);
+  }
+  // A few chunks for each thread, where there is enough to read.
+  const int64_t most = std::max<int64_t>(1, kChunkBytes / block_bytes_);
+  batch->reads_per_chunk =
+      static_cast<size_t>(std::clamp(count / (2 * pool_->threads()), std::min<int64_t>(8, most), most));
+  batch->chunks_left = batch->num_chunks();
+  return batch;
+}
+
+void RowFile::execute(Batch& batch, int64_t chunk) {
+  std::exception_ptr error;
+  const bool room = !batch.cancelled && take_out(batch, chunk, error);
+  const size_t last = batch.first_read(chunk + 1);
+  for (size_t i = batch.first_read(chunk); room && i < last;) {
+    size_t end = i + 1;
+    const Move* reads = batch.reads.data();
+    while (end < last && reads[i].slot < 0 && reads[end].slot < 0 && reads[end].block == reads[end - 1].block + 1)
+      ++end;
+    read_run(batch, i, end, error);
+    i = end;
+  }
+  conclude(batch, chunk, room, error);
+}
+
+// Whether all victims of the chunk are out of the window; else they are all in.
+bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
+  const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
+  try {
+    for (size_t i = first; i < last; ++i) {
+      Move& victim = batch.victims[i];
+      if (victim.slot < 0) continue;
+      victim.checksum = checksum_of_(address(victim.block));
+      log_.write(victim.slot, address(victim.block));
+      victim.done = true;
+    }
+    std::vector<iovec> ranges;
+    ranges.reserve(last - first);
+    for (size_t i = first; i < last; ++i) {
+      uint8_t* const begin = address(batch.victims[i].block);
+      if (!ranges.empty() && static_cast<uint8_t*>(ranges.back().iov_base) + ranges.back().iov_len == begin)
+        ranges.back().iov_len += static_cast<size_t>(block_bytes_);
+      else ranges.push_back({begin, static_cast<size_t>(block_bytes_)});
+    }
+    window_->drop(ranges);
+  } catch (...) {
+    error = std::current_exception();
+    return false;
+  }
+  return true;
+}
+
+// Neighbours in the main file, or one block of the log.
+void RowFile::read_run(Batch& batch, size_t first, size_t last, std::exception_ptr& error) {
+  const Move& begin = batch.reads[first];
+  const auto count = static_cast<int64_t>(last - first);
+  try {
+    if (begin.slot < 0) main_.read(begin.block, count, address(begin.block));
+    else log_.read(begin.slot, address(begin.block));
+    for (size_t i = first; i < last; ++i) {
+      Move& read = batch.reads[i];
+      read.done = checksum_of_(address(read.block)) == read.checksum;
+      if (read.done) continue;
+      window_->drop(read.block * block_bytes_, block_bytes_);
+      if (!error) error = std::make_exception_ptr(damaged(read));
+    }
+  } catch (...) {
+    window_->drop(begin.block * block_bytes_, count * block_bytes_);
+    if (!error) error = std::current_exception();
+  }
+}
+
+SystemError RowFile::damaged(const Move& read) const {
+  const int64_t offset = read.slot < 0 ? main_.offset(read.block) : log_.offset(read.slot);
+  return corrupted(
+      join("block ", read.block, " (bytes ", read.block * block_bytes_, " to ", (read.block + 1) * block_bytes_ - 1,
+           " of the window), at byte ", offset, " of the file, is damaged: wrong checksum"),
+      read.slot < 0 ? main_.path() : log_.path());
+}
+
+void RowFile::conclude(Batch& batch, int64_t chunk, bool room, const std::exception_ptr& error) {
+  const Lock lock(mutex_);
+  for (size_t i = batch.first_read(chunk); i < batch.first_read(chunk + 1); ++i) {
+    const Move& read = batch.reads[i];
+    if (read.done) {
+      table_.change(read.block, Flag::kResident, Flag::kMoving);
+      ++counts_.blocks_read;
+    } else {
+      table_.change(read.block, 0, Flag::kMoving | Flag::kPrefetched | Flag::kReferenced);
+      table_.give_frame(read.frame);
+    }
+  }
+  for (size_t i = batch.first_victim(chunk); i < batch.first_victim(chunk + 1); ++i) {
+    const Move& victim = batch.victims[i];
+    if (victim.done) note_written(victim);
+    table_.change(victim.block, 0, room ? Flag::kMoving | Flag::kResident : Flag::kMoving);
+    if (!room) table_.take_frame(victim.block);
+  }
+  if (error && !batch.error) batch.error = error;
+  --batch.chunks_left;
+  if (batch.in_background) --chunks_under_way_;
+  moved_.notify_all();
+}
+
+void RowFile::note_written(const Move& move) {
+  log_.set_checksum(move.slot, move.checksum);
+  table_.change(move.block, 0, Flag::kDirty);
+  ++counts_.blocks_written;
+}
+
+// All dirty blocks into the log; those that could not be written stay dirty.
+void RowFile::write_dirty(Lock& lock) {
+  std::vector<Move> moves;
+  for (const int64_t b : table_.dirty_blocks()) {
+    moves.push_back({b});
+    moves.back().slot = log_.assign(b);
+  }
+  lock.unlock();
+  std::exception_ptr error;
+  const auto count = static_cast<int64_t>(moves.size());
+  const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
+  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
+    try {
+      for (int64_t i = chunk * per_chunk; i < std::min(count, (chunk + 1) * per_chunk); ++i) {
+        Move& move = moves[static_cast<size_t>(i)];
+        move.checksum = checksum_of_(address(move.block));
+        log_.write(move.slot, address(move.block));
+        move.done = true;
+      }
+    } catch (...) {
+      const Lock guard(mutex_);
+      if (!error) error = std::current_exception();
+    }
+  });
+  lock.lock();
+  for (const Move& move : moves)
+    if (move.done) note_written(move);
+  if (error) std::rethrow_exception(error);
+}
+
+int64_t RowFile::flush(bool apply) {
+  const Lock turn = begin_call();
+  Lock lock(mutex_);
+  settle(lock);
+  if (log_.committed()) copy_log_to_main(lock);
+  log_.make_writable();
+  write_dirty(lock);
+  const int64_t generation = generation_ + 1;
+  const uint64_t digest = main_.digest_with(log_.sorted_entries());
+  lock.unlock();
+  log_.write_commit(generation, digest);
+  lock.lock();
+  log_.set_committed(generation, digest);
+  generation_ = generation;
+  if (apply) copy_log_to_main(lock);
+  return generation;
+}
+
+void RowFile::apply() {
+  const Lock turn = begin_call();
+  Lock lock(mutex_);
+  settle(lock);
+  if (log_.committed()) copy_log_to_main(lock);
+}
+
+// Returns with the lock held; after an exception it is not, and the log still has everything.
+void RowFile::copy_log_to_main(Lock& lock) {
+  const std::vector<LogEntry> entries = log_.sorted_entries();
+  lock.unlock();
+  main_.begin_overwriting(log_.generation());
+  std::exception_ptr error;
+  const auto count = static_cast<int64_t>(entries.size());
+  const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
+  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
+    try {
+      copy_entries(entries.data() + chunk * per_chunk, std::min(per_chunk, count - chunk * per_chunk));
+    } catch (...) {
+      const Lock guard(mutex_);
+      if (!error) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+  main_.end_overwriting(entries, log_.digest());
+  log_.truncate();
+  lock.lock();
+  log_.forget();
+}
+
+// Neighbours are written at once.
+void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
+  std::vector<uint8_t> buffer(static_cast<size_t>(count * block_bytes_));
+  for (int64_t i = 0, first = 0; i < count; ++i) {
+    const LogEntry& entry = entries[i];
+    uint8_t* const block = buffer.data() + i * block_bytes_;
+    log_.read(entry.slot, block);
+    if (checksum_of_(block) != entry.checksum) throw damaged({entry.block, -1, entry.slot});
+    if (i + 1 < count && entries[i + 1].block == entry.block + 1) continue;
+    main_.write(entries[first].block, i + 1 - first, buffer.data() + first * block_bytes_);
+    first = i + 1;
+  }
+}
+
+}  // namespace rec_kernels::host

@@ -1,0 +1,81 @@
+#include "host/window.h"
+
+#include <sys/mman.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <climits>
+#include <system_error>
+
+#include "host/errors.h"
+
+namespace rec_kernels::host {
+namespace {
+
+// By number: the C library may be older than the kernel, and the headers older than both.
+int handle_of_this_process() {
+#if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
+  return static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0));
+#else
+  return -1;
+#endif
+}
+
+// How many bytes were dropped, or -1.
+int64_t drop_together([[maybe_unused]] int process, [[maybe_unused]] const iovec* ranges,
+                      [[maybe_unused]] size_t count) {
+#if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
+  return ::syscall(SYS_process_madvise, process, ranges, count, MADV_DONTNEED, 0);
+#else
+  return -1;
+#endif
+}
+
+}  // namespace
+
+Window::Window(int64_t num_bytes) : num_bytes_(num_bytes > 0 ? num_bytes : page_bytes()) {
+  void* address = ::mmap(nullptr, static_cast<size_t>(num_bytes_), PROT_READ | PROT_WRITE,
+                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (address == MAP_FAILED)
+    throw BudgetError(join("no range of ", num_bytes_,
+                           " bytes of virtual memory for the window: ", std::generic_category().message(errno)));
+  data_ = static_cast<uint8_t*>(address);
+  self_ = handle_of_this_process();
+  // A huge page would bring in the memory of blocks that nobody loaded. A kernel without them refuses: as good.
+  ::madvise(address, static_cast<size_t>(num_bytes_), MADV_NOHUGEPAGE);
+}
+
+Window::~Window() {
+  ::munmap(data_, static_cast<size_t>(num_bytes_));
+  if (self_ >= 0) ::close(self_);
+}
+
+void Window::drop(int64_t offset, int64_t bytes) const {
+  // Refused only where the process has locked all its memory, which it then meant to keep.
+  if (bytes > 0) ::madvise(data_ + offset, static_cast<size_t>(bytes), MADV_DONTNEED);
+}
+
+// One range at a time, every other processor that runs this process is interrupted for each of them, which takes
+// longer than reading a block. Newer kernels take many ranges of one's own process and interrupt once.
+void Window::drop(const std::vector<iovec>& ranges) const {
+  size_t next = 0;
+  while (self_ >= 0 && together_ && next + 1 < ranges.size()) {
+    const size_t count = std::min<size_t>(ranges.size() - next, IOV_MAX);
+    const int64_t dropped = drop_together(self_, ranges.data() + next, count);
+    if (dropped < 0) together_ = false;
+    int64_t left = dropped;
+    size_t end = next;
+    while (end < next + count && left >= static_cast<int64_t>(ranges[end].iov_len))
+      left -= static_cast<int64_t>(ranges[end++].iov_len);
+    if (end == next) break;
+    next = end;
+  }
+  for (; next < ranges.size(); ++next)
+    drop(static_cast<const uint8_t*>(ranges[next].iov_base) - data_, static_cast<int64_t>(ranges[next].iov_len));
+}
+
+int64_t Window::page_bytes() { return ::sysconf(_SC_PAGESIZE); }
+
+}  // namespace rec_kernels::host

@@ -1,0 +1,334 @@
+"""Row files after kill -9, power failures and a full disk: one generation or the next, and nothing lost in memory."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+from row_file_cases import BLOCK, LAYOUT, contents, fill, host_or_skip, log_of, noise, open_file, run_script
+
+RowFile = host_or_skip().RowFile
+
+
+FULL = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+def limit(size):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+def put(block, count=1):
+    file.load([block * BLOCK], count * BLOCK, write=True)
+    window[block * BLOCK : (block + count) * BLOCK] = new[block * BLOCK : (block + count) * BLOCK]
+def refused(call, name):
+    try:
+        call()
+    except OSError as error:
+        assert error.filename.endswith(name) and "File too large" in str(error), error
+        return
+    raise AssertionError("not refused")
+def check(values):
+    for b in range(0, 64, 4):
+        file.load([b * BLOCK], 4 * BLOCK)
+        assert np.array_equal(window[b * BLOCK : (b + 4) * BLOCK], values[b * BLOCK : (b + 4) * BLOCK]), b
+old, new = noise(1, 64 * BLOCK), noise(2, 64 * BLOCK)
+file = RowFile.create(sys.argv[1], 64 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK)
+window = file.window
+for b in range(64):
+    file.load([b * BLOCK], BLOCK, write=True)
+    window[b * BLOCK : (b + 1) * BLOCK] = old[b * BLOCK : (b + 1) * BLOCK]
+file.flush()
+"""
+
+
+def test_a_full_disk_when_blocks_must_go(tmp_path):
+    """Loads are refused as long as their room is full of changes that have nowhere to go; nothing is lost."""
+    path = tmp_path / "file"
+    run_script(
+        FULL
+        + """
+limit(4096 + 10 * BLOCK)  # of the log: 10 blocks
+for b in range(14):
+    put(b)
+before = file.stats()
+for _ in range(3):
+    refused(lambda: file.load([20 * BLOCK], BLOCK), ".log")
+file.prefetch([20 * BLOCK], BLOCK)
+file.cancel_prefetch()
+refused(lambda: file.load([20 * BLOCK], 4 * BLOCK), ".log")
+after = file.stats()
+assert after["dirty_bytes"] == before["dirty_bytes"] == 4 * BLOCK, after
+assert after["resident_bytes"] == 4 * BLOCK
+refused(file.flush, ".log")
+assert file.generation == 1
+file.load([10 * BLOCK], 4 * BLOCK)
+assert np.array_equal(window[10 * BLOCK : 14 * BLOCK], new[10 * BLOCK : 14 * BLOCK])
+limit(resource.RLIM_INFINITY)
+assert file.flush() == 2
+old[: 14 * BLOCK] = new[: 14 * BLOCK]
+check(old)
+""",
+        path,
+    )
+    with open_file(path) as file:
+        assert file.generation == 2
+        assert np.array_equal(contents(file)[: 14 * BLOCK], noise(2, 64 * BLOCK)[: 14 * BLOCK])
+        assert np.array_equal(contents(file)[14 * BLOCK :], noise(1, 64 * BLOCK)[14 * BLOCK :])
+
+
+@pytest.mark.parametrize("again", ["apply", "flush", "open", "load"])
+def test_a_full_disk_when_the_log_is_copied(again, tmp_path):
+    """The flush is done, the copy into the file is not."""
+    path = tmp_path / "file"
+    run_script(
+        FULL
+        + """
+put(60, 2)
+limit(20 * BLOCK)  # less than where block 60 lies
+refused(file.flush, sys.argv[1])
+assert file.generation == 2
+old[60 * BLOCK : 62 * BLOCK] = new[60 * BLOCK : 62 * BLOCK]
+check(old)
+refused(file.apply, sys.argv[1])
+refused(file.flush, sys.argv[1])
+if sys.argv[2] == "load":
+    put(0, 4)
+    refused(lambda: file.load([8 * BLOCK], BLOCK), sys.argv[1])
+    old[: 4 * BLOCK] = new[: 4 * BLOCK]
+limit(resource.RLIM_INFINITY)
+check(old)
+if sys.argv[2] == "apply":
+    file.apply()
+if sys.argv[2] in ("flush", "load"):
+    assert file.flush() == 3
+check(old)
+""",
+        path,
+        again,
+    )
+    with open_file(path) as file:
+        assert file.generation == 2 + (again in ("flush", "load"))
+        assert np.array_equal(contents(file)[60 * BLOCK : 62 * BLOCK], noise(2, 64 * BLOCK)[60 * BLOCK : 62 * BLOCK])
+
+
+KILLED = """
+import random, signal, struct, time
+BLOCKS = 40
+def change(generation, values=None):
+    rng = np.random.default_rng(generation)
+    for start in rng.integers(0, BLOCKS * BLOCK - 100, 25):
+        yield int(start), rng.integers(0, 256, 100, dtype=np.uint8)
+def work(report):
+    file = RowFile.open(sys.argv[1], layout=LAYOUT, memory_budget=6 * BLOCK, threads=2)
+    window = file.window
+    while True:
+        for start, data in change(file.generation + 1):
+            file.load([start], 100, write=True)
+            window[start : start + 100] = data
+        os.write(report, struct.pack("q", file.flush(apply=file.generation % 3 != 0)))
+trials = int(sys.argv[2])
+RowFile.create(sys.argv[1], BLOCKS * BLOCK, layout=LAYOUT, memory_budget=6 * BLOCK).close()
+values, generation, clock, flushes, logs = np.zeros(BLOCKS * BLOCK, np.uint8), 0, random.Random(0), 0, 0
+for trial in range(trials):
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reader)
+        work(writer)
+    os.close(writer)
+    time.sleep(clock.uniform(0.001, 0.08))
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the writer ended by itself"
+    reported = os.read(reader, 1 << 16)
+    os.close(reader)
+    last = struct.unpack("q", reported[-8:])[0] if reported else generation
+    logs += os.path.getsize(sys.argv[1] + ".log") > 0
+    with RowFile.open(sys.argv[1], layout=LAYOUT, memory_budget=6 * BLOCK) as file:
+        assert file.generation in (last, last + 1), (file.generation, last)
+        while generation < file.generation:
+            generation += 1
+            for start, data in change(generation):
+                values[start : start + 100] = data
+        for start in range(0, BLOCKS * BLOCK, 5 * BLOCK):
+            file.load([start], 5 * BLOCK)
+            assert np.array_equal(file.window[start : start + 5 * BLOCK], values[start : start + 5 * BLOCK]), trial
+print(generation, logs)
+"""
+
+
+def test_kill_at_any_time(tmp_path):
+    generations, logs = map(int, run_script(KILLED, tmp_path / "file", 60).split())
+    assert generations > 20  # or nothing was flushed that a kill could spoil
+    assert logs > 20  # or they came when nothing was under way
+
+
+TRACED = """
+file = RowFile.open(sys.argv[1], layout=LAYOUT, memory_budget=4 * BLOCK, threads=2)
+for generation in (2, 3):
+    values = noise(generation, 6 * BLOCK)
+    for block in range(6):
+        place = (block * 2 + generation) % 8 * BLOCK
+        file.load([place], BLOCK, write=True)
+        file.window[place : place + BLOCK] = values[block * BLOCK : (block + 1) * BLOCK]
+    file.flush(apply=generation == 2)
+file.apply()
+"""
+
+
+def traced_calls(path, trace):
+    """What the calls that strace saw did to the two files, in order: (is it the log, what, offset or size, data)."""
+    calls, unfinished = [], {}
+    for line in trace.read_text().splitlines():
+        pid, text = line.split(maxsplit=1)
+        if text.endswith("<unfinished ...>"):
+            unfinished[pid] = text.removesuffix("<unfinished ...>")
+            continue
+        if text.startswith("<..."):
+            text = unfinished.pop(pid) + text.split("resumed>", 1)[1]
+        found = re.match(r"(\w+)\(\d+<((?:\\x..)+)>(?:, (.*))?\) += \d+", text)
+        name, file, arguments = found.groups() if found else ("", "", "")
+        log = bytes.fromhex(file.replace("\\x", "")) == bytes(log_of(path))
+        if not log and bytes.fromhex(file.replace("\\x", "")) != bytes(path):
+            continue
+        if name == "pwrite64":
+            data, _, offset = arguments.rsplit(", ", 2)
+            calls.append((log, name, int(offset), bytes.fromhex(data.strip('"').replace("\\x", ""))))
+        else:
+            calls.append((log, name, int(arguments) if arguments else 0, b""))
+    return calls
+
+
+def apply_calls(files, calls):
+    for log, name, place, data in calls:
+        file = files[log]
+        if name == "ftruncate":
+            del file[place:]
+            file.extend(bytes(place - len(file)))
+        elif name == "pwrite64":
+            file.extend(bytes(max(0, place + len(data) - len(file))))
+            file[place : place + len(data)] = data
+
+
+def after_a_power_failure(calls, rng):
+    """What may be on the disk after these calls: all before a file's last fsync; of the rest, any part."""
+    last_sync = {log: max((i for i, c in enumerate(calls) if c[:2] == (log, "fsync")), default=-1) for log in (0, 1)}
+    for i, call in enumerate(calls):
+        log, name, place, data = call
+        if i < last_sync[log]:
+            yield call
+        elif name == "pwrite64" and rng.random() < 0.3:  # torn: some of its sectors
+            for sector in range(0, len(data), 512):
+                if rng.random() < 0.5:
+                    yield log, name, place + sector, data[sector : sector + 512]
+        elif rng.random() < 0.5:
+            yield call
+
+
+def strace_or_skip(*options):
+    """A command in front of another one."""
+    launcher = ("strace", "-f", *options)
+    if shutil.which("strace") is None or subprocess.run([*launcher, "true"], capture_output=True).returncode != 0:
+        pytest.skip("strace is not installed or may not trace")
+    return launcher
+
+
+REFUSED = """
+def insist(call, *arguments, **options):
+    for _ in range(10):
+        try:
+            return call(*arguments, **options)
+        except OSError as error:
+            assert error.errno == 5 and "Input/output error" in str(error), error
+            errors.append(error)
+errors, values = [], noise(2, 8 * BLOCK)
+file = RowFile.open(sys.argv[1], layout=LAYOUT, memory_budget=4 * BLOCK, threads=1)
+for step in range(3):
+    for block in range(8):
+        insist(file.load, [block * BLOCK], BLOCK, write=True)
+        file.window[block * BLOCK : (block + 1) * BLOCK] = values[block * BLOCK : (block + 1) * BLOCK] + step
+    before = file.generation
+    insist(file.flush, apply=step == 1)
+    assert file.generation > before
+insist(file.apply)
+file.close()
+print(len(errors))
+"""
+
+
+@pytest.mark.parametrize("call", ["fsync", "pwrite64"])
+def test_every_refused_call_can_be_repeated(call, tmp_path):
+    """The n-th write or fsync fails once: an error, no loss, and all is well the next time."""
+    path = tmp_path / "file"
+    refused = 0
+    for n in range(2, 14):
+        trace = ("-o", str(tmp_path / "trace"), "-e", f"trace={call}")
+        launcher = strace_or_skip(*trace, "-e", f"inject={call}:error=EIO:when={n}")
+        for old in (path, log_of(path)):
+            old.unlink(missing_ok=True)
+        RowFile.create(path, 8 * BLOCK, layout=LAYOUT, memory_budget=BLOCK).close()
+        refused += int(run_script(REFUSED, path, launcher=launcher))
+        with open_file(path) as file:
+            assert np.array_equal(contents(file), noise(2, 8 * BLOCK) + 2), n
+    assert refused >= 12
+
+
+def test_kernels_that_drop_one_range_at_a_time(tmp_path):
+    launcher = strace_or_skip("-o", str(tmp_path / "trace"), "-e", "inject=process_madvise:error=EINVAL")
+    out = run_script(
+        """
+import ctypes
+file = RowFile.create(sys.argv[1], 256 * BLOCK, layout=LAYOUT, memory_budget=64 * BLOCK)
+order = np.random.default_rng(0).permutation(256).reshape(8, 32) * BLOCK
+for starts in order:
+    file.load(starts, BLOCK, write=True)
+    file.window.reshape(256, BLOCK)[starts // BLOCK] = 1
+found = (ctypes.c_ubyte * 256)()
+ctypes.CDLL(None).mincore(ctypes.c_void_p(file.window.ctypes.data), ctypes.c_size_t(256 * BLOCK), found)
+print(sum(b & 1 for b in found))
+""",
+        tmp_path / "file",
+        launcher=launcher,
+    )
+    assert "process_madvise" in (tmp_path / "trace").read_text()
+    assert int(out) == 64
+
+
+def test_power_failures(tmp_path):
+    """Every prefix of the writes of two flushes, with any part lost of what no fsync had covered."""
+    trace, path = tmp_path / "trace", tmp_path / "file"
+    calls = "trace=pwrite64,fsync,ftruncate"
+    launcher = strace_or_skip("-y", "-xx", "-s", "1000000", "-e", calls, "-o", str(trace))
+    states = {1: noise(1, 8 * BLOCK)}
+    with RowFile.create(path, 8 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
+        fill(file, 0, states[1])
+        file.flush()
+    before = (path.read_bytes(), b"")
+    run_script(TRACED, path, launcher=launcher)
+    for generation in (2, 3):
+        states[generation] = states[generation - 1].copy()
+        values = noise(generation, 6 * BLOCK)
+        for block in range(6):
+            place = (block * 2 + generation) % 8 * BLOCK
+            states[generation][place : place + BLOCK] = values[block * BLOCK : (block + 1) * BLOCK]
+    calls = traced_calls(path, trace)
+    commits = [i for i, c in enumerate(calls) if c[3].startswith(b"RKROWLOG")]
+    done = [next(j for j in range(i, len(calls)) if calls[j][:2] == (True, "fsync")) for i in commits]
+    assert len(done) == 2
+    assert len(calls) > 30
+    rng, seen = random.Random(0), set()
+    copy = tmp_path / "copy"
+    for cut in range(len(calls) + 1):
+        for trial in range(8):
+            kept = list(after_a_power_failure(calls[:cut], rng)) if trial else calls[:cut]
+            files = (bytearray(before[0]), bytearray(before[1]))
+            apply_calls(files, kept)
+            copy.write_bytes(files[0])
+            log_of(copy).write_bytes(files[1])
+            with open_file(copy) as file:
+                least = 1 + sum(cut > end for end in done)
+                assert least <= file.generation <= least + 1, (cut, trial)
+                assert np.array_equal(contents(file), states[file.generation]), (cut, trial)
+                seen.add(file.generation)
+    assert seen == {1, 2, 3}
