@@ -52,12 +52,13 @@ class Insertion {
       : in_(in), cache_(cache), memory_(memory), tables_(tables), salt_(salt), clock_(clock), num_tables_(num_tables) {}
 
   // From here on no row is moved and no use of a row counted, while `memory`, but for row_counts, is a copy: the rows
-  // are listed that would be encoded, or may have to be by the time of the insertion. `halves`: counts of rows first.
+  // are listed whose bytes in the tables would change, or may have to by the time of the insertion: those that leave,
+  // and those that are left out, which are updated where they are. `halves`: counts of rows first.
   void only_plan(bool halves) {
     plans_ = true;
     halves_ = halves;
   }
-  const std::vector<int64_t>& leaving() const { return leaving_; }
+  const std::vector<int64_t>& written() const { return written_; }
 
   // `slots`: of the ids, as row_cache_lookup finds them; completed with those of the rows that come in.
   void run(int64_t* slots) {
@@ -82,7 +83,7 @@ class Insertion {
     });
     for (const Worker& w : each) {
       if (memory_.stats) w.counters.add_to(memory_.stats);
-      leaving_.insert(leaving_.end(), w.leaving.begin(), w.leaving.end());
+      written_.insert(written_.end(), w.written.begin(), w.written.end());
     }
   }
 
@@ -91,7 +92,7 @@ class Insertion {
 
   struct Worker {
     Counters counters;
-    std::vector<int64_t> leaving;
+    std::vector<int64_t> written;
   };
 
   const Missing& at(int64_t i) const { return missing_[static_cast<size_t>(i)]; }
@@ -183,6 +184,7 @@ class Insertion {
       const int64_t slot = slot_for(c);
       if (slot < 0) {
         counters->add(table_of_row(c.row), kLeftOut);
+        if (plans_) worker->written.push_back(c.row);
         continue;
       }
       if (memory_.tags[slot] >= 0) evict(slot, worker);
@@ -218,7 +220,7 @@ class Insertion {
     if (memory_.counts && !plans_) memory_.row_counts[row] = memory_.counts[slot];
     worker->counters.add(table, kEvicted);
     if (!memory_.dirty[slot] && !may_change) return;
-    if (plans_) return worker->leaving.push_back(row);
+    if (plans_) return worker->written.push_back(row);
     tables_.encode(slot);
     worker->counters.add(table, kWritten);
   }
@@ -231,7 +233,7 @@ class Insertion {
   int64_t clock_, num_tables_;
   std::vector<Missing> missing_;
   bool plans_ = false, halves_ = false;
-  std::vector<int64_t> leaving_;
+  std::vector<int64_t> written_;
 };
 
 }  // namespace rec_kernels

@@ -1,12 +1,13 @@
-// Which rows of the tables an insertion or a lookup would read or write: what has to be in memory by then.
+// Which rows of the tables a batch will read and write there: what has to be in memory by then.
 #include "cpu/row_cache_insertion.h"
 #include "cpu/scratch.h"
 
 namespace rec_kernels {
 namespace {
 
-// Linear rows of ids that are in no slot, of every part.
-void list_missing(const BagInput& in, const int64_t* slots, std::vector<int64_t>* rows) {
+// Linear rows of ids that are in no slot, of every part, and those of them that never will be.
+void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slots, std::vector<int64_t>* rows,
+                  std::vector<int64_t>* uncached) {
   for (int64_t feature = 0; feature < in.num_features; ++feature) {
     const int64_t begin = in.bags.offset(in.bags.first_bag(feature));
     const int64_t end = in.bags.offset(in.bags.first_bag(feature + 1));
@@ -14,8 +15,9 @@ void list_missing(const BagInput& in, const int64_t* slots, std::vector<int64_t>
       const Feature& f = in.features[p];
       for (int64_t i = begin; i < end; ++i) {
         const int64_t id = in.bags.id(i);
-        if (slots[i] < 0 && in.bags.in_range(id, f) && id != in.bags.padding_idx)
-          rows->push_back(f.row_offset + f.row(id));
+        if (slots[i] >= 0 || !in.bags.in_range(id, f) || id == in.bags.padding_idx) continue;
+        rows->push_back(f.row_offset + f.row(id));
+        if (cache.places[p].sets == 0) uncached->push_back(rows->back());
       }
     }
   }
@@ -28,8 +30,8 @@ Scratch<T> copy_of(const OptionalTensor& t) {
   return copy;
 }
 
-// Linear rows that an insertion of the call's ids would encode, or may have to.
-std::vector<int64_t> list_leaving(const BagInput& in, const CacheView& view, const CacheArguments& cache,
+// Linear rows that an insertion of the call's ids, and its update, would write to cached tables.
+std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, const CacheArguments& cache,
                                   const CacheHistory& history, int64_t seed, int64_t* slots) {
   const int64_t clock = *history.clock.const_data_ptr<int64_t>() + 1;
   const bool halves = history.lfu && history.decay_every > 0 && clock % history.decay_every == 0;
@@ -43,22 +45,29 @@ std::vector<int64_t> list_leaving(const BagInput& in, const CacheView& view, con
   Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
   insertion.only_plan(halves);
   insertion.run(slots);
-  return insertion.leaving();
+  return insertion.written();
 }
 
-Tensor plan(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& cache_sets,
-            const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
-            const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
-            const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-            const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-            int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-            const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-            int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-            const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
-            const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-            std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-            const std::string& bounds_check, const OptionalTensor& seed, const std::string& policy,
-            const OptionalTensor& cache_counts, const OptionalTensor& row_counts, int64_t decay_every, bool inserts) {
+Tensor distinct(std::vector<int64_t> rows, const Tensor& like) {
+  std::sort(rows.begin(), rows.end());
+  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+  Tensor out = new_tensor(like, {static_cast<int64_t>(rows.size())}, ScalarType::Long);
+  std::copy(rows.begin(), rows.end(), out.mutable_data_ptr<int64_t>());
+  return out;
+}
+
+std::tuple<Tensor, Tensor> plan(
+    const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts,
+    int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values,
+    const Tensor& offsets, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
+    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& seed, const std::string& policy,
+    const OptionalTensor& cache_counts, const OptionalTensor& row_counts, int64_t decay_every, bool inserts) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -79,18 +88,17 @@ Tensor plan(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& c
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
   in.raise(find_slots(in, cache.view, nullptr, slots.get()));
 
-  std::vector<int64_t> rows;
-  list_missing(in, slots.get(), &rows);
+  std::vector<int64_t> rows, written;
+  list_missing(in, cache.view, slots.get(), &rows, &written);
   if (inserts) {
     const int64_t key = seed ? *seed->const_data_ptr<int64_t>() : 0;
-    const std::vector<int64_t> leaving = list_leaving(in, cache.view, arguments, history, key, slots.get());
-    rows.insert(rows.end(), leaving.begin(), leaving.end());
+    const std::vector<int64_t> more = list_written(in, cache.view, arguments, history, key, slots.get());
+    written.insert(written.end(), more.begin(), more.end());
+  } else {
+    written = rows;
   }
-  std::sort(rows.begin(), rows.end());
-  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
-  Tensor out = new_tensor(values, {static_cast<int64_t>(rows.size())}, ScalarType::Long);
-  std::copy(rows.begin(), rows.end(), out.mutable_data_ptr<int64_t>());
-  return out;
+  rows.insert(rows.end(), written.begin(), written.end());
+  return {distinct(std::move(rows), values), distinct(std::move(written), values)};
 }
 
 }  // namespace

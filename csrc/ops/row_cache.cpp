@@ -144,7 +144,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   m.def(("row_cache_plan(Tensor cache_tags, Tensor cache_dirty, " + places +
          "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
          ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
-         "int decay_every=0, bool inserts=True) -> Tensor rows")
+         "int decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)")
             .c_str());
   m.def(("row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
          "Tensor cache_dirty, " +

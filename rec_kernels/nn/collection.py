@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.jagged import SelectedKeys, select_keys
 from rec_kernels.nn.layout import Layout, move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
@@ -27,6 +28,7 @@ from rec_kernels.nn.tables import (
     initialize,
     zeros,
 )
+from rec_kernels.nn.table_file import TableFile
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
 _ops = torch.ops.rec_kernels
@@ -83,22 +85,36 @@ class TableCollection(Layout):
         )
         self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
+        self._file = self._open_file(cache, device)
         self._make_weights(device)
         self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+        if self._file is not None:
+            self.register_buffer("file_generation", torch.tensor(self._file.file.generation))
         self._pending: Pending | None = None
         self._convert = False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
         self.register_load_state_dict_post_hook(_retie_after_load)
 
+    def _open_file(self, cache: RowCache | None, device: torch.device | str | None) -> TableFile | None:
+        if cache is None or cache.backing != "disk":
+            return None
+        where = torch.get_default_device() if device is None else torch.device(device)
+        if where.type != "cpu":
+            raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
+        options = {"memory_budget": cache.memory_budget, "generation": cache.generation}
+        return TableFile(cache.path, self._storage, self._stored, **options)
+
     def _make_weights(self, device: torch.device | str | None) -> None:
-        storage = self._storage
-        self.register_buffer("_weights", zeros(storage.starts[-1], storage.dtype, device), persistent=False)
+        storage, file = self._storage, self._file
+        flat = zeros(storage.starts[-1], storage.dtype, device) if file is None else file.weights(storage)
+        self.register_buffer("_weights", flat, persistent=False)
         trains = self.optimizer is None and not storage.is_bytes
         for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
             self.embedding_bags[table.name].weight = weight
             self.embedding_bags[table.name].in_bytes = storage.is_bytes
+            self.embedding_bags[table.name].in_file = file is not None
         for table in self.tables:
             if table.projection:
                 matrix = torch.empty(table.projection, dtype=torch.float32, device=device)
@@ -116,13 +132,23 @@ class TableCollection(Layout):
         if "exp_avg" in self._places.kinds:
             self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
         self._tie_tables()
-        with torch.no_grad():
-            for table in self._stored:
-                initialize(self.embedding_bags[table.name].weight, table)
+        self._initialize()
         self._fused_optimizer = None
         if self.optimizer is not None:
             tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
             self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
+
+    @torch.no_grad()
+    def _initialize(self) -> None:
+        file = self._file
+        for i, table in enumerate(self._stored):
+            weight = self.embedding_bags[table.name].weight
+            if file is None:
+                initialize(weight, table)
+            elif file.is_new:
+                initialize(weight, table, file.rows_at_once(i), functools.partial(file.load_table, i))
+        if file is not None:
+            file.flush()
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         return self.embedding_bags[table.name].projection
@@ -144,6 +170,8 @@ class TableCollection(Layout):
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+        if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
+            raise NotImplementedError(f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory")
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -156,6 +184,9 @@ class TableCollection(Layout):
         if self._fused_optimizer is not None:
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
         return self
+
+    def __reduce_ex__(self, protocol: int) -> object:
+        return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
@@ -178,9 +209,22 @@ class TableCollection(Layout):
                     f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
                     "none of its tables was changed"
                 )
-        if choose_cache(self.row_cache, state_dict, prefix, self._stored):
+        if self._file is not None:
+            self._check_generation(state_dict, prefix)
+        elif choose_cache(self.row_cache, state_dict, prefix, self._stored):
             self.flush()
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_generation(self, state_dict: dict, prefix: str) -> None:
+        tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
+        if tables:
+            raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self._file.path}")
+        given, own = state_dict.get(f"{prefix}file_generation"), int(self.file_generation)
+        if given is not None and int(given) != own:
+            raise RuntimeError(
+                f"{prefix}file_generation is {int(given)} and {self._file.path} has generation {own}: open the file with "
+                f"rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
+            )
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """As ``torch.nn.Module``'s.
@@ -241,24 +285,67 @@ class TableCollection(Layout):
                 output = self._pending.record(output, *bags, status, bag_starts)
         if bounds.reports_late(status):
             self._note(status, given, bag_starts)
+        if self._file is not None and output.requires_grad:
+            output.register_hook(functools.partial(self._load_again, self._file.loads, given, bag_starts))
         return output
 
     def _slots(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
         """Where the rows of a batch are in the cache: in training, after they have come in."""
-        if not (self.training and torch.is_grad_enabled()):
+        inserts = self.training and torch.is_grad_enabled()
+        if self._file is not None:
+            self._file.load(*self.row_cache.plan(bags, layout, self._seed, inserts=inserts))
+        if not inserts:
             return self.row_cache.lookup(bags, layout)
         with torch.no_grad():
             return self.row_cache.insert(self._weights, bags, layout, self._rounding())
+
+    def _load_again(self, loads: int, given: SelectedKeys, bag_starts: Tensor | None, _: Tensor | None = None) -> None:
+        """Before an update: its rows that are not cached, if others were loaded in the meantime."""
+        if self._file.loads != loads:
+            bags = (given.values, given.offsets)
+            self._file.load(*self.row_cache.plan(bags, self._layout(bag_starts), self._seed, inserts=False))
+
+    def prefetch(self, features) -> None:
+        """Begins to read what the next batch needs of tables in a file, while this one is computed.
+
+        To be called between a lookup and the next, with the features of the next. What is learned is the same without
+        it. Tables in memory need none: nothing happens.
+
+        Args:
+            features: as of ``forward``.
+
+        Raises:
+            As ``forward``; MemoryError: the rows of both batches together do not fit in the memory budget.
+        """
+        if self._file is None:
+            return
+        given = select_keys(features, self.feature_names)
+        starts = None if given.strides is None else torch.tensor(given.bag_starts(len(self.feature_names)))
+        bags, layout = (given.values, given.offsets), self._layout(starts)
+        self._file.prefetch(self.row_cache.plan(bags, layout, self._seed, inserts=self.training)[0])
+
+    def close(self) -> None:
+        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost."""
+        if self._file is not None:
+            self._file.file.close()
 
     def flush(self) -> None:
         """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
 
         They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
-        of ``embedding_bags[name].weight`` is up to date after it.
+        of ``embedding_bags[name].weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
+        is the state of the last ``flush()``, or the next one.
         """
-        if self.row_cache is not None:
+        if self.row_cache is None:
+            return
+        arguments = (self._weights, self._layout(), self._rounding())
+        if self._file is None:
             with torch.no_grad():
-                self.row_cache.flush(self._weights, self._layout(), self._rounding())
+                return self.row_cache.flush(*arguments)
+        for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
+            self._file.load(rows, rows)
+            self.row_cache.flush(*arguments, first, count)
+        self._file.flush()
 
     def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
         if bounds.cannot_copy(status):
@@ -313,6 +400,8 @@ class TableCollection(Layout):
         """As ``torch.nn.Module``'s, after ``check()`` and ``flush()``."""
         self.check()
         self.flush()
+        if self._file is not None:
+            self.file_generation.fill_(self._file.file.generation)
         return super().state_dict(*args, **options)
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -367,6 +456,8 @@ class TableCollection(Layout):
 
     def _apply_update(self, lookup: Lookup) -> None:
         options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
+        if self._file is not None:
+            self._load_again(-1, SelectedKeys(lookup.values, lookup.offsets, None, None), lookup.bag_starts)
         with torch.no_grad():
             _ops.embedding_bag_backward_fused_(
                 *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **options, status=lookup.status

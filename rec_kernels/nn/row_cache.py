@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,7 @@ from rec_kernels.nn.tables import StoredTable, zeros
 _ops = torch.ops.rec_kernels
 
 POLICIES = ("lru", "lfu")
+BACKINGS = ("device", "disk")
 #: What ``cache_stats`` of the ops counts for each table.
 COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
 
@@ -38,6 +40,12 @@ class RowCache:
         policy: which row leaves: "lru", the one that has not been used for longest; "lfu", the one with the fewest
             uses, which stays if the new row has had no more. Uses are counted by batch, in one byte a row.
         decay_every: under "lfu", counts are halved after so many batches; 0: never.
+        backing: where the encoded tables are: "device", in the memory of the collection's device; "disk", in a file,
+            of which blocks come into host memory as batches need them (the collection is on the CPU then).
+        path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'.
+        memory_budget: with backing "disk", bytes of encoded rows that are in memory at a time, at most.
+        generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
+            the last one that is whole.
 
     Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
 
@@ -49,6 +57,10 @@ class RowCache:
     ways: int = 32
     policy: str = "lru"
     decay_every: int = 0
+    backing: str = "device"
+    path: str | os.PathLike | None = None
+    memory_budget: int | None = None
+    generation: int | None = None
 
     def __post_init__(self) -> None:
         fractions = self.fraction if isinstance(self.fraction, Mapping) else {"": self.fraction}
@@ -63,6 +75,17 @@ class RowCache:
             raise ValueError(f"decay_every must be an int, at least 0, got {self.decay_every!r}")
         if self.decay_every and self.policy != "lfu":
             raise ValueError(f"decay_every = {self.decay_every} is for policy 'lfu', got {self.policy!r}")
+
+        check_choice("backing", self.backing, BACKINGS)
+        on_disk = self.backing == "disk"
+        for name in ("path", "memory_budget"):
+            if (getattr(self, name) is not None) != on_disk:
+                need = "must be given for" if on_disk else "is for"
+                raise ValueError(f"{name} {need} backing 'disk', got {name}={getattr(self, name)!r}, {self.backing!r}")
+        if on_disk:
+            positive_integer("memory_budget", self.memory_budget)
+        elif self.generation is not None:
+            raise ValueError(f"generation is for backing 'disk', got {self.generation!r} and {self.backing!r}")
 
     def of(self, table: str) -> float:
         """The fraction of a table."""
@@ -187,19 +210,44 @@ class CacheState(nn.Module):
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
         """[N]: the slots of a batch's ids, whose rows come in if they can."""
-        own = {"policy": self.cache.policy, "cache_stats": self.stats}
-        if self.cache.policy == "lfu":
-            own |= {"cache_counts": self.counts, "row_counts": self.row_counts, "decay_every": self.cache.decay_every}
+        own = self._policy() | {"cache_stats": self.stats}
         slots = (self.rows, self._offsets, self.tags, self.dirty)
         history = (self.stamps, self.clock)
         return _ops.row_cache_insert_(
             weights, *slots, *self._places().values(), *history, *bags, **layout, **rounding, **own
         )
 
-    def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object]) -> None:
-        """Encodes the rows that have changed into their tables; they stay where they are."""
+    def plan(
+        self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Linear rows that a batch reads in the tables, and those of them that it may write there."""
+        slots = (self.tags, self.dirty, *self._places().values(), self.stamps, self.clock)
+        return _ops.row_cache_plan(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
+
+    def _policy(self) -> dict[str, object]:
+        own: dict[str, object] = {"policy": self.cache.policy}
+        if self.cache.policy == "lfu":
+            own |= {"cache_counts": self.counts, "row_counts": self.row_counts, "decay_every": self.cache.decay_every}
+        return own
+
+    def flush(
+        self,
+        weights: Tensor,
+        layout: dict[str, object],
+        rounding: dict[str, object],
+        first_slot: int = 0,
+        num_slots: int | None = None,
+    ) -> None:
+        """Encodes the rows that have changed, in some slots or all, into their tables; they stay where they are."""
         slots = (self.rows, self._offsets, self.tags, self.dirty)
-        _ops.row_cache_flush_(weights, *slots, *self._places().values(), self.clock, **layout, **rounding)
+        some = {"first_slot": first_slot, "num_slots": num_slots}
+        _ops.row_cache_flush_(weights, *slots, *self._places().values(), self.clock, **layout, **rounding, **some)
+
+    def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
+        """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""
+        slots = ((self.tags >= 0) & (self.dirty != 0)).nonzero().flatten()
+        for some in slots.split(most):
+            yield int(some[0]), int(some[-1] - some[0]) + 1, self.tags[some]
 
     def clear(self) -> None:
         """Empties the slots, and forgets uses."""

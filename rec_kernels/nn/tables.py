@@ -55,8 +55,9 @@ class EmbeddingConfig:
             ``rk.Partitions`` or, where bags are pooled, ``rk.MixedDimension``. E is then the number of ids. Of several
             parts, each is a table of its own, named ``<name>_0``, ``<name>_1`` and so on.
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
-            to the nearest), or with each part's; None: uniform in +-1/sqrt(E), and parts such that the rows that they
-            make have that variance.
+            to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
+            several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
+            that the rows that they make have that variance.
 
     Raises:
         ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
@@ -153,13 +154,31 @@ class Table(nn.Module):
 
     weight: nn.Parameter
     in_bytes = False  # whether the flat tensor of the weights is one of bytes
+    in_file = False  # whether the weights are in a file, and not part of a state
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.in_file:
+            del destination[f"{prefix}weight"]
+            return
         rows = destination[f"{prefix}weight"]
         if self.in_bytes and type(rows) is Tensor and not rows.is_meta:
             # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
             destination[f"{prefix}weight"] = torch.from_dlpack(rows)
+
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        *args: object,
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+        missing_keys += [name for name in missing if not (self.in_file and name == f"{prefix}weight")]
 
 
 class Tables(nn.Module):
@@ -211,19 +230,33 @@ class Storage:
         return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
 
 
-def initialize(weight: Tensor, table: StoredTable) -> None:
-    """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says."""
-    bound = table.bound
-    if table.format == "fp32":
+def initialize(
+    weight: Tensor, table: StoredTable, most: int | None = None, begin: Callable[[int, int], object] | None = None
+) -> None:
+    """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says.
+
+    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is True
+    fills the rows of consecutive calls; another one is given all of them at once.
+    """
+    rows, bound = table.num_embeddings, table.bound
+    if table.format == "fp32" and begin is None:
         weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
         return
-    step = _ROWS_AT_ONCE if table.init is None else table.num_embeddings
-    for first in range(0, table.num_embeddings, step):
-        rows = weight[first : first + step]
-        floats = torch.empty(len(rows), table.embedding_dim, device=weight.device)
+    in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
+    step = min(most or rows, _ROWS_AT_ONCE) if in_chunks else rows
+    for first in range(0, rows, step):
+        floats = torch.empty(min(step, rows - first), table.embedding_dim, device=weight.device)
         floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
         if not weight.is_meta:
-            rows.copy_(encode(floats, table.format))
+            _write(weight, encode(floats, table.format), first, most, begin)
+
+
+def _write(weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None) -> None:
+    for chunk in rows.split(most or len(rows)):
+        if begin is not None:
+            begin(first, len(chunk))
+        weight[first : first + len(chunk)] = chunk
+        first += len(chunk)
 
 
 def encode(floats: Tensor, format: str) -> Tensor:

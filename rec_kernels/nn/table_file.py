@@ -1,0 +1,114 @@
+"""Tables in a file, of which as much is in memory as a budget allows: what a collection with backing="disk" reads."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rec_kernels._library import host
+from rec_kernels.nn.tables import StoredTable, Storage
+from rec_kernels.ops.row_formats import row_bytes
+
+
+class TableFile:
+    """The flat tensor of a collection's tables, in a row file (docs/row_file.md).
+
+    Rows are named by their linear numbers. Only those that were loaded may be looked up or updated.
+
+    Args:
+        path: of the file. One that is there is opened and must have the same tables; else it is made, of zeros.
+        storage: where the tables lie. stored: the tables.
+        memory_budget: bytes of rows that are in memory at a time, at most.
+        generation: of the file's states that a crash has left, the one to open; None: the last.
+
+    Raises:
+        ValueError: the file is of other tables, or has no such generation. OSError: it cannot be made or read, or is
+        locked by another process. ImportError: the package was built without row files.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        storage: Storage,
+        stored: list[StoredTable],
+        *,
+        memory_budget: int,
+        generation: int | None = None,
+    ) -> None:
+        self.path = Path(path)
+        self.is_new = not self.path.exists()
+        unit = storage.dtype.itemsize
+        self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
+        self._sizes = np.array([row_bytes(t.format, t.embedding_dim) for t in stored], dtype=np.int64)
+        self._first_rows = np.cumsum([0] + [t.num_embeddings for t in stored])[:-1]
+        layout = self._layout(storage, stored)
+        row_file = host().RowFile
+        if self.is_new:
+            num_bytes = max(storage.starts[-1] * unit, 1)
+            self.file = row_file.create(self.path, num_bytes, layout=layout, memory_budget=memory_budget)
+        else:
+            options = {"layout": layout, "memory_budget": memory_budget, "generation": generation}
+            self.file = row_file.open(self.path, **options)
+        #: Counts loads: who has seen another number has rows that may be gone.
+        self.loads = 0
+
+    @staticmethod
+    def _layout(storage: Storage, stored: list[StoredTable]) -> str:
+        names = ("name", "num_embeddings", "embedding_dim", "format")
+        tables = [{name: getattr(t, name) for name in names} | {"start": s} for t, s in zip(stored, storage.starts)]
+        return json.dumps({"dtype": str(storage.dtype), "tables": tables})
+
+    def weights(self, storage: Storage) -> Tensor:
+        """The flat tensor: addresses for all rows, memory for those that were loaded."""
+        size = storage.starts[-1]
+        return torch.from_numpy(self.file.window)[: size * storage.dtype.itemsize].view(storage.dtype)
+
+    def load(self, rows: Tensor, written: Tensor) -> None:
+        """Has the linear rows in memory until the next load; ``written``: those of them that may change.
+
+        Raises:
+            MemoryError: they do not fit in the budget. OSError: they cannot be read, or make room for others.
+        """
+        self.file.load(*self._places(rows))
+        self.file.mark_dirty(*self._places(written))
+        self.loads += 1
+
+    def load_table(self, i: int, first: int, count: int) -> None:
+        """The same of rows of table i, all of which may change."""
+        start = self._starts[i] + first * self._sizes[i]
+        self.file.load(np.array([start]), int(count * self._sizes[i]), write=True)
+        self.loads += 1
+
+    def prefetch(self, rows: Tensor) -> None:
+        """Begins to read rows that a later ``load`` names."""
+        self.file.prefetch(*self._places(rows))
+
+    def rows_at_once(self, i: int) -> int:
+        """Of table i, so many neighbouring rows fit in half of the budget."""
+        return max(1, (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i]))
+
+    def scattered_rows_at_once(self) -> int:
+        """So many rows, wherever they are, fit in half of the budget: a row may lie in several blocks."""
+        blocks = 1 + -(-int(self._sizes.max(initial=1)) // self.file.block_bytes)
+        return max(1, self.file.memory_budget // 2 // (blocks * self.file.block_bytes))
+
+    def _places(self, rows: Tensor) -> tuple[np.ndarray, np.ndarray]:
+        linear = rows.numpy()
+        table = np.searchsorted(self._first_rows, linear, side="right") - 1
+        sizes = self._sizes[table]
+        return self._starts[table] + (linear - self._first_rows[table]) * sizes, sizes
+
+    def flush(self) -> None:
+        """Makes the file's next generation durable; the one before can be opened until more is written."""
+        self.file.flush(apply=False)
+
+    def __deepcopy__(self, _: dict) -> TableFile:
+        raise TypeError(f"tables in a file ({self.path}) cannot be copied")
+
+    def __reduce__(self) -> str:
+        raise TypeError(f"tables in a file ({self.path}) cannot be pickled: state_dict() and the file are their state")
