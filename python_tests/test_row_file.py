@@ -170,7 +170,7 @@ def test_pinned_blocks_stay(path):
         file.load([0], 3 * BLOCK)
         file.prefetch([3 * BLOCK], 1)
         for what in ([4 * BLOCK], [5 * BLOCK]):
-            with pytest.raises(MemoryError, match=r"needs 4096 bytes .* beside 16384 bytes .* budget is 16384 bytes"):
+            with pytest.raises(MemoryError, match=r"needs 4096 bytes .* beside 16384 bytes .*_budget is 16384 bytes"):
                 file.prefetch(what, 1)
         with pytest.raises(MemoryError, match=r"load needs 20480 bytes of memory \(5 blocks of 4096 bytes\)"):
             file.load([0, 2 * BLOCK], 3 * BLOCK)

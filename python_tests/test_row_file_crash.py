@@ -138,10 +138,12 @@ for trial in range(trials):
         os.close(reader)
         work(writer)
     os.close(writer)
-    time.sleep(clock.uniform(0.001, 0.08))
+    # Every other one after a flush at least, however slow the machine is.
+    reported = os.read(reader, 8) if trial % 2 else b""
+    time.sleep(clock.uniform(0.001, 0.06))
     os.kill(child, signal.SIGKILL)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL, "the writer ended by itself"
-    reported = os.read(reader, 1 << 16)
+    reported += os.read(reader, 1 << 16)
     os.close(reader)
     last = struct.unpack("q", reported[-8:])[0] if reported else generation
     logs += os.path.getsize(sys.argv[1] + ".log") > 0
@@ -159,9 +161,9 @@ print(generation, logs)
 
 
 def test_kill_at_any_time(tmp_path):
-    generations, logs = map(int, run_script(KILLED, tmp_path / "file", 60).split())
-    assert generations > 20  # or nothing was flushed that a kill could spoil
-    assert logs > 20  # or they came when nothing was under way
+    generations, logs = map(int, run_script(KILLED, tmp_path / "file", 50).split())
+    assert generations >= 25
+    assert logs > 5  # or the kills came when nothing was under way
 
 
 TRACED = """
