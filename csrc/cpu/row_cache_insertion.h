@@ -72,7 +72,7 @@ class Insertion {
       if (i == 0 || at(i).set != at(i - 1).set) starts.push_back(i);
     const auto sets = static_cast<int64_t>(starts.size());
     starts.push_back(count);
-    const int64_t workers = workers_for(sets, kSetsAtOnce);
+    const int64_t workers = workers_for(sets, 8 * kSetsAtOnce);
     std::vector<Worker> each(static_cast<size_t>(workers), Worker{Counters(num_tables_), {}});
     parallel_pieces(sets, kSetsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
       std::vector<Candidate> candidates;

@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +18,7 @@ from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.nn.compression import Compression
 from rec_kernels.nn.optimizers import Optimizer
+from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
 DEVICES = ("cpu", "cuda")
@@ -42,6 +44,30 @@ def switch(text: str) -> bool:
     if text not in ("yes", "no"):
         raise ValueError(text)
     return text == "yes"
+
+
+_UNITS = (
+    {"": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
+)
+
+
+def parse_size(text: str) -> int:
+    """Bytes: "512MB" -> 512000000, "4GiB", "4096".
+
+    Raises:
+        ValueError: no such number, or less than a byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
+    if match is None or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
+        raise ValueError(f"{text!r} must be a number of bytes, or of {', '.join(_UNITS)[2:]}")
+    return size
+
+
+def _is_size(text: str) -> bool:
+    try:
+        return parse_size(text) > 0
+    except ValueError:
+        return False
 
 
 def _option(
@@ -119,6 +145,26 @@ class TrainConfig:
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
     )
+    cache: float = _option(
+        0.0,
+        float,
+        "share of the tables' rows that are kept in FP32 and trained without rounding, the most used ones (0: none)",
+        "0 to 1",
+        lambda v: 0 <= v <= 1,
+    )
+    policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
+    decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
+    backing: str = _choice(
+        "device", "where the tables' other rows are: device, or disk, in files of the run's folder", BACKINGS, how=True
+    )
+    memory_budget: str = _option(
+        "512MB",
+        str,
+        "disk: memory for rows, in the cache or not, as 512MB, 4GiB or bytes",
+        "a number of bytes, or of kB, MB, GB, TB, KiB, MiB, GiB or TiB",
+        lambda v: _is_size(v),
+        how=True,
+    )
     optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
     lr: float = _positive(0.05, "learning rate of the tables")
     dense_lr: float = _positive(0.001, "learning rate of the MLPs (Adam)")
@@ -166,6 +212,13 @@ class TrainConfig:
                 f"decay_start is {self.decay_start}, must be at least warmup_steps (now {self.warmup_steps}) for rates "
                 "that fall (decay_steps)"
             )
+        if self.backing == "disk" and self.device != "cpu":
+            raise ValueError(f"backing is 'disk', which needs device 'cpu' (now {self.device!r})")
+        if self.decay_every and not (self.cache and self.policy == "lfu"):
+            raise ValueError(
+                f"decay_every is {self.decay_every}, which needs a cache (now {self.cache}) with policy 'lfu' (now "
+                f"{self.policy!r})"
+            )
         if self.patience and not (self.eval_every and self.valid_fraction):
             raise ValueError(
                 f"patience is {self.patience}, which needs eval_every (now {self.eval_every}) and valid_fraction (now "
@@ -178,6 +231,8 @@ class TrainConfig:
         kind = {"full": "", "mixed": f"-mixed{self.temperature:g}"}.get(
             self.embedding, f"-{self.embedding}{self.collisions}"
         )
+        if self.cache:
+            rows += f"-cache{self.cache:g}{self.policy}"
         return f"{data_name}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:

@@ -41,6 +41,7 @@ class DLRM(nn.Module):
             that are. Tables that are not compressed, and the MLPs, start with the same numbers whichever others are.
         init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
             ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
+        caches: row caches of the collections "embeddings" and "shared", by these names.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class DLRM(nn.Module):
         optimizer=None,
         seed: int = 0,
         init: Callable[[torch.Tensor], object] | None = None,
+        caches: Mapping[str, rk.RowCache] = MappingProxyType({}),
     ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
@@ -66,12 +68,13 @@ class DLRM(nn.Module):
             tables, skipped = [], 0
             for f in chosen:
                 given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
-                start = None if given else init or functools.partial(_uniform_init, generator, skipped)
+                start = None if given else init or _UniformInit(generator, skipped, f.num_embeddings)
                 names = {"name": f.name, "feature_names": [f.name]}
                 more = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
                 tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
                 skipped = skipped + size if given else 0
             options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
+            options["cache"] = caches.get("shared" if noise % 2 else "embeddings")
             with torch.random.fork_rng(devices=()):
                 # Of tables without an init. Not torch.manual_seed, which reseeds GPUs, too; counted down, because
                 # counted up it would be the generator's stream for some seeds.
@@ -104,6 +107,12 @@ class DLRM(nn.Module):
             parts.append(shared if batch.inverse is None else shared.index_select(0, batch.inverse))
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
+    def prefetch(self, batch: Batch) -> None:
+        """Begins to read what the next batch needs of tables on disk."""
+        for collection, features in ((self.embeddings, batch.features), (self.shared, batch.shared)):
+            if collection is not None:
+                collection.prefetch(features)
+
     def collections(self) -> list[rk.EmbeddingBagCollection]:
         """The collections that there are."""
         return [c for c in (self.embeddings, self.shared) if c is not None]
@@ -133,8 +142,13 @@ class DLRM(nn.Module):
         return [*self.bottom.parameters(), *self.top.parameters(), *projections]
 
     def memory_report(self) -> list[dict]:
-        """One dict per table: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes."""
+        """One dict per table, as ``rk.EmbeddingBagCollection.memory_report``."""
         return [table for c in self.collections() for table in c.memory_report()]
+
+    def tier_report(self) -> dict[str, int]:
+        """Bytes of the tables where they are, and bytes moved, as ``rk.EmbeddingBagCollection.tier_report``."""
+        reports = [c.tier_report() for c in self.collections()]
+        return {name: sum(report[name] for report in reports) for name in (reports[0] if reports else ())}
 
 
 def dot_interaction(dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
@@ -187,12 +201,19 @@ def _mlp(widths: Sequence[int], generator: torch.Generator, *, final_relu: bool)
     return nn.Sequential(*(layers if final_relu else layers[:-1]))
 
 
-def _uniform_init(generator: torch.Generator, skipped: int, weight: torch.Tensor) -> None:
-    """Fills a table's weight [E, D] with the numbers that come after the next ``skipped`` ones."""
-    _skip(generator, skipped)
-    bound = weight.shape[0] ** -0.5
-    with torch.no_grad():
-        weight.uniform_(-bound, bound, generator=generator)
+class _UniformInit:
+    """Fills a table of so many rows with the numbers that come after the next ``skipped`` ones, row by row."""
+
+    in_chunks = True
+
+    def __init__(self, generator: torch.Generator, skipped: int, rows: int) -> None:
+        self.generator, self.skipped, self.bound = generator, skipped, rows**-0.5
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        _skip(self.generator, self.skipped)
+        self.skipped = 0
+        with torch.no_grad():
+            weight.uniform_(-self.bound, self.bound, generator=self.generator)
 
 
 def _skip(generator: torch.Generator, count: int) -> None:

@@ -53,9 +53,33 @@ def size(count: float) -> str:
     return f"{count / 1024**power:,.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
+def percent(share: float | None) -> str:
+    """As in "93.1%"; None is "-"."""
+    return "-" if share is None else f"{share:.1%}"
+
+
+def has_tiers(test: dict) -> bool:
+    """Whether a run had rows in more than one place."""
+    return bool(test.get("tiers", {}).get("cache_bytes") or test.get("tiers", {}).get("file_bytes"))
+
+
+def tiers(report: dict[str, int]) -> str:
+    """A ``tier_report()``, as in "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
+    parts = [f"cache {size(report['cache_bytes'])}", f"rows in memory {size(report['row_bytes'])}"]
+    moved = f"moved {size(report['moved_bytes'])}"
+    if report["file_bytes"]:
+        parts += [f"in files {size(report['file_bytes'])}", f"their index {size(report['index_bytes'])}"]
+        moved += f", read {size(report['read_bytes'])}, written {size(report['written_bytes'])}"
+    return f"{', '.join(parts)}; {moved}"
+
+
 def memory(tables: Sequence[dict]) -> str:
-    """Bytes of a ``memory_report()``, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB"."""
-    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
+    """Bytes of a ``memory_report()``, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB".
+
+    Those of row caches are among them.
+    """
+    state = sum(table["state_bytes"] for table in tables)
+    weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
     full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
     saved = f" (fp32: {size(full)}, {full / weights:.1f}x less)" if any(t["format"] != "fp32" for t in tables) else ""
     return f"{size(weights)}{saved}, state {size(state)}"
@@ -194,7 +218,21 @@ def _memory(test: dict) -> str:
     dense = test["dense_parameters"]
     mlps = f"{dense:,} parameters, {dense * 4 / 1024:,.1f} KiB in FP32; Adam keeps two more numbers of each"
     notes = f"<p>Tables: {memory(tables)}.</p><p>MLPs: {mlps}.</p>"
+    if has_tiers(test):
+        notes += f"<p>Tiers: {escape(tiers(test['tiers']))}.</p>{_caches(tables)}"
     return _table(header, lines, strong=1) + notes
+
+
+def _caches(tables: list[dict]) -> str:
+    """Of the tables with a row cache: what it holds, and what became of their rows."""
+    keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
+    rows = [
+        (t["name"], percent(t["hit_rate"]), f"{t['cache_bytes'] / 1024:,.1f}", *(f"{t[key]:,}" for key in keys))
+        for t in tables
+        if "cache_bytes" in t
+    ]
+    header = ("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))
+    return _table(header, rows) if rows else ""
 
 
 def _configuration(config: dict) -> str:

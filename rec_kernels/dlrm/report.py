@@ -17,18 +17,30 @@ PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
 def memory_table(tables: list[dict]) -> str:
-    """Text table of ``memory_report()``: rows, dim, KiB of weights and of optimizer state, and their sums."""
-    lines = [f"{'table':<14}{'rows':>9}{'dim':>5}{'format':>8}{'weight KiB':>12}{'state KiB':>11}"]
+    """Text table of ``memory_report()``: rows, dim, KiB of weights and of optimizer state, and their sums.
+
+    With row caches also KiB of the caches and the share of the ids whose row was cached.
+    """
+    cached = any("cache_bytes" in table for table in tables)
+    header = f"{'table':<14}{'rows':>9}{'dim':>5}{'format':>8}{'weight KiB':>12}{'state KiB':>11}"
+    lines = [header + (f"{'cache KiB':>11}{'hits':>8}" if cached else "")]
     for table in tables:
-        lines.append(
+        line = (
             f"{table['name']:<14}{table['num_embeddings']:>9,}{table['embedding_dim']:>5}{table['format']:>8}"
             f"{table['weight_bytes'] / 1024:>12,.1f}{table['state_bytes'] / 1024:>11,.1f}"
         )
-    rows, weight, state = (
-        sum(table[key] for table in tables) for key in ("num_embeddings", "weight_bytes", "state_bytes")
+        if cached:
+            line += f"{table.get('cache_bytes', 0) / 1024:>11,.1f}{page.percent(table.get('hit_rate')):>8}"
+        lines.append(line)
+    rows, weight, state, cache = (
+        sum(table.get(key, 0) for table in tables)
+        for key in ("num_embeddings", "weight_bytes", "state_bytes", "cache_bytes")
     )
-    lines.append(f"{'total':<14}{rows:>9,}{'':>13}{weight / 1024:>12,.1f}{state / 1024:>11,.1f}")
-    return "\n".join(lines)
+    total = f"{'total':<14}{rows:>9,}{'':>13}{weight / 1024:>12,.1f}{state / 1024:>11,.1f}"
+    if cached:
+        hits, lookups = (sum(table.get(key, 0) for table in tables) for key in ("hits", "lookups"))
+        total += f"{cache / 1024:>11,.1f}{page.percent(hits / lookups if lookups else None):>8}"
+    return "\n".join([*lines, total])
 
 
 def scores_text(scores: dict, split: str) -> str:
@@ -56,6 +68,7 @@ def summary(test: dict) -> str:
             f"training            {test['train_examples']:,} rows in {test['train_seconds']:.1f} s, "
             f"{test['examples_per_second']:,.0f} examples/s",
             f"tables              {page.memory(test['tables'])}",
+            *([f"tiers               {page.tiers(test['tiers'])}"] if page.has_tiers(test) else []),
             f"device              {test.get('device', 'cpu')}",
             f"peak memory         {test['peak_memory_bytes'] / 2**20:,.0f} MiB",
         ]
@@ -95,6 +108,8 @@ def curves(records: list[dict]) -> list[tuple[str, Figure]]:
         _draw_scores(axes, records, *panel)
         figures.append((panel[-1], figure))
     _, examples = _progress(records)
+    if figure := _hit_rates(records):
+        figures.append(("share of the ids whose row was cached", figure))
     rates = [record["lr"] for record in records if record["kind"] == "train"]
     if len(set(rates)) > 1:
         figure, axes = _small_figure()
@@ -102,6 +117,26 @@ def curves(records: list[dict]) -> list[tuple[str, Figure]]:
         _finish(axes, "learning rate of the tables")
         figures.append(("learning rate of the tables", figure))
     return figures
+
+
+def _hit_rates(records: list[dict]) -> Figure | None:
+    """Of each table with a row cache, the largest ten, between two records."""
+    train = [record for record in records if record["kind"] == "train"]
+    tables = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
+    if not tables:
+        return None
+    test = next((record for record in records if record["kind"] == "test"), None)
+    if test is not None:
+        sizes = {table["name"]: table["num_embeddings"] for table in test["tables"]}
+        tables = sorted(tables, key=lambda name: -sizes.get(name, 0))[:10]
+    figure, axes = _small_figure()
+    _, examples = _progress(records)
+    for name in tables[:10]:
+        axes.plot(examples, [r.get("hit_rates", {}).get(name, np.nan) for r in train], marker=".", label=name)
+    axes.set_ylim(0, 1.02)
+    axes.legend(fontsize="x-small", ncols=2)
+    _finish(axes, "share of ids in the cache")
+    return figure
 
 
 def _small_figure() -> tuple[Figure, Axes]:

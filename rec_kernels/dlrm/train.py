@@ -18,6 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, report, runs
+from rec_kernels.dlrm.building import build_model, generations
+from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
@@ -81,27 +83,6 @@ def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} does not fit the run: {' '.join(str(error).split())}") from error
     return state
-
-
-def build_model(config: TrainConfig, data: DataSet) -> DLRM:
-    """The model of a run on its device, with its initial weights, which are the same on every device.
-
-    Raises:
-        DeviceError: the device cannot be used.
-    """
-    model = DLRM(
-        data.features,
-        data.num_dense,
-        config.embedding_dim,
-        bottom=config.bottom,
-        top=config.top,
-        format=config.format,
-        rounding=config.rounding,
-        compressions=config.compressions(data.features),
-        optimizer=config.table_optimizer(),
-        seed=config.seed,
-    )
-    return model.to(devices.find(config.device))
 
 
 def train(
@@ -183,7 +164,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = build_model(config, data)
+    model = build_model(config, data, directory, generations(directory))
     _load(directory, model, data)
     return score(*predict(model, data, split))
 
@@ -201,7 +182,8 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: HeldOut, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.model = build_model(config, data)
+        self.model = build_model(config, data, directory, generations(directory) if resume else None)
+        self.hit_rates = HitRates(self.model.collections())
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         fused = [collection.fused_optimizer for collection in self.model.collections()]
         self.schedule = Schedule([self.dense_optimizer, *fused], config)
@@ -224,8 +206,8 @@ class Run:
         total = self.data.num_rows("train") * self.config.epochs
         with tqdm(total=total, desc="training", unit="ex", unit_scale=True, disable=not self.progress) as bar:
             bar.update(self._rows_done())
-            for group in self._groups() if not self.stopped_early else ():
-                bar.update(self._step(group))
+            for group, following in self._groups() if not self.stopped_early else ():
+                bar.update(self._step(group, following))
                 if self.step % window == 0 or self.step == self.steps:
                     bar.set_postfix(loss=f"{self._close_window():.4f}", refresh=False)
                 if self.config.eval_every and self.step % self.config.eval_every == 0:
@@ -255,6 +237,7 @@ class Run:
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "tables": self.model.memory_report(),
+            "tiers": self.model.tier_report(),
         }
         self.records.append(test)
         return test
@@ -295,35 +278,41 @@ class Run:
         rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
-    def _groups(self) -> Iterator[list[Batch]]:
-        """The batches of each step from ``self.step`` on."""
+    def _groups(self) -> Iterator[tuple[list[Batch], Batch | None]]:
+        """The batches of each step from ``self.step`` on, and the first of the next step of the epoch."""
         c = self.config
         while self.step < self.steps:
             before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
             batches = ahead(devices.moved(self.data.batches("train", c.batch_size, start), self.model.device))
-            started = time.perf_counter()
-            while group := list(islice(batches, c.accumulate)):
-                self.window.seconds["data"] += time.perf_counter() - started
-                yield group
-                started = time.perf_counter()
+            group = self._next_group(batches)
+            while group:
+                following = self._next_group(batches)
+                yield group, following[0] if following else None
+                group = following
             if self.step % self.steps_per_epoch or self.step == before:
                 raise DataError(
                     f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
                     f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
                 )
 
-    def _step(self, group: list[Batch]) -> int:
-        """One update from the batches of ``group``; returns their rows."""
+    def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
+        started = time.perf_counter()
+        group = list(islice(batches, self.config.accumulate))
+        self.window.seconds["data"] += time.perf_counter() - started
+        return group
+
+    def _step(self, group: list[Batch], following: Batch | None) -> int:
+        """One update from the batches of ``group``, before a batch or the end; returns their rows."""
         rows = sum(len(batch.label) for batch in group)
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
         if len(group) == 1:
-            self._learn(group[0], 1.0, clock)
+            self._learn(group[0], 1.0, clock, following)
         else:
             with self.model.accumulate():
-                for batch in group:
-                    self._learn(batch, len(batch.label) / rows, clock)
+                for batch, after in zip(group, [*group[1:], following], strict=True):
+                    self._learn(batch, len(batch.label) / rows, clock, after)
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
@@ -331,8 +320,10 @@ class Run:
         self.window.steps += 1
         return rows
 
-    def _learn(self, batch: Batch, share: float, clock: Clock) -> None:
+    def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None) -> None:
         logits = self.model(batch)
+        if following is not None:
+            self.model.prefetch(following)
         loss = binary_cross_entropy_with_logits(logits, batch.label)
         value = loss.item()
         clock.lap("forward")
@@ -355,6 +346,8 @@ class Run:
         """Records the steps since the last record; returns their mean loss."""
         epoch = (self.step - 1) // self.steps_per_epoch
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
+        if rates := self.hit_rates.take():
+            record["hit_rates"] = rates
         record["lr"] = self.schedule.rate(self.config.lr, self.step - 1)
         self.records.append(record)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]

@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.jagged import SelectedKeys, select_keys
-from rec_kernels.nn.layout import Layout, move
+from rec_kernels.nn.cached_tables import CachedTables
+from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.layout import move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
 from rec_kernels.nn.state import KINDS, StatePlaces
@@ -28,13 +29,12 @@ from rec_kernels.nn.tables import (
     initialize,
     zeros,
 )
-from rec_kernels.nn.table_file import TableFile
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
 
 _ops = torch.ops.rec_kernels
 
 
-class TableCollection(Layout):
+class TableCollection(CachedTables):
     """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
 
     The arguments are ``rk.EmbeddingBagCollection``'s.
@@ -95,15 +95,6 @@ class TableCollection(Layout):
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
         self.register_load_state_dict_post_hook(_retie_after_load)
-
-    def _open_file(self, cache: RowCache | None, device: torch.device | str | None) -> TableFile | None:
-        if cache is None or cache.backing != "disk":
-            return None
-        where = torch.get_default_device() if device is None else torch.device(device)
-        if where.type != "cpu":
-            raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
-        options = {"memory_budget": cache.memory_budget, "generation": cache.generation}
-        return TableFile(cache.path, self._storage, self._stored, **options)
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage, file = self._storage, self._file
@@ -171,7 +162,9 @@ class TableCollection(Layout):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
-            raise NotImplementedError(f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory")
+            raise NotImplementedError(
+                f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory"
+            )
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -214,17 +207,6 @@ class TableCollection(Layout):
         elif choose_cache(self.row_cache, state_dict, prefix, self._stored):
             self.flush()
         super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _check_generation(self, state_dict: dict, prefix: str) -> None:
-        tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
-        if tables:
-            raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self._file.path}")
-        given, own = state_dict.get(f"{prefix}file_generation"), int(self.file_generation)
-        if given is not None and int(given) != own:
-            raise RuntimeError(
-                f"{prefix}file_generation is {int(given)} and {self._file.path} has generation {own}: open the file with "
-                f"rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
-            )
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """As ``torch.nn.Module``'s.
@@ -288,64 +270,6 @@ class TableCollection(Layout):
         if self._file is not None and output.requires_grad:
             output.register_hook(functools.partial(self._load_again, self._file.loads, given, bag_starts))
         return output
-
-    def _slots(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
-        """Where the rows of a batch are in the cache: in training, after they have come in."""
-        inserts = self.training and torch.is_grad_enabled()
-        if self._file is not None:
-            self._file.load(*self.row_cache.plan(bags, layout, self._seed, inserts=inserts))
-        if not inserts:
-            return self.row_cache.lookup(bags, layout)
-        with torch.no_grad():
-            return self.row_cache.insert(self._weights, bags, layout, self._rounding())
-
-    def _load_again(self, loads: int, given: SelectedKeys, bag_starts: Tensor | None, _: Tensor | None = None) -> None:
-        """Before an update: its rows that are not cached, if others were loaded in the meantime."""
-        if self._file.loads != loads:
-            bags = (given.values, given.offsets)
-            self._file.load(*self.row_cache.plan(bags, self._layout(bag_starts), self._seed, inserts=False))
-
-    def prefetch(self, features) -> None:
-        """Begins to read what the next batch needs of tables in a file, while this one is computed.
-
-        To be called between a lookup and the next, with the features of the next. What is learned is the same without
-        it. Tables in memory need none: nothing happens.
-
-        Args:
-            features: as of ``forward``.
-
-        Raises:
-            As ``forward``; MemoryError: the rows of both batches together do not fit in the memory budget.
-        """
-        if self._file is None:
-            return
-        given = select_keys(features, self.feature_names)
-        starts = None if given.strides is None else torch.tensor(given.bag_starts(len(self.feature_names)))
-        bags, layout = (given.values, given.offsets), self._layout(starts)
-        self._file.prefetch(self.row_cache.plan(bags, layout, self._seed, inserts=self.training)[0])
-
-    def close(self) -> None:
-        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost."""
-        if self._file is not None:
-            self._file.file.close()
-
-    def flush(self) -> None:
-        """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
-
-        They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
-        of ``embedding_bags[name].weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
-        is the state of the last ``flush()``, or the next one.
-        """
-        if self.row_cache is None:
-            return
-        arguments = (self._weights, self._layout(), self._rounding())
-        if self._file is None:
-            with torch.no_grad():
-                return self.row_cache.flush(*arguments)
-        for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
-            self._file.load(rows, rows)
-            self.row_cache.flush(*arguments, first, count)
-        self._file.flush()
 
     def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
         if bounds.cannot_copy(status):

@@ -155,6 +155,11 @@ class ServedTables(Layout):
     """
 
     def __init__(self, source: Layout) -> None:
+        if source._file is not None:
+            raise NotImplementedError(
+                f"tables in {source._file.path} cannot be served by a module without the file: look up in the "
+                "collection in eval() mode, or load the rows into one in memory"
+            )
         super().__init__(
             source.tables,
             source._storage,

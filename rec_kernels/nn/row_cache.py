@@ -43,7 +43,8 @@ class RowCache:
         backing: where the encoded tables are: "device", in the memory of the collection's device; "disk", in a file,
             of which blocks come into host memory as batches need them (the collection is on the CPU then).
         path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'.
-        memory_budget: with backing "disk", bytes of encoded rows that are in memory at a time, at most.
+        memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
+            tags and counts, and encoded ones. State of the optimizer comes on top.
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
             the last one that is whole.
 
@@ -290,6 +291,12 @@ class CacheState(nn.Module):
             cached = {"cached_rows": held[i][0], "dirty_rows": held[i][1], "cache_bytes": shares[i]}
             report.append(cached | named | {"hit_rate": rate})
         return report
+
+    def num_bytes(self) -> int:
+        """Of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
+        names = ("rows", "tags", "stamps", "dirty", "counts", "row_counts")
+        held = [self._buffers[name] for name in names if name in self._buffers]
+        return sum(t.numel() * t.element_size() for t in held)
 
     def _shares(self) -> list[int]:
         """Of each table, in bytes: of the slots of its group by how many it asked for, and its rows' counts."""

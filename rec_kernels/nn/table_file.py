@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels._library import host
-from rec_kernels.nn.tables import StoredTable, Storage
+from rec_kernels.nn.tables import Storage, StoredTable
 from rec_kernels.ops.row_formats import row_bytes
 
 
@@ -60,7 +60,8 @@ class TableFile:
     @staticmethod
     def _layout(storage: Storage, stored: list[StoredTable]) -> str:
         names = ("name", "num_embeddings", "embedding_dim", "format")
-        tables = [{name: getattr(t, name) for name in names} | {"start": s} for t, s in zip(stored, storage.starts)]
+        starts = zip(stored, storage.starts[:-1], strict=True)
+        tables = [{name: getattr(table, name) for name in names} | {"start": start} for table, start in starts]
         return json.dumps({"dtype": str(storage.dtype), "tables": tables})
 
     def weights(self, storage: Storage) -> Tensor:

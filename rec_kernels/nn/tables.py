@@ -166,7 +166,6 @@ class Table(nn.Module):
             # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
             destination[f"{prefix}weight"] = torch.from_dlpack(rows)
 
-
     def _load_from_state_dict(
         self,
         state_dict: dict,
@@ -235,8 +234,8 @@ def initialize(
 ) -> None:
     """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says.
 
-    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is True
-    fills the rows of consecutive calls; another one is given all of them at once.
+    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is
+    True fills the rows of consecutive calls; another one is given all of them at once.
     """
     rows, bound = table.num_embeddings, table.bound
     if table.format == "fp32" and begin is None:
@@ -251,7 +250,9 @@ def initialize(
             _write(weight, encode(floats, table.format), first, most, begin)
 
 
-def _write(weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None) -> None:
+def _write(
+    weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None
+) -> None:
     for chunk in rows.split(most or len(rows)):
         if begin is not None:
             begin(first, len(chunk))
