@@ -103,13 +103,15 @@ class Ours:
     """rec_kernels.EmbeddingBagCollection with a fused optimizer; rows of a format other than fp32 are rounded
     stochastically."""
 
-    def __init__(self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad", compression=None) -> None:
+    def __init__(
+        self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad", compression=None, cache=None
+    ) -> None:
         options = {"format": format, "compression": compression}
         tables = [
             rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], **options)
             for t in range(w.tables)
         ]
-        self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, eps=EPS))
+        self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, eps=EPS), cache=cache)
         self.keys, self.offsets = self.module.feature_names, w.offsets()
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str,
             "ms": b["stats"]["median"] * 1e3,
             "min_ms": b["stats"]["min"] * 1e3,
             "bytes": b["extra_info"].get("bytes"),
+            "hit_rate": b["extra_info"].get("hit_rate"),
         }
     return groups
 
@@ -67,6 +68,7 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
                 "ms": ms,
                 "min_ms": min(r["min_ms"] for r in rows),
                 "gb_per_s": first["bytes"] / ms / 1e6 if first["bytes"] else None,
+                **({"hit_rate": first["hit_rate"]} if first["hit_rate"] is not None else {}),
                 "over_ours": statistics.median(p[group][name]["ms"] / p[group]["ours"]["ms"] for p in passes),
             }
     return merged

@@ -29,7 +29,10 @@ def _places(rows: int, table: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Workload:
-    """T tables of E rows and D columns; B bags of L ids each per table."""
+    """T tables of E rows and D columns; B bags of L ids each per table.
+
+    Ids are uniform, or Zipf; of all rows, or with ``hot`` uniform of this share of them.
+    """
 
     name: str
     tables: int
@@ -38,10 +41,15 @@ class Workload:
     dim: int
     bag: int
     zipf: float | None = None
+    hot: float | None = None
 
     def ids(self, seed: int) -> Tensor:
-        """[T * B * L] int64, key-major. Zipf ids get a random place in the table, the same for every seed."""
+        """[T * B * L] int64, key-major. Ranks get a random place in the table, the same for every seed."""
         rng, n = np.random.default_rng(seed), self.batch * self.bag
+        if self.hot is not None:
+            ranks = rng.integers(0, int(self.hot * self.rows), (self.tables, n))
+            places = [_places(self.rows, t) for t in range(self.tables)]
+            return torch.from_numpy(np.concatenate([p[r] for p, r in zip(places, ranks, strict=True)]))
         if self.zipf is None:
             return torch.from_numpy(rng.integers(0, self.rows, self.tables * n))
         ranks = np.searchsorted(_zipf_shares(self.rows, self.zipf), rng.random((self.tables, n)))

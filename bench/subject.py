@@ -42,10 +42,10 @@ class Subject:
         gc.collect()
 
 
-def subject_fixture(make: type[Subject]) -> Callable:
+def subject_fixture(make: type[Subject], workloads: list[Workload] = WORKLOADS) -> Callable:
     """The fixture ``subject``: one for every workload."""
 
-    @pytest.fixture(scope="module", params=WORKLOADS, ids=lambda w: w.name)
+    @pytest.fixture(scope="module", params=workloads, ids=lambda w: w.name)
     def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         """The workload under test."""
         subject = make(request.param)

@@ -1,0 +1,77 @@
+"""A training step with a row cache beside float32 and int8 tables without one, and FBGEMM's float32 step.
+
+In "hot" workloads every row is in the cache; in "zipf" ones some are not, come in, and others leave. FBGEMM's CPU
+kernels have no cache. Bytes are those of a step on float32 tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import rec_kernels as rk
+from bench import peers
+from bench.shapes import BATCHES, Workload
+from bench.subject import Subject, subject_fixture
+from bench.timing import time_calls, turned
+
+FRACTION = 0.05
+CACHES = {"ours": "lfu", "ours lru": "lru"}
+WORKLOADS = [
+    Workload("d64-hot", 8, 2048, 1_000_000, 64, 8, hot=0.02),
+    Workload("d64-zipf", 8, 2048, 1_000_000, 64, 8, zipf=1.15),
+    Workload("d128-hot", 8, 512, 400_000, 128, 20, hot=0.02),
+]
+WARM_UP = 10  # times all batches
+
+
+def implementations() -> list[str]:
+    """Who takes part."""
+    return [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
+
+
+class Steps(Subject):
+    """One workload; tables are built when they are first trained."""
+
+    def train(self, name: str) -> Callable[[int], object]:
+        """A function of a batch number that trains on it."""
+        if name not in self._built:
+            self._built[name] = self._build(name)
+        tables = self._built[name]
+        return lambda i: tables.train(self.batches[i], self.grad)
+
+    def _build(self, name: str) -> object:
+        if name == "fbgemm":
+            return peers.Fbgemm(self.workload)
+        if name not in CACHES:
+            return peers.Ours(self.workload, name.split()[1])
+        tables = peers.Ours(self.workload, "int8", cache=rk.RowCache(FRACTION, policy=CACHES[name]))
+        for ids in self.batches * WARM_UP:
+            tables.train(ids, self.grad)
+        tables.module.row_cache.stats.zero_()
+        return tables
+
+    def hit_rate(self, name: str) -> float | None:
+        """Of the batches trained since the warm-up."""
+        if name not in CACHES:
+            return None
+        lookups, hits = self._built[name].module.row_cache.stats.sum(0)[:2].tolist()
+        return hits / lookups
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The implementations take turns at who goes first."""
+    metafunc.parametrize("name", turned(implementations(), metafunc.config))
+
+
+subject = subject_fixture(Steps, WORKLOADS)
+
+
+def test_step(benchmark, subject: Steps, name: str, rounds: int) -> None:
+    """Forward, backward and update. Bytes: of a step on float32 tables (``bench/shapes.py``)."""
+    benchmark.group = f"train {subject.workload.name}"
+    w = subject.workload
+    moved = w.forward_bytes() + w.backward_bytes(subject.unique_rows())
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, moved)
+    benchmark.extra_info["hit_rate"] = subject.hit_rate(name)
