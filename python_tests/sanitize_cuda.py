@@ -1,7 +1,8 @@
 """Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
 
-`--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids go to the emulated
-kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py makes and checks them).
+`--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids, without and with a
+row cache, go to the emulated kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py
+and row_cache_fuzz.py make and check them).
 
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
 test-gpu` runs it under memcheck (accesses outside of memory) and racecheck (races in shared memory).
@@ -18,16 +19,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import embedding_bag_fuzz
+import row_cache_fuzz
 import torch
 from backends import Backend, OnCuda, build, emulated, sanitized_environment
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from row_cache_cases import Batch, CacheCase, CacheSample, call, settled
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 import rec_kernels as rk
 from rec_kernels.reference.embedding_bag import Parts
+from rec_kernels.reference.row_cache import POLICIES
 from rec_kernels.reference.row_formats import ROW_FORMATS
 from rec_kernels.testing import same_bits
 
@@ -124,6 +128,27 @@ def _everything(encoded: EncodedCase, ops) -> list[object]:
     ]
 
 
+def _row_cache(ops, policy: str) -> Iterator[object]:
+    """Rows taken in, read, updated, evicted and flushed: of two widths, three formats, one table of two features."""
+    tables = [(40, 5, "int8"), (33, 5, "int4"), (21, 130, "mx6"), (9, 5, "bf16")]
+    features = [(0, "sum"), (1, "mean"), (2, "sum"), (0, "mean"), (3, "sum")]
+    decay_every = 2 if policy == "lfu" else 0
+    case = CacheCase(CacheSample(tables, features, {5: 2, 130: 1}, 3, (3,), policy, "stochastic", decay_every))
+    state, step = case.state(), {"step": torch.tensor(6), "lr": torch.tensor(LR), "sum": None, "optimizer": "sgd"}
+    for seed in range(3):
+        batch = case.batch(Batch([[3, 0, 70]] * len(features), seed=seed))
+        given = case.arguments | state | step | {"values": batch.values, "offsets": batch.offsets}
+        given["cache_slots"] = call("row_cache_insert_", given, ops)
+        pooled, _ = call("embedding_bag", given, ops)
+        given["grad"] = torch.linspace(-1, 2, pooled.numel()).view_as(pooled)
+        yield (pooled, given["cache_slots"], call("embedding_bag_backward_per_sample_weights", given, ops))
+        call("embedding_bag_backward_fused_", given, ops)
+        yield call("row_cache_lookup", given, ops)
+    yield call("row_cache_stats", given | {name: given[name][:3] for name in ("row_offsets", "num_embeddings")}, ops)
+    call("row_cache_flush_", given, ops)
+    yield settled(state)
+
+
 def call_all(ops) -> list[Tensor]:
     """Every tensor that any op returns or changes."""
     x, y = torch.linspace(-3, 5, 5 * 131).view(5, 131), torch.linspace(2, -1, 5 * 131).view(5, 131)
@@ -131,6 +156,8 @@ def call_all(ops) -> list[Tensor]:
     partitioned = EncodedCase(_partitioned(), ["int8", "int8", "fp16", "int8"])
     for encoded in (*map(every_format_once, _cases()), partitioned):
         found += _everything(encoded, ops)
+    for policy in POLICIES:
+        found += _row_cache(ops, policy)
     return tree_flatten(found)[0]
 
 
@@ -202,10 +229,11 @@ def fuzz(count: int, first: int) -> int:
         command = [sys.executable, __file__, "--fuzz", str(count), "--seed", str(first)]
         return subprocess.run(command, env=sanitized_environment() | library).returncode
     backend = Backend("cuda_emulated", emulated())
-    calls = [embedding_bag_fuzz.bad_call(seed) for seed in range(first, first + count)]
-    for call in calls:
-        embedding_bag_fuzz.check(call, backend)
-    wrong = sum(call.complaint is not None for call in calls)
+    calls = {seed: embedding_bag_fuzz.bad_call(seed) for seed in range(first, first + count)}
+    for seed, each in calls.items():
+        embedding_bag_fuzz.check(each, backend)
+        row_cache_fuzz.check(each, seed, backend)
+    wrong = sum(each.complaint is not None for each in calls.values())
     print(f"{count} calls, {wrong} of them wrong: every result is right, every fault is noted")
     return 0
 

@@ -208,6 +208,17 @@ def test_bad_stats(name: str, change, message: str) -> None:
         check_refused("row_cache_stats", given | {name: change(given[name])}, message, namespace)
 
 
+def test_statistics_of_too_few_tables() -> None:
+    """The CPU raises; on a device, where tables' numbers are, those behind the end are not counted, nor written."""
+    whole, given, memory = arguments(), arguments(), torch.full((20, 6), 77)
+    memory[:5] = given["cache_stats"][:5]
+    slots = [call(INSERT, whole, emulated()), call(INSERT, given | {"cache_stats": memory[:5]}, emulated())]
+    assert torch.equal(*slots)
+    assert torch.equal(memory[:5], whole["cache_stats"][:5])
+    assert (memory[5:] == 77).all()
+    check_refused(INSERT, arguments() | {"cache_stats": memory[:5]}, "cache_stats must have .* rows")
+
+
 LOOKUPS = ["embedding_bag", "embedding_bag_fused", "embedding_bag_backward_per_sample_weights"]
 UPDATE = "embedding_bag_backward_fused_"
 

@@ -22,6 +22,7 @@ struct InsertArgs {
   int64_t *stamps, *clock;
   uint8_t *counts, *row_counts;  // or null
   int64_t* stats;                // or null
+  int64_t num_tables;            // that it has rows of
   const int64_t* seed;           // or null: 0
   int64_t* slots;                // of the ids
   const uint64_t* keys;          // sorted: set << row_bits | row
@@ -48,6 +49,7 @@ struct InsertArgs {
   __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
     if (!stats || n == 0) return;
     const int64_t table = features.table_ids ? features.table_ids[part] : part;
+    if (table >= num_tables) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(stats + table * kCacheStats + stat),
               static_cast<unsigned long long>(n));
   }
@@ -363,6 +365,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.counts = pointer<uint8_t>(cache_counts);
   a.row_counts = pointer<uint8_t>(row_counts);
   a.stats = pointer<int64_t>(cache_stats);
+  a.num_tables = cache_stats ? cache_stats->size(0) : 0;
   a.seed = how.seed;
   a.slots = slots.mutable_data_ptr<int64_t>();
   a.status = status.const_data_ptr<int64_t>();

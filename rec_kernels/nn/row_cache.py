@@ -29,8 +29,8 @@ class RowCache:
 
     Hot rows learn as in FP32 tables while the many cold ones take the memory of their format. A training batch's rows
     come in before they are looked up, and others leave for them, encoded with the collection's rounding. A row that
-    finds no slot is decoded, updated and encoded in its table. What is cached when is defined in docs/numerics.md and
-    the same on every device.
+    finds no slot is decoded, updated and encoded in its table. After ``eval()``, and without gradients, rows are read
+    where they are and none moves. What is cached when is defined in docs/numerics.md and the same on every device.
 
     Args:
         fraction: how many of the tables' rows have a slot: one number in [0, 1] for all, or table name -> number
