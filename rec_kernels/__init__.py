@@ -10,6 +10,7 @@ from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.path import PathEmbeddingBag
+from rec_kernels.nn.placement import Placement, place_tables
 from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blocks
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.row_cache import RowCache
@@ -44,6 +45,7 @@ __all__ = [
     "MixedDimensionEmbeddingBag",
     "Partitions",
     "PathEmbeddingBag",
+    "Placement",
     "QuotientRemainder",
     "RowCache",
     "RowwiseAdagrad",
@@ -56,6 +58,7 @@ __all__ = [
     "grouped_projection",
     "mixed_dimensions",
     "ops",
+    "place_tables",
     "popularity_blocks",
     "quantize_rows",
     "row_bytes",

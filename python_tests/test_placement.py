@@ -1,0 +1,114 @@
+"""place_tables: slots for the rows that earn them, tiers for the tables, within the budgets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+import rec_kernels as rk
+
+
+def table(name: str, rows: int, dim: int, **options) -> rk.EmbeddingBagConfig:
+    return rk.EmbeddingBagConfig(rows, dim, name=name, feature_names=[name], **{"format": "int8"} | options)
+
+
+def greedy(tables: list, counts: dict, budget: int) -> list[int]:
+    """One row after the other, the most uses for a byte first; "lru", which has no cost but that of slots."""
+    wanted = [
+        (-c / (4 * t.embedding_dim + 17), i) for i, t in enumerate(tables) for c in counts[t.name].tolist() if c > 0
+    ]
+    rows, spent = [0] * len(tables), 0
+    for value, i in sorted(wanted):
+        cost = 4 * tables[i].embedding_dim + 17
+        if spent + cost > budget:
+            return rows, -value
+        rows[i], spent = rows[i] + 1, spent + cost
+    return rows, 0.0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
+    """Those with more uses for a byte than the first row that finds no room; the budget is used up but for a slot."""
+    draw = random.Random(seed)
+    tables = [table(f"t{i}", draw.randint(1, 200), draw.choice([4, 16, 64])) for i in range(4)]
+    generator = torch.Generator().manual_seed(seed)
+    counts = {
+        t.name: torch.randint(0, draw.choice([3, 1000]), (t.num_embeddings,), generator=generator) for t in tables
+    }
+    budget = draw.randint(0, 30_000)
+    placed = rk.place_tables(tables, counts, cache_bytes=budget, policy="lru")
+    assert list(placed) == [t.name for t in tables]
+    assert sum(p.slot_bytes for p in placed.values()) <= budget
+    rows, bar = greedy(tables, counts, budget)
+    for t, expected in zip(tables, rows, strict=True):
+        chosen = round(placed[t.name].fraction * t.num_embeddings)
+        ranked = counts[t.name].sort(descending=True).values
+        assert placed[t.name].slot_bytes == chosen * (4 * t.embedding_dim + 17)
+        at_the_bar = int((ranked.double() / (4 * t.embedding_dim + 17) >= bar * (1 - 1e-9)).sum())
+        above = int((ranked.double() / (4 * t.embedding_dim + 17) > bar * (1 + 1e-9)).sum())
+        assert above <= chosen <= max(at_the_bar, expected), (t, bar)
+        total = int(ranked.sum())
+        assert placed[t.name].hit_rate == (int(ranked[:chosen].sum()) / total if total else 0.0)
+
+
+def test_everything_fits() -> None:
+    """Rows that nobody uses need no slot."""
+    counts = torch.tensor([5, 0, 1, 0])
+    placed = rk.place_tables([table("a", 4, 8)], {"a": counts}, cache_bytes=10**6)
+    assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 18) + 4)
+
+
+def test_tiers() -> None:
+    """Tables whose misses are dense go near; every tier keeps to its budget; the rest goes to disk."""
+    tables = [table("cold", 1000, 56), table("hot", 1000, 56), table("warm", 1000, 56)]
+    counts = {name: torch.full((1000,), n) for name, n in (("cold", 1), ("hot", 100), ("warm", 10))}
+    size = 1000 * 64
+    placed = rk.place_tables(tables, counts, cache_bytes=0, device_bytes=size, host_bytes=size)
+    assert {name: p.tier for name, p in placed.items()} == {"cold": "disk", "hot": "device", "warm": "host"}
+    assert all(p.fraction == 0 and p.slot_bytes == 0 for p in placed.values())
+    placed = rk.place_tables(tables, counts, cache_bytes=0, device_bytes=size - 1)
+    assert {p.tier for p in placed.values()} == {"host"}
+
+
+def test_parts() -> None:
+    """Hashed ids add up in their rows; tables of several parts get no slots, and count with all their parts."""
+    tables = [table("h", 10, 8, compression=rk.Hash(4)), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
+    counts = {"h": torch.arange(10), "q": torch.ones(100, dtype=torch.int64)}
+    placed = rk.place_tables(tables, counts, cache_bytes=10**6)
+    assert placed["h"].slot_bytes == 4 * (32 + 18) + 4
+    assert placed["h"].fraction == 1.0
+    assert placed["h"].hit_rate == 1.0
+    assert placed["q"].fraction == 0
+    assert placed["q"].encoded_bytes == (25 + 4) * 16
+
+
+def test_a_collection_takes_it() -> None:
+    """Fractions are those of rk.RowCache."""
+    tables = [table("a", 400, 16), table("b", 300, 16)]
+    counts = {"a": torch.arange(400), "b": torch.zeros(300, dtype=torch.int64)}
+    placed = rk.place_tables(tables, counts, cache_bytes=10_000)
+    cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4)
+    module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache)
+    assert 0 < placed["a"].fraction < 1
+    assert placed["b"].fraction == 0
+    assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 18)  # sets are whole
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"counts": {}}, "nothing of table 'a'"),
+        ({"counts": {"a": torch.ones(3)}}, r"table 'a' must be \[4\]"),
+        ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, "none negative"),
+        ({"cache_bytes": -1}, "cache_bytes = -1"),
+        ({"host_bytes": -5}, "host_bytes = -5"),
+        ({"policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
+    ],
+)
+def test_bad_input(change: dict, message: str) -> None:
+    """Named, with what is allowed."""
+    given = {"tables": [table("a", 4, 8)], "counts": {"a": torch.ones(4)}, "cache_bytes": 100} | change
+    with pytest.raises(ValueError, match=message):
+        rk.place_tables(**given)

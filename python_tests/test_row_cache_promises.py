@@ -1,0 +1,70 @@
+"""What row caches promise in numbers: bytes of a table with its cache, and how often the right rows are cached."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import rec_kernels as rk
+
+DIM = 64
+
+
+def collection(rows: int, dim: int, format: str, cache: rk.RowCache) -> rk.EmbeddingBagCollection:
+    table = rk.EmbeddingBagConfig(rows, dim, name="t", feature_names=["f"], format=format)
+    return rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.1), cache=cache)
+
+
+@pytest.mark.parametrize(("format", "fraction", "times"), [("int8", 0.05, 2.9), ("int4", 0.01, 6.4)])
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+def test_memory(format: str, fraction: float, times: float, policy: str) -> None:
+    """Rows, slots, tags, stamps, flags and counts together, beside rows of float32."""
+    rows = 200_000
+    module = collection(rows, DIM, format, rk.RowCache(fraction, policy=policy))
+    (table,) = module.memory_report()
+    held = table["weight_bytes"] + table["cache_bytes"]
+    buffers = {name: t for name, t in module.row_cache.named_buffers() if not name.startswith("_")}
+    in_slots = sum(buffers[n].nbytes for n in buffers if n not in ("clock", "stats", "geometry"))
+    assert table["cache_bytes"] == in_slots == module.tier_report()["cache_bytes"]
+    assert held * times <= rows * DIM * 4
+
+
+def zipf(rows: int, exponent: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Shares of the ranks, added up, and where in the table each rank is."""
+    shares = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
+    return shares / shares[-1], rng.permutation(rows)
+
+
+@pytest.mark.parametrize(("policy", "points"), [("lfu", 3.0), ("lru", 6.0)])
+def test_hit_rate(policy: str, points: float) -> None:
+    """Zipf 1.15 and slots for 5 %: within so many points of a cache that knows the most frequent rows."""
+    rows, batch, fraction = 40_000, 8_192, 0.05
+    rng = np.random.default_rng(0)
+    shares, places = zipf(rows, 1.15, rng)
+    module = collection(rows, 4, "int8", rk.RowCache(fraction, policy=policy))
+    offsets = torch.arange(batch + 1)
+    for step in range(500):
+        if step == 300:
+            module.row_cache.stats.zero_()
+        ids = torch.from_numpy(places[np.searchsorted(shares, rng.random(batch))])
+        module(rk.KeyedJaggedTensor(["f"], ids, offsets=offsets))
+    (table,) = module.memory_report()
+    ideal = shares[int(fraction * rows) - 1]
+    assert ideal - points / 100 <= table["hit_rate"] <= ideal + 0.01
+
+
+def test_halving_follows_what_is_popular_now() -> None:
+    """Rows that were popular and no more give way sooner where counts are halved now and then."""
+    rows, batch = 4_000, 512
+    offsets, hits = torch.arange(batch + 1), {}
+    for decay_every in (0, 50):
+        rng = np.random.default_rng(1)
+        module = collection(rows, 4, "int8", rk.RowCache(0.05, policy="lfu", decay_every=decay_every))
+        for step in range(400):
+            hot = rng.integers(0, 200, batch) + (0 if step < 300 else 2_000)
+            if step == 300:
+                module.row_cache.stats.zero_()
+            module(rk.KeyedJaggedTensor(["f"], torch.from_numpy(hot), offsets=offsets))
+        hits[decay_every] = module.memory_report()[0]["hit_rate"]
+    assert hits[50] > hits[0] + 0.2

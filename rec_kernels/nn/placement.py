@@ -1,0 +1,141 @@
+"""Which rows to cache, and where to keep the others, from how often each was used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.row_cache import POLICIES
+from rec_kernels.nn.tables import EmbeddingConfig
+from rec_kernels.ops.row_formats import row_bytes
+
+TIERS = ("device", "host", "disk")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What ``place_tables`` chose for a table.
+
+    Args:
+        fraction: of its rows, how many get slots: the table's entry of ``rk.RowCache(fraction=...)``.
+        tier: where its encoded rows go, "device", "host" or "disk".
+        hit_rate: of the uses that were counted, the share that the rows in slots have; 0 without uses.
+        encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts.
+    """
+
+    fraction: float
+    tier: str
+    hit_rate: float
+    encoded_bytes: int
+    slot_bytes: int
+
+
+def place_tables(
+    tables: Sequence[EmbeddingConfig],
+    counts: Mapping[str, Tensor],
+    *,
+    cache_bytes: int,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    policy: str = "lfu",
+) -> dict[str, Placement]:
+    """Chooses fractions and tiers of tables for given amounts of memory.
+
+    Slots go to the rows with the most uses for each byte that a slot of their width takes. Encoded rows go to the first
+    tier that has room for all of their table, tables with the most uses that miss the slots, for each byte, first.
+
+    Args:
+        tables: of one collection or several. Those of several parts get no slots.
+        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
+        cache_bytes: for slots with their tags, stamps, flags and counts.
+        device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
+        policy: of the cache; "lfu" keeps a byte for each row of all tables.
+
+    Returns:
+        name -> Placement, in the order of ``tables``.
+
+    Raises:
+        ValueError: counts of a table are missing, negative or not [E]; a budget is negative.
+    """
+    check_choice("policy", policy, POLICIES)
+    for name, budget in (("cache_bytes", cache_bytes), ("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+        if budget is not None and budget < 0:
+            raise ValueError(f"{name} = {budget} must not be negative")
+    sorted_counts = [_sorted_counts(t, counts) for t in tables]
+    # Tags and stamps are 8 bytes each, the flag and under "lfu" the count one.
+    slot = [4 * t.embedding_dim + 17 + (policy == "lfu") for t in tables]
+    whole = [len(t.stored) == 1 for t in tables]
+    stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
+    chosen = _choose_rows(sorted_counts, slot, whole, cache_bytes - (sum(stored) if policy == "lfu" else 0))
+    counted = policy == "lfu" and any(chosen)
+    hits = [int(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
+    encoded = [sum(s.num_embeddings * row_bytes(s.format, s.embedding_dim) for s in t.stored) for t in tables]
+    uses = [int(c.sum()) for c in sorted_counts]
+    tiers = _choose_tiers([u - h for u, h in zip(uses, hits, strict=True)], encoded, (device_bytes, host_bytes, None))
+    return {
+        t.name: Placement(
+            fraction=chosen[i] / stored[i],
+            tier=tiers[i],
+            hit_rate=hits[i] / uses[i] if uses[i] else 0.0,
+            encoded_bytes=encoded[i],
+            slot_bytes=chosen[i] * slot[i] + (stored[i] if counted else 0),
+        )
+        for i, t in enumerate(tables)
+    }
+
+
+def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
+    """Uses of a table's rows, the most first."""
+    if table.name not in counts:
+        raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
+    given = torch.as_tensor(counts[table.name]).long().cpu()
+    if given.shape != (table.num_embeddings,) or (len(given) and int(given.min()) < 0):
+        raise ValueError(
+            f"counts of table {table.name!r} must be [{table.num_embeddings}], none negative, got shape "
+            f"{list(given.shape)}"
+        )
+    if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
+        # Hashed: ids share rows.
+        rows = torch.arange(len(given)) % table.stored[0].num_embeddings
+        given = torch.zeros(table.stored[0].num_embeddings, dtype=torch.int64).index_add_(0, rows, given)
+    return given.sort(descending=True).values
+
+
+def _choose_rows(counts: list[Tensor], slot: list[int], whole: list[bool], budget: int) -> list[int]:
+    """Of each table, how many of its most used rows get slots: those above one number of uses for a byte."""
+    used = [int((c > 0).sum()) if w else 0 for c, w in zip(counts, whole, strict=True)]
+
+    def rows_above(least: float) -> list[int]:
+        """With more uses for a byte."""
+        bars = [torch.tensor(-least * b) for b in slot]
+        above = [int(torch.searchsorted(-c, bar)) for c, bar in zip(counts, bars, strict=True)]
+        return [min(n, u) for n, u in zip(above, used, strict=True)]
+
+    def cost(rows: list[int]) -> int:
+        return sum(n * b for n, b in zip(rows, slot, strict=True))
+
+    if cost(used) <= budget:
+        return used
+    low, high = 0.0, 1.0 + max(float(c.max()) / b for c, b in zip(counts, slot, strict=True))
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cost(rows_above(middle)) <= budget else (middle, high)
+    rows = rows_above(high)
+    for i, most in enumerate(rows_above(low)):  # rows that are used as much as the last that is in
+        rows[i] += max(0, min(most - rows[i], (budget - cost(rows)) // slot[i]))
+    return rows
+
+
+def _choose_tiers(misses: list[int], sizes: list[int], budgets: tuple[int | None, ...]) -> list[str]:
+    tiers = [TIERS[-1]] * len(sizes)
+    left = list(budgets)
+    for i in sorted(range(len(sizes)), key=lambda i: -misses[i] / max(sizes[i], 1)):
+        number = next(n for n, room in enumerate(left) if room is None or sizes[i] <= room)
+        tiers[i] = TIERS[number]
+        if left[number] is not None:
+            left[number] -= sizes[i]
+    return tiers
