@@ -301,7 +301,7 @@ class Run:
         self.window.seconds["data"] += time.perf_counter() - started
         return group
 
-    def _step(self, group: list[Batch], following: Batch | None) -> int:
+    def _step(self, group: list[Batch], following: Batch | None = None) -> int:
         """One update from the batches of ``group``, before a batch or the end; returns their rows."""
         rows = sum(len(batch.label) for batch in group)
         self.schedule.set(self.step)
@@ -320,7 +320,7 @@ class Run:
         self.window.steps += 1
         return rows
 
-    def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None) -> None:
+    def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None = None) -> None:
         logits = self.model(batch)
         if following is not None:
             self.model.prefetch(following)
