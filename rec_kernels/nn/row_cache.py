@@ -247,7 +247,7 @@ class CacheState(nn.Module):
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
         """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""
         slots = ((self.tags >= 0) & (self.dirty != 0)).nonzero().flatten()
-        for some in slots.split(most):
+        for some in slots.split(most) if len(slots) else ():  # torch splits nothing into one piece
             yield int(some[0]), int(some[-1] - some[0]) + 1, self.tags[some]
 
     def clear(self) -> None:
