@@ -46,7 +46,7 @@ class RowCache:
         memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
             tags and counts, and encoded ones. State of the optimizer comes on top.
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
-            the last one that is whole.
+            the last one that is whole. After a crash there may be two; the one that is not opened is gone then.
 
     Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
 

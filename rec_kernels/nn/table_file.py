@@ -46,6 +46,7 @@ class TableFile:
         unit = storage.dtype.itemsize
         self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
         self._sizes = np.array([row_bytes(t.format, t.embedding_dim) for t in stored], dtype=np.int64)
+        self._dims = [t.embedding_dim for t in stored]
         self._first_rows = np.cumsum([0] + [t.num_embeddings for t in stored])[:-1]
         layout = self._layout(storage, stored)
         row_file = host().RowFile
@@ -109,8 +110,10 @@ class TableFile:
         self.file.cancel_prefetch()
 
     def rows_at_once(self, i: int) -> int:
-        """Of table i, so many neighbouring rows fit in half of the budget."""
-        return max(1, (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i]))
+        """Of table i, so many neighbours fit in half of the budget, and as float32 in a quarter of it and in 1 MiB."""
+        fit = (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i])
+        floats = min(self.file.memory_budget // 4, 1 << 20) // (4 * self._dims[i])
+        return max(1, min(fit, floats))
 
     def scattered_rows_at_once(self) -> int:
         """So many rows, wherever they are, fit in half of the budget: a row may lie in several blocks."""
