@@ -111,7 +111,7 @@ WAYS = [
 def test_the_bits_of_tables_in_memory(cache: str, optimizer, way, tmp_path) -> None:
     """Outputs of every step; then slots, state of the optimizer, counters, and the tables' bytes."""
     collections = pair(CACHES[cache], tmp_path / "rows", optimizer)
-    for i in range(12):
+    for i in range(8):
         outputs = [way(c, i) for c in collections]
         assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True)), i
         check_budget(collections[1])
