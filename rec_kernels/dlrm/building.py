@@ -36,7 +36,8 @@ def build_model(
     except (ValueError, MemoryError) as error:
         if config.backing != "disk":
             raise
-        raise DataError(f"tables on disk: {error}") from error
+        share = f"each collection has its share of memory_budget {config.memory_budget!r}, by rows"
+        raise DataError(f"tables on disk: {error} ({share})") from error
 
 
 def _build(config: TrainConfig, data: DataSet, caches: dict[str, rk.RowCache]) -> DLRM:
