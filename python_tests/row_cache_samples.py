@@ -42,7 +42,10 @@ def cached_calls() -> dict[str, list[Call]]:
     return {
         "row_cache_lookup": [_call("row_cache_lookup", lru)],
         "row_cache_insert_": [_call("row_cache_insert_", a) for a in (lru, lfu, _without_options(lru))],
-        "row_cache_flush_": [_call("row_cache_flush_", a) for a in (lru, _without_options(lru))],
+        "row_cache_flush_": [
+            _call("row_cache_flush_", a) for a in (lru, _without_options(lru), lru | {"first_slot": 1, "num_slots": 2})
+        ],
+        "row_cache_plan": [_call("row_cache_plan", a | {"inserts": i}) for a in (lru, lfu) for i in (True, False)],
         "row_cache_stats": [_call("row_cache_stats", lru | counted)],
         "embedding_bag": [_call("embedding_bag", a) for a in (lru, lru | weighted, _without_tags(lru) | weighted)],
         "embedding_bag_fused": [_call("embedding_bag_fused", lru | state | more) for more in ({}, weighted)],

@@ -128,7 +128,7 @@ def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
     run = make_run(data, tmp_path / "run", warmup_steps=1000, lr=0.5)
     groups = [batch for _, batch in zip(range(3), data.batches("train", run.config.batch_size), strict=False)]
     for batch in groups:
-        run._step([batch])
+        run._step([batch], None)
     for collection in run.model.collections():
         assert float(collection.lr) == pytest.approx(0.5 * 3 / 1000)
     assert run.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 3 / 1000)

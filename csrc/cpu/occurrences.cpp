@@ -80,13 +80,19 @@ void check_moments(const BagInput& in, const std::vector<int64_t>& by_row) {
   }
 }
 
-Plan plan_tables(const BagInput& in) {
-  Plan plan{features_by(in, &Feature::row_offset), {}};
-  check_apart(in, plan.parts, "row_offsets",
+// Returns the parts by their rows.
+std::vector<int64_t> check_all_apart(const BagInput& in) {
+  std::vector<int64_t> by_row = features_by(in, &Feature::row_offset);
+  check_apart(in, by_row, "row_offsets",
               [](const Feature& f) { return std::make_pair(f.row_offset, f.num_embeddings); });
   check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets", [&](const Feature& f) {
     return std::make_pair(f.weight_offset / in.element_bytes, f.num_embeddings * f.row_bytes / in.element_bytes);
   });
+  return by_row;
+}
+
+Plan plan_tables(const BagInput& in) {
+  Plan plan{check_all_apart(in), {}};
   if (!in.moment_offsets.empty()) check_moments(in, plan.parts);
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_parts; ++i) {
@@ -295,6 +301,8 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 }
 
 }  // namespace
+
+void check_tables_apart(const BagInput& in) { check_all_apart(in); }
 
 Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached) {
   Bounds bounds;

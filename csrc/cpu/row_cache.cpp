@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu/for_bags.h"
+#include "cpu/occurrences.h"
 #include "cpu/row_cache_tables.h"
 
 namespace rec_kernels {
@@ -72,6 +73,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const CacheInput cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
+  check_tables_apart(in);
   check_clock(cache_clock, values);
   const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how,
                             *cache_clock.const_data_ptr<int64_t>());

@@ -94,14 +94,16 @@ CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, co
 CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const BagInput& in,
                             const Tensor& values) {
   if (!check_cached_rows(cache, layout, values)) return {};
+  // Kernels follow slots before they have seen all offsets.
+  Bounds bounds;
+  bounds.position = in.bags.bad_offset(0, in.bags.num_bags);
+  in.raise(bounds);
   const CachedPool out{cache.rows->const_data_ptr<float>(), numbers(cache.offsets), numbers(cache.slots)};
-  const int64_t size = cache.rows->numel(), num_ids = in.bags.num_ids;
+  const int64_t size = cache.rows->numel();
   for (int64_t f = 0; f < in.num_features; ++f) {
     const int64_t p = in.bags.first_part(f), D = in.features[p].embedding_dim, offset = out.offsets[p];
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
-    const int64_t last = in.bags.offset(in.bags.first_bag(f + 1));
-    // Of bad offsets, the lookup will tell.
-    const int64_t begin = std::max<int64_t>(in.bags.offset(in.bags.first_bag(f)), 0), end = std::min(last, num_ids);
+    const int64_t begin = in.bags.offset(in.bags.first_bag(f)), end = in.bags.offset(in.bags.first_bag(f + 1));
     const auto inside = [&](int64_t slot) {
       const __int128 element = static_cast<__int128>(slot) * D + offset;
       return slot >= 0 && element >= 0 && element + D <= size;

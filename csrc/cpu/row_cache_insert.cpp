@@ -1,8 +1,8 @@
 // Insertion into the row cache on the CPU: what docs/numerics.md calls so, set by set.
 #include <algorithm>
-#include <tuple>
 
 #include "cpu/for_bags.h"
+#include "cpu/occurrences.h"
 #include "cpu/row_cache_insertion.h"
 
 namespace rec_kernels {
@@ -64,6 +64,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   check_history(history, arguments, values);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
+  check_tables_apart(in);
   const int64_t tables = check_tables(in, history, !table_ids);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, nullptr, slots.mutable_data_ptr<int64_t>()));

@@ -1,4 +1,5 @@
 // Which rows of the tables a batch will read and write there: what has to be in memory by then.
+#include "cpu/occurrences.h"
 #include "cpu/row_cache_insertion.h"
 #include "cpu/scratch.h"
 
@@ -82,9 +83,14 @@ std::tuple<Tensor, Tensor> plan(
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, none, lfu, decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
+  check_tables_apart(in);
   check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
   check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
   check_contiguous(cache_dirty, "cache_dirty");
+  if (seed) {
+    check_rank(*seed, 0, "seed");
+    check_dtype(*seed, ScalarType::Long, "seed");
+  }
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
   in.raise(find_slots(in, cache.view, nullptr, slots.get()));
 

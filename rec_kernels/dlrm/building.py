@@ -36,6 +36,9 @@ def build_model(
     except (ValueError, MemoryError) as error:
         if config.backing != "disk":
             raise
+        share = f"each collection has its share of memory_budget {config.memory_budget!r}, by rows"
+        raise DataError(f"tables on disk: {error} ({share})") from error
+    except (OSError, ImportError) as error:
         raise DataError(f"tables on disk: {error}") from error
 
 

@@ -113,6 +113,11 @@ class DLRM(nn.Module):
             if collection is not None:
                 collection.prefetch(features)
 
+    def close(self) -> None:
+        """Closes the files of tables on disk, without which the model cannot be used; others go on."""
+        for collection in self.collections():
+            collection.close()
+
     def collections(self) -> list[rk.EmbeddingBagCollection]:
         """The collections that there are."""
         return [c for c in (self.embeddings, self.shared) if c is not None]

@@ -130,13 +130,20 @@ def train(
         with _StopAtSignal() as stop:
             run.fit(stop)
         test = run.test()
-    except TrainingError as error:
+    except (TrainingError, MemoryError) as error:
         run.records.append({"kind": "failed", "step": run.step + 1, "error": str(error)})
         report.write(directory)  # of what there is
+        if isinstance(error, MemoryError) and config.backing == "disk":
+            raise TrainingError(
+                f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
+                f"batch_size (now {config.batch_size})"
+            ) from error
         raise
     except RunInterruptedError:
         report.write(directory)
         raise
+    finally:
+        run.model.close()
     report.write(directory)
     return test | {"directory": str(directory)}
 
@@ -155,8 +162,10 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         DeviceError: the device cannot be used.
     """
     config = TrainConfig.read(directory)
-    if device is not None:
-        config = dataclasses.replace(config, device=device)
+    try:
+        config = config if device is None else dataclasses.replace(config, device=device)
+    except ValueError as error:
+        raise DataError(f"{directory}: {error}") from error
     if data is None:
         refuse_to_run_code(config, directory)
     data = _split(config, data)
@@ -165,8 +174,11 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     model = build_model(config, data, directory, generations(directory))
-    _load(directory, model, data)
-    return score(*predict(model, data, split))
+    try:
+        _load(directory, model, data)
+        return score(*predict(model, data, split))
+    finally:
+        model.close()
 
 
 def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
@@ -374,11 +386,10 @@ def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndar
         out of range.
     """
     size = TEST_BATCH_SIZE if split == "test" else data.batch_size
-    labels, logits = [], []
-    with torch.no_grad():
-        for batch in ahead(devices.moved(data.batches(split, size), model.device)):
-            labels.append(batch.label)
-            logits.append(model(batch))
+    try:
+        labels, logits = _predict(model, data, split, size)
+    except MemoryError:  # of tables on disk; in batches as those of the training they fit
+        labels, logits = _predict(model, data, split, data.batch_size)
     model.check()
     if not labels:
         raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
@@ -388,6 +399,15 @@ def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndar
         row = int((~logit.isfinite()).nonzero()[0])
         raise TrainingError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
     return label.numpy(), logit.numpy()
+
+
+def _predict(model: DLRM, data: DataSet, split: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    labels, logits = [], []
+    with torch.no_grad():
+        for batch in ahead(devices.moved(data.batches(split, size), model.device)):
+            labels.append(batch.label)
+            logits.append(model(batch))
+    return labels, logits
 
 
 def _check_labels(labels: torch.Tensor, where: str) -> None:

@@ -47,7 +47,8 @@ class CachedTables(Layout):
         inserts = self.training and torch.is_grad_enabled()
         if self._file is not None:
             rows, written = self.row_cache.plan(bags, layout, self._seed, inserts=inserts)
-            self._file.load(rows, written if inserts else written[:0])
+            self._file.load(rows, written if torch.is_grad_enabled() else written[:0])
+            self._file.forget_prefetched()
         if not inserts:
             return self.row_cache.lookup(bags, layout)
         with torch.no_grad():
@@ -63,13 +64,14 @@ class CachedTables(Layout):
         """Begins to read what the next batch needs of tables in a file, while this one is computed.
 
         To be called between a lookup and the next, with the features of the next. What is learned is the same without
-        it. Tables in memory need none: nothing happens.
+        it, and with those of another batch. Where the rows of both batches do not fit in the memory budget together,
+        nothing is read. Tables in memory need none: nothing happens.
 
         Args:
             features: as of ``forward``.
 
         Raises:
-            As ``forward``; MemoryError: the rows of both batches together do not fit in the memory budget.
+            As ``forward``, but for MemoryError.
         """
         if self._file is None:
             return
@@ -106,11 +108,12 @@ class CachedTables(Layout):
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
         if tables:
             raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self._file.path}")
-        given, own = state_dict.get(f"{prefix}file_generation"), int(self.file_generation)
-        if given is not None and int(given) != own:
+        given, own = state_dict.get(f"{prefix}file_generation"), self._file.file.generation
+        if given is not None and (int(given) != own or self._file.has_changed):
+            changed = ", whose rows have changed since" if self._file.has_changed else ""
             raise RuntimeError(
-                f"{prefix}file_generation is {int(given)} and {self._file.path} has generation {own}: open the file "
-                f"with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
+                f"{prefix}file_generation is {int(given)} and {self._file.path} has generation {own}{changed}: open "
+                f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
             )
 
     def tier_report(self) -> dict[str, int]:

@@ -138,7 +138,7 @@ class TableCollection(CachedTables):
                 initialize(weight, table)
             elif file.is_new:
                 initialize(weight, table, file.rows_at_once(i), functools.partial(file.load_table, i))
-        if file is not None:
+        if file is not None and file.is_new:
             file.flush()
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
@@ -165,6 +165,9 @@ class TableCollection(CachedTables):
             raise NotImplementedError(
                 f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory"
             )
+        if self._file is not None:  # even a cast that is undone would read all of their file
+            given, window = fn, self._weights
+            fn = lambda t: t if t is window else given(t)  # noqa: E731
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -204,6 +207,10 @@ class TableCollection(CachedTables):
                 )
         if self._file is not None:
             self._check_generation(state_dict, prefix)
+            if not any(name.startswith(f"{prefix}row_cache.") for name in state_dict):
+                state_dict.update(self.row_cache.own_state(f"{prefix}row_cache."))
+            elif not self.row_cache.fits(state_dict, f"{prefix}row_cache."):
+                self.flush()  # the cache will be emptied
         elif choose_cache(self.row_cache, state_dict, prefix, self._stored):
             self.flush()
         super()._load_from_state_dict(state_dict, prefix, *args)

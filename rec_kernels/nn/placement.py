@@ -51,7 +51,8 @@ def place_tables(
     Args:
         tables: of one collection or several. Those of several parts get no slots.
         counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
-        cache_bytes: for slots with their tags, stamps, flags and counts.
+        cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables, a
+            cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
         policy: of the cache; "lfu" keeps a byte for each row of all tables.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class RowCache:
         memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
             tags and counts, and encoded ones. State of the optimizer comes on top.
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
-            the last one that is whole.
+            the last one that is whole. After a crash there may be two; the one that is not opened is gone then.
 
     Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
 
@@ -174,7 +175,8 @@ class CacheState(nn.Module):
 
         def add(dim: int, tables: list[int], slots: float) -> None:
             nonlocal first_set, first_element
-            sets = max(1, -(-int(slots) // ways))
+            # A product with a fraction may be a little off a whole number.
+            sets = max(1, -(-math.ceil(slots - 1e-6) // ways))
             groups.append(_Group(dim, tables, first_set, sets, first_element))
             first_set, first_element = first_set + sets, first_element + sets * ways * dim
 
@@ -247,7 +249,7 @@ class CacheState(nn.Module):
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
         """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""
         slots = ((self.tags >= 0) & (self.dirty != 0)).nonzero().flatten()
-        for some in slots.split(most):
+        for some in slots.split(most) if len(slots) else ():  # torch splits nothing into one piece
             yield int(some[0]), int(some[-1] - some[0]) + 1, self.tags[some]
 
     def clear(self) -> None:
@@ -328,7 +330,7 @@ class CacheState(nn.Module):
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
         # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
         buffers, own = dict(self._buffers), self.own_state(prefix)
-        if not self._fits(state_dict, prefix):
+        if not self.fits(state_dict, prefix):
             self.clear()
             for name in [n for n in state_dict if n.startswith(prefix)]:
                 del state_dict[name]
@@ -343,7 +345,8 @@ class CacheState(nn.Module):
         """What a ``state_dict()`` has of it."""
         return {prefix + name: tensor for name, tensor in self.state_dict().items()}
 
-    def _fits(self, state_dict: dict, prefix: str) -> bool:
+    def fits(self, state_dict: dict, prefix: str) -> bool:
+        """Whether a state is of a cache with the same slots."""
         own, given = self.own_state(prefix), {n: t for n, t in state_dict.items() if n.startswith(prefix)}
         if {n: t.shape for n, t in own.items()} != {n: getattr(t, "shape", None) for n, t in given.items()}:
             return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -41,21 +42,28 @@ class TableFile:
         generation: int | None = None,
     ) -> None:
         self.path = Path(path)
-        self.is_new = not self.path.exists()
+        exists = self.path.exists()
         unit = storage.dtype.itemsize
         self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
         self._sizes = np.array([row_bytes(t.format, t.embedding_dim) for t in stored], dtype=np.int64)
+        self._dims = [t.embedding_dim for t in stored]
         self._first_rows = np.cumsum([0] + [t.num_embeddings for t in stored])[:-1]
         layout = self._layout(storage, stored)
         row_file = host().RowFile
-        if self.is_new:
+        if not exists and generation:
+            raise ValueError(f"{self.path} does not exist, and was to be opened at generation {generation}")
+        if not exists:
             num_bytes = max(storage.starts[-1] * unit, 1)
             self.file = row_file.create(self.path, num_bytes, layout=layout, memory_budget=memory_budget)
         else:
             options = {"layout": layout, "memory_budget": memory_budget, "generation": generation}
             self.file = row_file.open(self.path, **options)
-        #: Counts loads: who has seen another number has rows that may be gone.
+        #: Whether its tables have no rows yet: whoever made the file may have been stopped before they were written.
+        self.is_new = self.file.generation == 0
+        #: Counts loads and flushes: who has seen another number has rows that may be gone, or count as unchanged.
         self.loads = 0
+        #: Whether rows were written, or were about to be, since the file had its generation.
+        self.has_changed = False
 
     @staticmethod
     def _layout(storage: Storage, stored: list[StoredTable]) -> str:
@@ -75,23 +83,39 @@ class TableFile:
         Raises:
             MemoryError: they do not fit in the budget. OSError: they cannot be read, or make room for others.
         """
-        self.file.load(*self._places(rows))
+        self._load(*self._places(rows))
         self.file.mark_dirty(*self._places(written))
-        self.loads += 1
+        self.has_changed |= len(written) > 0
+
+    def _load(self, starts: np.ndarray, sizes: np.ndarray) -> None:
+        self.loads += 1  # also if it fails: what was loaded before may be gone
+        try:
+            self.file.load(starts, sizes)
+        except MemoryError:  # what was prefetched may be in the way
+            self.file.cancel_prefetch()
+            self.file.load(starts, sizes)
 
     def load_table(self, i: int, first: int, count: int) -> None:
         """The same of rows of table i, all of which may change."""
         start = self._starts[i] + first * self._sizes[i]
-        self.file.load(np.array([start]), int(count * self._sizes[i]), write=True)
         self.loads += 1
+        self.has_changed = True
+        self.file.load(np.array([start]), int(count * self._sizes[i]), write=True)
 
     def prefetch(self, rows: Tensor) -> None:
-        """Begins to read rows that a later ``load`` names."""
-        self.file.prefetch(*self._places(rows))
+        """Begins to read rows that a later ``load`` names, if they fit beside those that are held."""
+        with contextlib.suppress(MemoryError):
+            self.file.prefetch(*self._places(rows))
+
+    def forget_prefetched(self) -> None:
+        """Lets go of rows that were prefetched and not loaded since: nobody may ever ask for them."""
+        self.file.cancel_prefetch()
 
     def rows_at_once(self, i: int) -> int:
-        """Of table i, so many neighbouring rows fit in half of the budget."""
-        return max(1, (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i]))
+        """Of table i, so many neighbours fit in half of the budget, and as float32 in a quarter of it and in 1 MiB."""
+        fit = (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i])
+        floats = min(self.file.memory_budget // 4, 1 << 20) // (4 * self._dims[i])
+        return max(1, min(fit, floats))
 
     def scattered_rows_at_once(self) -> int:
         """So many rows, wherever they are, fit in half of the budget: a row may lie in several blocks."""
@@ -107,6 +131,8 @@ class TableFile:
     def flush(self) -> None:
         """Makes the file's next generation durable; the one before can be opened until more is written."""
         self.file.flush(apply=False)
+        self.loads += 1
+        self.has_changed = False
 
     def __deepcopy__(self, _: dict) -> TableFile:
         raise TypeError(f"tables in a file ({self.path}) cannot be copied")

@@ -5,6 +5,7 @@ when, and every bit of it, in docs/numerics.md):
 
 - ``row_cache_lookup``: in which slot the row of each id is, or -1.
 - ``row_cache_insert_``: the same after the rows of a batch have been taken in, and others evicted for them.
+- ``row_cache_plan``: which rows of the tables a batch will read, and which of them it may write.
 - ``row_cache_flush_``: encodes changed rows into their tables.
 - ``row_cache_stats``: how many rows of each table are cached, and how many of these have changed.
 
@@ -34,6 +35,13 @@ def _(*inputs, **given):
 @torch.library.register_fake("rec_kernels::row_cache_insert_")
 def _(*inputs, **given):
     return _slots("row_cache_insert_", inputs, given)
+
+
+@torch.library.register_fake("rec_kernels::row_cache_plan")
+def _(*inputs, **given):
+    a, context = arguments_of("row_cache_plan", inputs, given), torch.library.get_ctx()
+    check_one_device(a.values())
+    return tuple(a["values"].new_empty((context.new_dynamic_size(),), dtype=torch.int64) for _ in range(2))
 
 
 @torch.library.register_fake("rec_kernels::row_cache_flush_")

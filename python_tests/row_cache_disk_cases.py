@@ -1,0 +1,139 @@
+"""Collections with tables on disk and the same ones in memory: batches, steps, and what is compared."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from rec_kernels._library import host
+from rec_kernels.testing import same_bits
+
+#: Name, rows, columns, format, features: 740 KB together.
+TABLES = [
+    ("a", 12_000, 16, "int8", ["a", "a2"]),
+    ("b", 10_000, 16, "int4", ["b"]),
+    ("c", 6_000, 8, "fp32", ["c"]),
+    ("d", 8_000, 8, "bf16", ["d"]),
+]
+BUDGET = 200_000
+LRU = rk.RowCache(0.02, ways=8)
+LFU = rk.RowCache(0.02, ways=8, policy="lfu", decay_every=3)
+NONE = rk.RowCache(0.0)
+OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.1)]
+
+
+def skip_without_host() -> None:
+    """Skips the calling module where row files were not built, or pages are not those that the budgets are for."""
+    if mmap.PAGESIZE != 4096:
+        pytest.skip(f"the tests are for pages of 4096 bytes, not {mmap.PAGESIZE}", allow_module_level=True)
+    try:
+        host()
+    except ImportError as error:
+        pytest.skip(str(error), allow_module_level=True)
+
+
+def on_disk(cache: rk.RowCache, path: Path, budget: int = BUDGET, generation: int | None = None) -> rk.RowCache:
+    """The same cache, of tables in a file."""
+    return replace(cache, backing="disk", path=path, memory_budget=budget, generation=generation)
+
+
+def make(
+    cache: rk.RowCache | None, optimizer=OPTIMIZERS[1], tables=TABLES, *, init=None, combine: str = "add", **options
+):
+    """The tables, and one of two parts."""
+    torch.manual_seed(3)
+    pooling = ["sum", "mean"]
+    configs = [
+        rk.EmbeddingBagConfig(
+            rows, dim, name=name, feature_names=features, format=format, pooling=pooling[i % 2], init=init
+        )
+        for i, (name, rows, dim, format, features) in enumerate(tables)
+    ]
+    compression = rk.QuotientRemainder(4, combine)
+    parts = rk.EmbeddingBagConfig(4_000, 16, name="q", feature_names=["q"], compression=compression, format="int8")
+    return rk.EmbeddingBagCollection([*configs, parts], optimizer=optimizer, cache=cache, **options)
+
+
+def pair(cache: rk.RowCache, path: Path, optimizer=OPTIMIZERS[1], **options):
+    """In memory, and on disk."""
+    return make(cache, optimizer, **options), make(on_disk(cache, path), optimizer, **options)
+
+
+def batch(collection, seed: int = 0, size: int = 2, factors: bool = False) -> rk.KeyedJaggedTensor:
+    """Bags of 0 to 2 ids for each feature, small ids more often."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = {f: t.num_embeddings for t in collection.tables for f in t.feature_names}
+    keys = collection.feature_names
+    lengths = torch.randint(0, 3, (len(keys), size), generator=generator)
+    values = torch.cat(
+        [
+            (rows[key] ** torch.rand(int(n.sum()), generator=generator)).long() - 1
+            for key, n in zip(keys, lengths, strict=True)
+        ]
+    )
+    weights = torch.rand(len(values), generator=generator).requires_grad_() if factors else None
+    return rk.KeyedJaggedTensor(keys, values, lengths=lengths.flatten(), weights=weights)
+
+
+def step(collection, seed: int, prefetch: int | None = None) -> Tensor:
+    """One update by a loss that is not linear; the output. ``prefetch``: the batch that is announced between."""
+    pooled = collection(batch(collection, seed)).values()
+    if prefetch is not None:
+        collection.prefetch(batch(collection, prefetch))
+    pooled.square().sum().backward()
+    check_budget(collection)
+    return pooled.detach()
+
+
+def train(collection, first: int = 0, steps: int = 6) -> list[Tensor]:
+    """Steps with the next batch announced."""
+    return [step(collection, i, i + 1) for i in range(first, first + steps)]
+
+
+def check_budget(collection) -> None:
+    """What has memory is within the budget."""
+    if collection._file is not None:
+        held = collection._file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
+        assert held <= collection.row_cache.cache.memory_budget
+
+
+def held(collection) -> dict[str, Tensor]:
+    """A copy of everything but the tables: slots, their counters, and the optimizer's state."""
+    skipped = ("_weights", "file_generation")
+    return {n: t.detach().clone() for n, t in collection.named_buffers() if n not in skipped}
+
+
+def tables_of(collection) -> dict[str, Tensor]:
+    """The tables' bytes as they are, uint8 [E, row bytes], read block by block."""
+    found, first = {}, 0
+    for i, table in enumerate(collection._stored):
+        rows = collection.embedding_bags[table.name].weight.detach()
+        if collection._file is None:
+            found[table.name] = rows.view(torch.uint8).clone()
+        else:
+            chunks, none = [], torch.empty(0, dtype=torch.int64)
+            for some in torch.arange(table.num_embeddings).split(collection._file.rows_at_once(i)):
+                collection._file.load(first + some, none)
+                chunks.append(rows[some].view(torch.uint8).clone())
+            found[table.name] = torch.cat(chunks)
+        first += table.num_embeddings
+    return found
+
+
+def assert_alike(one, other, where: object = "") -> None:
+    """The same slots, counters, state and, once flushed, tables."""
+    a, b = held(one), held(other)
+    assert a.keys() == b.keys()
+    assert not [name for name in a if not same_bits(a[name], b[name])], where
+    for collection in (one, other):
+        collection.flush()
+    a, b = tables_of(one), tables_of(other)
+    assert not [name for name in a if not torch.equal(a[name], b[name])], where
+    check_budget(one)
+    check_budget(other)

@@ -1,0 +1,216 @@
+"""The trainer with row caches, in memory and with tables on disk."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from row_cache_disk_cases import skip_without_host
+
+from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.report import memory_table, summary
+from rec_kernels.dlrm.train import Run, TrainingError
+from rec_kernels.testing import same_bits
+
+skip_without_host()
+
+TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes", "tiers"}
+OPTIONS = {
+    "data": "synthetic",
+    "rows": 2_500,
+    "table_rows": 20_000,
+    "format": "int8",
+    "batch_size": 32,
+    "accumulate": 2,
+}
+OPTIONS |= {"cache": 0.05, "decay_every": 7, "eval_every": 11, "valid_fraction": 0.2}
+DISK = {"backing": "disk", "memory_budget": "1300KiB"}
+
+
+@pytest.fixture(scope="module")
+def data_dir(tmp_path_factory) -> str:
+    return str(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def config(data_dir):
+    """Configs of small runs."""
+    return lambda runs, **options: TrainConfig(
+        **OPTIONS | {"runs_dir": str(runs), "run": "run", "threads": 1, "data_dir": data_dir} | options
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(config, tmp_path_factory) -> dict[str, Path]:
+    """A run that was left alone, in memory, and one on disk."""
+    found = {}
+    for backing, more in {"device": {}, "disk": DISK}.items():
+        runs = tmp_path_factory.mktemp(backing)
+        found[backing] = Path(train(config(runs, **more), progress=False)["directory"])
+    return found
+
+
+def records(run: Path) -> list[dict]:
+    """Without times, and what differs by where the tables are."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+def state(run: Path) -> dict[str, torch.Tensor]:
+    """Of the model, without the tables' bytes, which a run on disk has in its files."""
+    found = checkpoint.load(run)["model"]
+    return {n: t for n, t in found.items() if ("generation" not in n and ".embedding_bags." not in n) or ".sum" in n}
+
+
+def assert_same(one: Path, other: Path) -> None:
+    """Records and checkpoints; counters of a resumed run begin anew."""
+    a, b = records(one), records(other)
+    for r in (*a, *b):
+        r.pop("tables", None)
+    assert a == b
+    a, b = state(one), state(other)
+    assert a.keys() == b.keys()
+    assert not [n for n in a if not same_bits(a[n], b[n])]
+
+
+def test_on_disk_as_in_memory(whole) -> None:
+    """Scores, hit rates, slots and MLPs."""
+    assert any("row_cache.rows" in name for name in state(whole["disk"]))
+    assert_same(whole["device"], whole["disk"])
+    assert (whole["disk"] / "embeddings.rows").exists()
+    tests = [records(run)[-1] for run in whole.values()]
+    assert tests[0] == tests[1]
+
+
+def test_records(whole) -> None:
+    """Hit rates of every table between two records; tiers at the end."""
+    for backing, run in whole.items():
+        found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        test, windows = found[-1], [r for r in found if r["kind"] == "train"]
+        names = {t["name"] for t in test["tables"]}
+        for record in windows:
+            assert set(record["hit_rates"]) == names
+            assert all(0 <= rate <= 1 for rate in record["hit_rates"].values())
+        assert windows[-1]["hit_rates"] != windows[0]["hit_rates"]
+        tiers = test["tiers"]
+        assert tiers["cache_bytes"] == sum(t["cache_bytes"] for t in test["tables"]) > 0
+        assert bool(tiers["file_bytes"]) == bool(tiers["read_bytes"]) == (backing == "disk")
+        if backing == "disk":
+            assert tiers["cache_bytes"] + tiers["row_bytes"] <= 1300 * 1024 < tiers["file_bytes"]
+
+
+def test_report(whole) -> None:
+    """Text and page have the caches, and the pictures their hit rates."""
+    for backing, run in whole.items():
+        test = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+        table = memory_table(test["tables"])
+        assert "cache KiB" in table.splitlines()[0]
+        assert "%" in table.splitlines()[-1]
+        page = (run / "report.html").read_text()
+        assert "share of the ids whose row was cached" in page
+        assert "<th>hit rate</th>" in page
+        for text in (summary(test), page):
+            assert ("in files" in text) == (backing == "disk"), backing
+            assert "rows in memory" in text
+
+
+class StopAfter:
+    """Looks like the event that Ctrl-C sets, after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def is_set(self) -> bool:
+        self.steps -= 1
+        return self.steps < 0
+
+
+@pytest.mark.parametrize("more", [{}, DISK, DISK | {"checkpoint_every": 2}], ids=["device", "disk", "checkpoints"])
+def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
+    """With the bits of a run that was left alone."""
+    fit = Run.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(8)))
+        with pytest.raises(Exception, match="interrupted after step 9 of"):
+            train(config(tmp_path, **more), progress=False)
+    train(config(tmp_path, **more), resume=tmp_path / "run", progress=False)
+    one, other = records(whole["device"]), records(tmp_path / "run")
+    for r in (*one, *other):
+        r.pop("tables", None), r.pop("hit_rates", None)
+    assert one == other
+    one, other = state(whole["device"]), state(tmp_path / "run")
+    assert not [n for n in one if not same_bits(one[n], other[n])]
+
+
+def test_crashed_after_its_checkpoint(config, whole, tmp_path, monkeypatch) -> None:
+    """The tables went on, and were flushed, when no checkpoint could be written: it goes on from the last one."""
+    saves = checkpoint.save
+
+    def full(directory: Path, found: dict) -> None:
+        if found["step"] > 8:
+            raise OSError("No space left on device")
+        saves(directory, found)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", full)
+        with pytest.raises(OSError, match="No space left"):
+            train(config(tmp_path, checkpoint_every=8, **DISK), progress=False)
+    assert checkpoint.load(tmp_path / "run")["step"] == 8
+    train(config(tmp_path, **DISK), resume=tmp_path / "run", progress=False)
+    one, other = state(whole["device"]), state(tmp_path / "run")
+    assert not [n for n in one if not same_bits(one[n], other[n])]
+
+
+def test_evaluate(whole) -> None:
+    """The scores of the run, twice; on a GPU the tables cannot be."""
+    for run in whole.values():
+        for _ in range(2):
+            test = evaluate(run)
+            assert {name: records(run)[-1][name] for name in test} == test
+    with pytest.raises(DataError, match="backing is 'disk', which needs device 'cpu'"):
+        evaluate(whole["disk"], device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cache": 1.5}, "cache is 1.5, allowed is 0 to 1"),
+        ({"policy": "x"}, "policy is 'x', allowed is lru or lfu"),
+        ({"backing": "tape"}, "backing is 'tape', allowed is device or disk"),
+        ({"memory_budget": "12 parsecs"}, "memory_budget is '12 parsecs', allowed is a number of bytes, or of kB"),
+        ({"memory_budget": "0"}, "memory_budget is '0'"),
+        ({"decay_every": 5}, "decay_every is 5, which needs a cache .now 0.0."),
+        ({"decay_every": 5, "cache": 0.1, "policy": "lru"}, "policy 'lfu' .now 'lru'."),
+        ({"backing": "disk", "device": "cuda"}, "backing is 'disk', which needs device 'cpu' .now 'cuda'."),
+    ],
+)
+def test_wrong_options(options: dict, message: str) -> None:
+    """Named, with what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**options)
+
+
+def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
+    """For the slots: what is needed. For a batch: at its step."""
+    with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget '90kB'"):
+        train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
+    more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 1_000}
+    with pytest.raises(TrainingError, match=r"bytes.*memory_budget \(now '1200kB'\).*batch_size \(now 1000\)"):
+        train(config(tmp_path, **more), progress=False)
+    assert "Failed" in (tmp_path / "large" / "report.html").read_text()
+    flags = ["--data", "synthetic", "--data-dir", str(tmp_path), "--rows", "100", "--table-rows", "50"]
+    assert main(["train", "--backing", "disk", "--memory-budget", "1", "--runs-dir", str(tmp_path), *flags]) == 1
+    assert "error: tables on disk: memory_budget = 1 must be" in capsys.readouterr().err
+
+
+def test_names_and_differences() -> None:
+    """Where the tables are decides nothing; which rows are cached does."""
+    plain = TrainConfig(cache=0.05)
+    assert plain.run_name("d").count("-cache0.05lfu") == 1
+    assert "cache" not in TrainConfig().run_name("d")
+    assert not plain.differences(TrainConfig(cache=0.05, backing="disk", memory_budget="1GiB"))
+    assert len(plain.differences(TrainConfig(cache=0.1, policy="lru"))) == 2

@@ -1,0 +1,288 @@
+"""Tables on disk behind a row cache: the bits of the same tables in memory, within the memory budget."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from row_cache_disk_cases import (
+    BUDGET,
+    LFU,
+    LRU,
+    NONE,
+    OPTIMIZERS,
+    TABLES,
+    assert_alike,
+    batch,
+    check_budget,
+    held,
+    make,
+    on_disk,
+    pair,
+    skip_without_host,
+    step,
+    tables_of,
+    train,
+)
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+skip_without_host()
+
+CACHES = {"lru": LRU, "lfu": LFU, "none": NONE}
+
+
+def plain(c, i: int) -> list[torch.Tensor]:
+    """Nothing is announced."""
+    return [step(c, i)]
+
+
+def announced(c, i: int) -> list[torch.Tensor]:
+    """The next batch is."""
+    return [step(c, i, i + 1)]
+
+
+def another_announced(c, i: int) -> list[torch.Tensor]:
+    """A batch is announced that does not come."""
+    return [step(c, i, 1000 + i)]
+
+
+def two_forwards(c, i: int) -> list[torch.Tensor]:
+    """Two lookups, then their updates, the older one first: its rows may have left."""
+    outputs = [c(batch(c, 2 * i + more)).values() for more in (0, 1)]
+    for output in outputs:
+        output.square().sum().backward()
+    return [o.detach() for o in outputs]
+
+
+def accumulated(c, i: int) -> list[torch.Tensor]:
+    """Three batches, one update."""
+    with c.accumulate():
+        return [step(c, 3 * i + more, 3 * i + more + 1) for more in range(3)]
+
+
+def with_factors(c, i: int) -> list[torch.Tensor]:
+    """Per-sample weights, which get gradients."""
+    given = batch(c, i, factors=True)
+    pooled = c(given).values()
+    c.prefetch(batch(c, i + 1))
+    pooled.square().sum().backward()
+    return [pooled.detach(), given.weights_or_none().grad]
+
+
+def with_evaluations(c, i: int) -> list[torch.Tensor]:
+    """Lookups of other batches before the update and after it, in eval() and without a gradient."""
+    pooled = c(batch(c, i)).values()
+    c.prefetch(batch(c, i + 1))
+    with torch.no_grad():
+        between = c(batch(c, 500 + i)).values()
+    pooled.square().sum().backward()
+    c.eval()
+    found = [pooled.detach(), between, c(batch(c, 600 + i, size=3)).values().detach()]
+    c.train()
+    return found
+
+
+def flushed_between(c, i: int) -> list[torch.Tensor]:
+    """A flush between a lookup and its update, which must reach the file all the same."""
+    pooled = c(batch(c, i)).values()
+    c.flush()
+    pooled.square().sum().backward()
+    return [pooled.detach()]
+
+
+WAYS = [
+    plain,
+    announced,
+    another_announced,
+    two_forwards,
+    accumulated,
+    with_factors,
+    with_evaluations,
+    flushed_between,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("cache", CACHES)
+def test_the_bits_of_tables_in_memory(cache: str, optimizer, way, tmp_path) -> None:
+    """Outputs of every step; then slots, state of the optimizer, counters, and the tables' bytes."""
+    collections = pair(CACHES[cache], tmp_path / "rows", optimizer)
+    for i in range(8):
+        outputs = [way(c, i) for c in collections]
+        assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True)), i
+        check_budget(collections[1])
+    assert_alike(*collections)
+    memory, disk = (c.tier_report() for c in collections)
+    assert memory["file_bytes"] == 0 < memory["row_bytes"]
+    assert disk["file_bytes"] == memory["row_bytes"] > 3 * BUDGET
+    assert disk["read_bytes"] > disk["row_bytes"]
+    assert disk["moved_bytes"] == memory["moved_bytes"]
+    assert disk["written_bytes"] > 0
+    assert disk["row_bytes"] + disk["cache_bytes"] <= BUDGET
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+def test_opened_again(optimizer, tmp_path) -> None:
+    """A long training in a budget that evicts blocks, with stops: each continues from the file and a state."""
+    memory = make(LRU, optimizer)
+    state = None
+    for first in (0, 40, 80):
+        disk = make(on_disk(LRU, tmp_path / "rows", 150_000), optimizer)
+        if state is not None:
+            disk.load_state_dict(state)
+        for a, b in zip(train(memory, first, 40), train(disk, first, 40), strict=True):
+            assert same_bits(a, b)
+        state = {n: t.clone() for n, t in disk.state_dict().items()}
+        disk.close()
+    disk = make(on_disk(LRU, tmp_path / "rows", 150_000), optimizer)
+    disk.load_state_dict(state)
+    memory.row_cache.stats.zero_()  # which a restored collection begins anew
+    assert_alike(memory, disk)
+
+
+def test_products_of_parts(tmp_path) -> None:
+    """Their gradients need the rows of the other part, as an update does."""
+    memory, disk = pair(LRU, tmp_path / "rows", combine="mult")
+    for i in range(8):
+        assert all(same_bits(a, b) for a, b in zip(*(with_factors(c, i) for c in (memory, disk)), strict=True))
+    for a, b in zip(*(accumulated(c, 3) for c in (memory, disk)), strict=True):
+        assert same_bits(a, b)
+    assert_alike(memory, disk)
+
+
+def test_embedding_collection(tmp_path) -> None:
+    """Lookups that are not pooled."""
+    torch.manual_seed(0)
+    outputs = []
+    for cache in (LRU, on_disk(LRU, tmp_path / "rows")):
+        torch.manual_seed(0)
+        tables = [rk.EmbeddingConfig(30_000, 16, name="a", feature_names=["a", "b"], format="int8")]
+        c = rk.EmbeddingCollection(tables, optimizer=rk.SGD(lr=0.5), cache=cache)
+        for i in range(8):
+            ids = rk.KeyedJaggedTensor(["a", "b"], torch.arange(i, 30_000, 2_501), lengths=torch.tensor([5, 7]))
+            rows = c.rows(ids)
+            rows.square().sum().backward()
+            outputs.append(rows.detach())
+    assert all(same_bits(a, b) for a, b in zip(outputs[:8], outputs[8:], strict=True))
+
+
+def test_wrong_announcements_take_no_room(tmp_path) -> None:
+    """However many batches are announced that never come, those that do still fit."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    for i in range(10):
+        for more in range(8):
+            disk.prefetch(batch(disk, 100 * i + more, size=4))
+        assert same_bits(step(memory, i), step(disk, i))
+    for _ in range(20):
+        disk.prefetch(batch(disk, 5000, size=200))  # more than the budget: nothing is read
+    assert same_bits(step(memory, 10), step(disk, 10))
+    assert_alike(memory, disk)
+
+
+def test_prefetch_in_memory_does_nothing() -> None:
+    """So that a loop is the same for both."""
+    c = make(LRU)
+    before = held(c)
+    c.prefetch(batch(c, 1))
+    assert all(same_bits(t, held(c)[n]) for n, t in before.items())
+
+
+def test_a_batch_that_does_not_fit(tmp_path) -> None:
+    """MemoryError with both numbers; nothing has changed, and smaller batches go on with the bits of memory."""
+    memory, disk = pair(LFU, tmp_path / "rows")
+    train(memory)
+    train(disk)
+    before = held(disk)
+    for context in (contextlib.nullcontext(), torch.no_grad()):
+        with context, pytest.raises(MemoryError, match=r"\d+ bytes.*memory_budget is \d+"):
+            disk(batch(disk, 7, size=100))
+    assert all(same_bits(t, held(disk)[n]) for n, t in before.items())
+    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
+        assert same_bits(a, b)
+    assert_alike(memory, disk)
+
+
+def test_an_id_out_of_range(tmp_path) -> None:
+    """IndexError from the lookup and from prefetch; nothing has changed."""
+    memory, disk = pair(LFU, tmp_path / "rows")
+    train(memory)
+    train(disk)
+    before = held(disk)
+    bad = batch(disk, 7)
+    bad.values()[-1] = 4_000
+    for call in (disk, disk.prefetch):
+        with pytest.raises(IndexError, match="4000"):
+            call(bad)
+    assert all(same_bits(t, held(disk)[n]) for n, t in before.items())
+    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
+        assert same_bits(a, b)
+    assert_alike(memory, disk)
+
+
+def test_bad_ids_that_are_ignored(tmp_path) -> None:
+    """They name no row of the file."""
+    collections = pair(LRU, tmp_path / "rows", bounds_check="ignore")
+    outputs = []
+    for c in collections:
+        for i in range(4):
+            given = batch(c, i, size=3)
+            given.values()[::3] = torch.tensor([-1, 2**40, 12_000, -(2**62)]).repeat(20)[: len(given.values()[::3])]
+            pooled = c(given).values()
+            pooled.square().sum().backward()
+            outputs.append(pooled.detach())
+    assert all(same_bits(a, b) for a, b in zip(outputs[:4], outputs[4:], strict=True))
+    assert_alike(*collections)
+
+
+def test_empty_batches(tmp_path) -> None:
+    """No id, no bag."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    train(memory)
+    train(disk)
+    for size in (0, 3):
+        for c in (memory, disk):
+            none = rk.KeyedJaggedTensor(
+                c.feature_names,
+                torch.empty(0, dtype=torch.int64),
+                lengths=torch.zeros(size * len(c.feature_names), dtype=torch.int64),
+            )
+            c.prefetch(none)
+            c(none).values().square().sum().backward()
+    assert_alike(memory, disk)
+
+
+class Powers:
+    """An init that needs the whole table, or says that it does not."""
+
+    def __init__(self, in_chunks: bool) -> None:
+        self.in_chunks, self.calls = in_chunks, []
+
+    def __call__(self, weight: torch.Tensor) -> None:
+        self.calls.append(len(weight))
+        weight.normal_(0, 0.1)
+
+
+@pytest.mark.parametrize("in_chunks", [False, True])
+def test_init(in_chunks: bool, tmp_path) -> None:
+    """Of the whole table at once, or of the rows of consecutive calls: the tables in memory, either way."""
+    inits = [Powers(False), Powers(False)]
+    tables = [tables_of(make(LRU, init=inits[0])), tables_of(make(on_disk(LRU, tmp_path / "rows"), init=inits[1]))]
+    assert inits[0].calls == inits[1].calls == [rows for _, rows, *_ in TABLES]
+    assert all(torch.equal(t, tables[1][n]) for n, t in tables[0].items())
+    if in_chunks:  # draws by consecutive calls are those of consecutive calls, not of one
+        init = Powers(True)
+        disk = make(on_disk(LRU, tmp_path / "chunks"), init=init)
+        assert sum(init.calls) == sum(inits[0].calls)
+        assert max(init.calls) < 6_000
+        check_budget(disk)
+
+
+def test_the_usual_start_is_that_of_memory(tmp_path) -> None:
+    """Uniform numbers, drawn in chunks."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    assert_alike(memory, disk)
+    assert disk.state_dict()["file_generation"] == 3  # of the tables, of assert_alike, of the state

@@ -1,0 +1,373 @@
+"""State of tables on disk: saved, opened again, refused, killed; and the memory that they take."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from row_cache_disk_cases import (
+    LFU,
+    LRU,
+    OPTIMIZERS,
+    TABLES,
+    assert_alike,
+    batch,
+    held,
+    make,
+    on_disk,
+    pair,
+    skip_without_host,
+    step,
+    tables_of,
+    train,
+)
+from torch import nn
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+skip_without_host()
+
+HERE = Path(__file__).parent
+
+
+def copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A state that nobody changes any more."""
+    return {name: t.clone() for name, t in state.items()}
+
+
+def copied_files(path: Path, name: str) -> Path:
+    """The file and its log as a crash would leave them now."""
+    for end in ("", ".log"):
+        shutil.copyfile(f"{path}{end}", f"{path.with_name(name)}{end}")
+    return path.with_name(name)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+@pytest.mark.parametrize("cache", [LRU, LFU], ids=["lru", "lfu"])
+def test_a_new_collection_goes_on(cache: rk.RowCache, optimizer, tmp_path) -> None:
+    """With the file and the state: as if there had been no stop."""
+    path, memory = tmp_path / "rows", make(cache, optimizer)
+    expected = train(memory, 0, 12)
+    first = make(on_disk(cache, path), optimizer)
+    train(first, 0, 6)
+    state = copied(first.state_dict())
+    assert not [name for name in state if name.endswith(".weight")]
+    first.close()
+    second = make(on_disk(cache, path), optimizer)
+    second.load_state_dict(state)
+    for a, b in zip(train(second, 6, 6), expected[6:], strict=True):
+        assert same_bits(a, b)
+    memory.row_cache.stats.copy_(second.row_cache.stats)  # counted anew
+    assert_alike(memory, second)
+
+
+def test_the_generation_of_the_checkpoint(tmp_path) -> None:
+    """A flush that no checkpoint followed: the file is opened as it was before, by number."""
+    path, memory = tmp_path / "rows", make(LFU)
+    expected = train(memory, 0, 12)
+    first = make(on_disk(LFU, path))
+    train(first, 0, 6)
+    state = copied(first.state_dict())
+    given = int(state["file_generation"])
+    train(first, 6, 3)
+    first.flush()
+    crashed = copied_files(path, "crashed")
+    last = make(on_disk(LFU, copied_files(path, "last")))
+    message = rf"file_generation is {given} and .*last has generation {given + 1}: .*generation={given}\)"
+    before = held(last)
+    with pytest.raises(RuntimeError, match=message):
+        last.load_state_dict(state)
+    assert all(same_bits(t, held(last)[n]) for n, t in before.items())
+    last.close()
+    second = make(on_disk(LFU, crashed, generation=given))
+    second.load_state_dict(state)
+    for a, b in zip(train(second, 6, 6), expected[6:], strict=True):
+        assert same_bits(a, b)
+    memory.row_cache.stats.copy_(second.row_cache.stats)
+    assert_alike(memory, second)
+    with pytest.raises(ValueError, match=r"generation.*99"):
+        make(on_disk(LFU, copied_files(path, "again"), generation=99))
+
+
+def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
+    """Also by the collection that they are of: its rows are those of later steps."""
+    c = make(on_disk(LRU, tmp_path / "rows"))
+    train(c)
+    state = copied(c.state_dict())
+    c.load_state_dict(state)  # nothing has changed since
+    train(c, 6, 12)
+    with pytest.raises(RuntimeError, match="whose rows have changed since: open the file anew"):
+        c.load_state_dict(state)
+    c.flush()
+    given = int(state["file_generation"])
+    with pytest.raises(RuntimeError, match=f"file_generation is {given} and .* has generation {given + 1}: open"):
+        c.load_state_dict(state)
+
+
+def test_states_with_tables_are_refused(tmp_path) -> None:
+    """The tables are those of the file."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    with pytest.raises(
+        RuntimeError, match=r"embedding_bags\.a\.weight cannot be loaded: the tables are those of .*rows"
+    ):
+        disk.load_state_dict(memory.state_dict())
+    assert_alike(memory, disk)
+
+
+def test_a_state_inside_a_model(tmp_path) -> None:
+    """Its names have a prefix, and so have the messages."""
+    model = nn.ModuleDict({"tables": make(on_disk(LRU, tmp_path / "rows")), "top": nn.Linear(2, 2)})
+    train(model["tables"])
+    state = copied(model.state_dict())
+    model["tables"].close()
+    other = nn.ModuleDict({"tables": make(on_disk(LRU, tmp_path / "rows")), "top": nn.Linear(2, 2)})
+    other.load_state_dict(state)
+    assert not [
+        n for n, t in other.state_dict().items() if n != "tables.file_generation" and not same_bits(t, state[n])
+    ]
+    with pytest.raises(RuntimeError, match=r"tables\.file_generation is "):
+        other.load_state_dict(state)
+
+
+@pytest.mark.parametrize("change", ["rows", "format", "name"])
+def test_files_of_other_tables_are_refused(change: str, tmp_path) -> None:
+    """The file says which it has."""
+    make(on_disk(LRU, tmp_path / "rows")).close()
+    name, rows, dim, format, features = TABLES[0]
+    other = {
+        "rows": (name, rows + 1, dim, format, features),
+        "format": (name, rows, dim, "mx9", features),
+        "name": ("z", rows, dim, format, features),
+    }[change]
+    with pytest.raises(ValueError, match="layout"):
+        make(on_disk(LRU, tmp_path / "rows"), tables=[other, *TABLES[1:]])
+    make(on_disk(LRU, tmp_path / "rows")).close()  # it was let go
+
+
+def test_a_file_whose_making_was_stopped(tmp_path) -> None:
+    """Before its tables had rows: they get them."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    disk.close()
+    (tmp_path / "rows").unlink()
+    (tmp_path / "rows.log").unlink(missing_ok=True)
+
+    def stop(weight: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make(on_disk(LRU, tmp_path / "rows"), init=stop)
+    disk = make(on_disk(LRU, tmp_path / "rows"))
+    assert_alike(memory, disk)
+
+
+def test_one_at_a_time(tmp_path) -> None:
+    """A file that is open is locked."""
+    first = make(on_disk(LRU, tmp_path / "rows"))
+    with pytest.raises(BlockingIOError):
+        make(on_disk(LRU, tmp_path / "rows"))
+    first.close()
+    make(on_disk(LRU, tmp_path / "rows")).close()
+
+
+def test_arguments(tmp_path) -> None:
+    """Errors say what is needed."""
+    for options in ({"path": tmp_path / "x"}, {"memory_budget": 1}):
+        with pytest.raises(ValueError, match=r"must be given for backing 'disk'"):
+            rk.RowCache(backing="disk", **options)
+        with pytest.raises(ValueError, match=r"is for backing 'disk'"):
+            rk.RowCache(**options)
+    with pytest.raises(ValueError, match="generation is for backing 'disk'"):
+        rk.RowCache(generation=1)
+    with pytest.raises(ValueError, match="backing"):
+        rk.RowCache(backing="tape")
+    with pytest.raises(ValueError, match=r"memory_budget = 90000 must be (\d+) or more") as caught:
+        make(on_disk(LRU, tmp_path / "x", 90_000))
+    assert not (tmp_path / "x").exists()
+    least = int(re.search(r"must be (\d+)", str(caught.value))[1])
+    step(make(on_disk(LRU, tmp_path / "x", least)), 0)
+    for device in ["meta", *["cuda"] * torch.cuda.is_available()]:
+        with pytest.raises(ValueError, match=f"backing 'disk' is for collections on the CPU, got device '{device}'"):
+            make(on_disk(LRU, tmp_path / "y"), device=device)
+
+
+def test_what_is_not_possible(tmp_path) -> None:
+    """Moves, copies, serving: each says why, and training goes on."""
+    memory, disk = pair(LRU, tmp_path / "rows")
+    for c in (memory, disk):
+        train(c)
+    model = nn.ModuleDict({"tables": disk})
+    for call in (lambda: disk.to("meta"), lambda: disk.to_empty(device="meta"), lambda: model.to("meta")):
+        with pytest.raises(NotImplementedError, match=r"tables on disk .*rows\) cannot be moved"):
+            call()
+    if torch.cuda.is_available():
+        with pytest.raises(NotImplementedError, match="cannot be moved"):
+            disk.cuda()
+    for call in (copy.deepcopy, copy.copy, pickle.dumps):
+        for module in (disk, model) if call is not copy.copy else (disk,):
+            with pytest.raises(TypeError, match=r"rows\) cannot be"):
+                call(module)
+    with pytest.raises((NotImplementedError, ValueError, TypeError), match="cannot be served"):
+        disk.for_serving()
+    for a, b in zip(train(memory, 6), train(disk, 6), strict=True):
+        assert same_bits(a, b)
+    assert_alike(memory, disk)
+
+
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double", "cpu"])
+@pytest.mark.parametrize("tables", [TABLES, TABLES[2:3]], ids=["bytes", "floats"])
+def test_casts_change_nothing(tables: list, cast: str, tmp_path) -> None:
+    """Nor is the whole of the file read for them."""
+    memory, disk = pair(LRU, tmp_path / "rows", tables=tables)
+    for c in (memory, disk):
+        train(c, steps=3)
+        getattr(c, cast)()
+        train(c, 3)
+    assert_alike(memory, disk)
+
+
+def test_close(tmp_path) -> None:
+    """After it, whatever needs the tables says so; what was not flushed is lost, what was is not."""
+    path = tmp_path / "rows"
+    memory, disk = pair(LRU, path)
+    train(memory)
+    train(disk)
+    state = copied(disk.state_dict())
+    train(disk, 6)
+    disk.close()
+    disk.close()
+    calls = [
+        lambda: disk(batch(disk, 1)),
+        lambda: disk.eval()(batch(disk, 1)),
+        lambda: disk.prefetch(batch(disk, 1)),
+        disk.flush,
+        disk.state_dict,
+    ]
+    for call in calls:
+        with pytest.raises(ValueError, match="closed"):
+            call()
+    again = make(on_disk(LRU, path))
+    again.load_state_dict(state)
+    memory.row_cache.stats.zero_()
+    assert_alike(memory, again)
+
+
+def test_a_state_without_a_cache(tmp_path) -> None:
+    """Another cache for the same file: its slots are empty, and the tables have everything."""
+    first = make(on_disk(LRU, tmp_path / "rows"))
+    train(first)
+    state, rows = copied(first.state_dict()), tables_of(first)
+    first.close()
+    second = make(on_disk(LFU, tmp_path / "rows"))
+    second.load_state_dict(state)
+    assert (second.row_cache.tags == -1).all()
+    assert all(torch.equal(t, tables_of(second)[n]) for n, t in rows.items())
+    train(second, 6)
+
+
+def start(*arguments: object) -> subprocess.Popen:
+    """A process that runs this file."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)])}
+    command = [sys.executable, str(Path(__file__)), *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def train_with_checkpoints(folder: Path, last: int) -> None:
+    """Trains from the last checkpoint on, and writes one after every second step."""
+    saved = folder / "state.pt"
+    state = torch.load(saved, weights_only=True) if saved.exists() else None
+    generation = None if state is None else int(state["tables"]["file_generation"])
+    c = make(on_disk(LRU, folder / "rows", 150_000, generation), OPTIMIZERS[2])
+    if state is not None:
+        c.load_state_dict(state["tables"])
+    for i in range(0 if state is None else state["step"], last):
+        step(c, i, i + 1)
+        if i % 2 or i + 1 == last:
+            torch.save({"step": i + 1, "tables": c.state_dict()}, folder / "new.pt")
+            (folder / "new.pt").replace(saved)
+    c.close()
+
+
+def test_killed(tmp_path) -> None:
+    """Again and again while it trains: it goes on from its checkpoint, to the bits of a training without a stop."""
+    memory, wait, last = make(LRU, OPTIMIZERS[2]), random.Random(1), 4_000
+    for _ in range(3):
+        before = time_of(tmp_path / "state.pt")
+        process = start("train", tmp_path, last)
+        while time_of(tmp_path / "state.pt") == before and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(wait.uniform(0, 0.25))
+        process.send_signal(signal.SIGKILL)
+        _, errors = process.communicate()
+        assert process.returncode == -signal.SIGKILL, errors
+    done = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert 0 < done["step"] < last
+    train_with_checkpoints(tmp_path, done["step"] + 5)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    disk = make(on_disk(LRU, tmp_path / "rows"), OPTIMIZERS[2])
+    disk.load_state_dict(state["tables"])
+    train(memory, 0, done["step"] + 5)
+    memory.row_cache.stats.zero_()
+    assert_alike(memory, disk)
+
+
+def time_of(path: Path) -> int:
+    """When it was written, or 0."""
+    return path.stat().st_mtime_ns if path.exists() else 0
+
+
+def own_memory() -> int:
+    """Bytes of the process that no file backs and that have memory."""
+    lines = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"RssAnon:\s+(\d+) kB", lines)[1])
+
+
+def train_large(backing: str, folder: Path, rows: int, budget: int) -> None:
+    """Prints by how much the process has grown since before it had tables, at most."""
+    small = make(LRU, OPTIMIZERS[0], tables=[("w", 3_000, 64, "int8", ["w"])])
+    train(small)  # torch's own
+    before = largest = own_memory()
+    cache = rk.RowCache(0.01, ways=8)
+    cache = cache if backing == "device" else on_disk(cache, folder / "rows", budget)
+    c = make(cache, OPTIMIZERS[0], tables=[("t", rows, 64, "int8", ["t"])])
+    for i in range(100):
+        ids = torch.randint(0, rows, (400,), generator=torch.Generator().manual_seed(i))
+        given = rk.KeyedJaggedTensor(["t", "q"], ids, lengths=torch.tensor([400, 0]))
+        c(given).values().square().sum().backward()
+        largest = max(largest, own_memory())
+    c.flush()
+    print(max(largest, own_memory()) - before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_memory_of_the_process(tmp_path) -> None:
+    """Tables of four times the budget, of which every page is touched: the process grows by the budget, not by them."""
+    rows, mib = 700_000, 2**20
+    budget = rows * 72 // 4
+    processes = {backing: start("grow", backing, tmp_path, rows, budget) for backing in ("device", "disk")}
+    grown = {}
+    for backing, process in processes.items():
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        grown[backing] = int(output)
+    assert grown["device"] > 0.95 * rows * 72, "the tables are in memory"
+    # Beside the rows: what is kept of the file's blocks, threads' stacks, and what the allocator keeps of batches.
+    assert grown["disk"] < budget + 12 * mib, grown
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        train_with_checkpoints(Path(sys.argv[2]), int(sys.argv[3]))
+    else:
+        train_large(sys.argv[2], Path(sys.argv[3]), int(sys.argv[4]), int(sys.argv[5]))
