@@ -176,7 +176,7 @@ class CacheState(nn.Module):
         def add(dim: int, tables: list[int], slots: float) -> None:
             nonlocal first_set, first_element
             # A product with a fraction may be a little off a whole number.
-            sets = max(1, -(-math.ceil(slots - 1e-6) // ways))
+            sets = max(1, -(-math.floor(slots + 1e-6) // ways))
             groups.append(_Group(dim, tables, first_set, sets, first_element))
             first_set, first_element = first_set + sets, first_element + sets * ways * dim
 
