@@ -174,8 +174,8 @@ def test_wrong_announcements_take_no_room(tmp_path) -> None:
     """However many batches are announced that never come, those that do still fit."""
     memory, disk = pair(LRU, tmp_path / "rows")
     for i in range(10):
-        for more in range(8):
-            disk.prefetch(batch(disk, 100 * i + more, size=4))
+        for more in range(60):  # until not even a bag more fits
+            disk.prefetch(batch(disk, 100 * i + more, size=1))
         assert same_bits(step(memory, i), step(disk, i))
     for _ in range(20):
         disk.prefetch(batch(disk, 5000, size=200))  # more than the budget: nothing is read
