@@ -36,8 +36,8 @@ class CachedTables(Layout):
         left, least = cache.memory_budget - slots, 16 * 4096
         if left < least:
             raise ValueError(
-                f"memory_budget = {cache.memory_budget} must be {slots + least} or more: the slots take {slots}, "
-                f"and rows in the file need {least} at least"
+                f"memory_budget = {cache.memory_budget} must be {slots + least} or more: slots of the cache take "
+                f"{slots} bytes, and rows in the file need {least} at least"
             )
         options = {"memory_budget": left, "generation": cache.generation}
         return TableFile(cache.path, self._storage, self._stored, **options)
