@@ -14,7 +14,7 @@ import rec_kernels as rk
 
 LIBRARY = rk.build_info()["cuda_library"]
 ARCHITECTURE = "sm_90"
-MAIN = "pool|pool_composed|pool_cached|sum_products|finish_short"  # kernels of rows of any width
+MAIN = "pool|pool_composed|sum_products|finish_short"  # kernels of rows of any width
 
 
 def cuobjdump() -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import platform
@@ -87,8 +88,8 @@ def host() -> ModuleType:
 
 
 def _host_library() -> str | None:
-    spec = importlib.util.find_spec("rec_kernels._host")
-    return None if spec is None else spec.origin
+    built = (_FOLDER / f"_host{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES)
+    return next((str(path) for path in built if path.exists()), None)
 
 
 def _triton_version() -> str | None:
