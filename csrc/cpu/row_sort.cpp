@@ -92,8 +92,6 @@ int64_t find_runs_alone(const uint64_t* entries, int64_t count, int payload_bits
 
 }  // namespace
 
-int bit_width(uint64_t n) { return n == 0 ? 0 : 64 - __builtin_clzll(n); }
-
 RowSort::RowSort(int64_t count, int row_bits, int payload_bits)
     : count_(count),
       row_bits_(row_bits),

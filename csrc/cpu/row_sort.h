@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "core/bits.h"
+
 namespace rec_kernels {
 
 // Stable radix sort of entries `row << payload_bits | payload`, rows below 2^row_bits, by up to `workers` threads.
@@ -24,8 +26,5 @@ class RowSort {
 // at most count + 1 numbers. Returns the number of runs.
 int64_t find_runs(const uint64_t* entries, int64_t count, int payload_bits, int64_t base, int64_t* starts,
                   int64_t workers);
-
-// Bits needed to write every number in [0, n].
-int bit_width(uint64_t n);
 
 }  // namespace rec_kernels

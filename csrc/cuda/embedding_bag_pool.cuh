@@ -31,6 +31,13 @@ __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int
                   aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0, 2 * (D - c));
 }
 
+// The whole output, by all threads.
+__device__ __forceinline__ void store_nans(const PoolArgs& a) {
+  const int64_t size = a.bags.output_rows() * a.output_dim;
+  const Vec4 nan = {{__builtin_nanf("")}};
+  for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) store_output(a, i, 0, 1, nan);
+}
+
 // The sums of a bag of `counted` ids, from column `first` on, go to the output's row at element `out`.
 template <int G, int kBlocks>
 __device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, int64_t counted, int64_t out,

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/bits.h"
 #include "core/device_algorithms.h"
 #include "cuda/embedding_bag_backward.cuh"
 
@@ -139,12 +140,6 @@ __global__ void no_runs_kernel(int64_t* starts, int64_t* num_runs, uint32_t* chu
   *num_runs = 0;
   starts[0] = 0;
   chunk_starts[0] = 0;
-}
-
-int bit_width(uint64_t n) {
-  int bits = 0;
-  for (; n; n >>= 1) ++bits;
-  return bits;
 }
 
 // Allocates from torch and keeps what it allocates.

@@ -3,6 +3,7 @@
 // GPU.
 #include <vector>
 
+#include "core/bits.h"
 #include "core/device_algorithms.h"
 #include "cuda/row_cache.cuh"
 
@@ -262,17 +263,6 @@ void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction
   });
 }
 
-int bit_width(uint64_t n) {
-  int bits = 0;
-  for (; n; n >>= 1) ++bits;
-  return bits;
-}
-
-template <class T>
-T* pointer(const OptionalTensor& t) {
-  return t ? t->mutable_data_ptr<T>() : nullptr;
-}
-
 // Memory of sorting and moves, for as long as the call's kernels are launched.
 struct Entries {
   Tensor keys, positions, sorted_keys, sorted_positions, moves;
@@ -308,7 +298,7 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
   for (const OptionalTensor* counts : {&history.counts, &history.row_counts})
     if (history.lfu && history.decay_every > 0 && (*counts)->numel() > 0)
-      launch(halve_kernel, blocks_for((*counts)->numel(), 1), block, 0, stream, a, pointer<uint8_t>(*counts),
+      launch(halve_kernel, blocks_for((*counts)->numel(), 1), block, 0, stream, a, optional_pointer<uint8_t>(*counts),
              (*counts)->numel(), history.decay_every);
   if (N == 0 || in.bags.num_bags == 0) return;
   launch(touch_kernel, blocks_for(in.bags.num_bags, kWarpSize), block, 0, stream, a);
@@ -360,11 +350,11 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.cache = cache;
   a.features = in.features;
   a.bags = in.bags;
-  a.stamps = pointer<int64_t>(stamps);
+  a.stamps = optional_pointer<int64_t>(stamps);
   a.clock = cache_clock.mutable_data_ptr<int64_t>();
-  a.counts = pointer<uint8_t>(cache_counts);
-  a.row_counts = pointer<uint8_t>(row_counts);
-  a.stats = pointer<int64_t>(cache_stats);
+  a.counts = optional_pointer<uint8_t>(cache_counts);
+  a.row_counts = optional_pointer<uint8_t>(row_counts);
+  a.stats = optional_pointer<int64_t>(cache_stats);
   a.num_tables = cache_stats ? cache_stats->size(0) : 0;
   a.seed = how.seed;
   a.slots = slots.mutable_data_ptr<int64_t>();

@@ -79,12 +79,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, int64_t part, co
 
 template <class Format, int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_cached_kernel(PoolArgs a) {
-  if (*a.status == kBadLayout) {  // nothing can be looked up
-    const int64_t size = a.bags.output_rows() * a.output_dim;
-    const Vec4 nan = {{__builtin_nanf("")}};
-    for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) store_output(a, i, 0, 1, nan);
-    return;
-  }
+  if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);

@@ -3,14 +3,6 @@
 namespace rec_kernels {
 namespace {
 
-void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
-  check_value(t.has_value(), name, " is missing: a cache has an element of it for every slot");
-  check_shape(*t, {slots}, name);
-  check_dtype(*t, dtype, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
-}
-
 void check_rows(const OptionalTensor& rows, const Tensor& values) {
   check_value(rows.has_value(), "cache_rows is missing: the other arguments of a cache mean nothing without it");
   check_rank(*rows, 1, "cache_rows");
@@ -27,6 +19,14 @@ void check_places(const OptionalTensor& t, const TableLayout& layout, const Tens
 constexpr const char* kNoLayout = "embedding_dims is missing: a cache needs the layout arguments";
 
 }  // namespace
+
+void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
+  check_value(t.has_value(), name, " is missing: a cache has an element of it for every slot");
+  check_shape(*t, {slots}, name);
+  check_dtype(*t, dtype, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, values, name, "values");
+}
 
 void check_slots_of_ids(const Tensor& slots, const Tensor& values) {
   check_shape(slots, {values.numel()}, "cache_slots");

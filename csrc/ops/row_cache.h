@@ -48,6 +48,11 @@ struct CacheHistory {
   int64_t decay_every;
 };
 
+template <class T>
+T* optional_pointer(const OptionalTensor& t) {
+  return t ? t->mutable_data_ptr<T>() : nullptr;
+}
+
 // The most ways of a set.
 constexpr int64_t kMaxWays = 1024;
 // Columns of cache_stats.
@@ -57,6 +62,9 @@ enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCach
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values);
 RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values,
                            bool has_rows = true);
+// That a tensor has an element for every slot.
+RK_EXPORT void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name,
+                           ScalarType dtype);
 RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
 RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
 // How many slots from first_slot on are meant.

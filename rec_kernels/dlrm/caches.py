@@ -68,7 +68,8 @@ class HitRates:
 
     def take(self) -> dict[str, float]:
         """Table -> rate, of the tables that were looked up."""
-        now = {t["name"]: (t["lookups"], t["hits"]) for c in self._cached for t in c.memory_report()}
+        counted = [item for c in self._cached for item in c.row_cache.counters().items()]
+        now = {name: (numbers["lookups"], numbers["hits"]) for name, numbers in counted}
         rates = {}
         for name, (lookups, hits) in now.items():
             lookups_before, hits_before = self._before.get(name, (0, 0))

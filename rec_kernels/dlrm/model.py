@@ -64,7 +64,7 @@ class DLRM(nn.Module):
         generator = torch.Generator().manual_seed(seed)
         optimizer = optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8)
 
-        def collection(chosen: list[Feature], noise: int) -> rk.EmbeddingBagCollection | None:
+        def collection(name: str, chosen: list[Feature], noise: int) -> rk.EmbeddingBagCollection | None:
             tables, skipped = [], 0
             for f in chosen:
                 given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
@@ -74,7 +74,7 @@ class DLRM(nn.Module):
                 tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
                 skipped = skipped + size if given else 0
             options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
-            options["cache"] = caches.get("shared" if noise % 2 else "embeddings")
+            options["cache"] = caches.get(name)
             with torch.random.fork_rng(devices=()):
                 # Of tables without an init. Not torch.manual_seed, which reseeds GPUs, too; counted down, because
                 # counted up it would be the generator's stream for some seeds.
@@ -86,8 +86,8 @@ class DLRM(nn.Module):
 
         vectors = 1 + len(features)
         self.embedding_dim, self.format = embedding_dim, format
-        self.embeddings = collection([f for f in features if not f.shared], 2 * seed)
-        self.shared = collection([f for f in features if f.shared], 2 * seed + 1)
+        self.embeddings = collection("embeddings", [f for f in features if not f.shared], 2 * seed)
+        self.shared = collection("shared", [f for f in features if f.shared], 2 * seed + 1)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         self.top = _mlp([embedding_dim + vectors * (vectors - 1) // 2, *top, 1], generator, final_relu=False)
 

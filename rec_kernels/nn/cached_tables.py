@@ -5,12 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import SelectedKeys, select_keys
+from rec_kernels.nn.jagged import select_keys
 from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.table_file import TableFile
-from rec_kernels.nn.tables import StoredTable
-from rec_kernels.ops.row_formats import row_bytes
 
 
 class CachedTables(Layout):
@@ -54,11 +52,14 @@ class CachedTables(Layout):
         with torch.no_grad():
             return self.row_cache.insert(self._weights, bags, layout, self._rounding())
 
-    def _load_again(self, loads: int, given: SelectedKeys, bag_starts: Tensor | None, _: Tensor | None = None) -> None:
-        """Before an update: its rows that are not cached, if others were loaded in the meantime."""
+    def _load_for_update(self, bags: tuple[Tensor, Tensor], bag_starts: Tensor | None) -> None:
+        """Has an update's rows that are not cached in memory."""
+        self._file.load(*self.row_cache.plan(bags, self._layout(bag_starts), self._seed, inserts=False))
+
+    def _load_again(self, loads: int, bags: tuple[Tensor, Tensor], bag_starts: Tensor | None, _: Tensor) -> None:
+        """The same before a backward, if others were loaded since its lookup; a hook of the lookup's output."""
         if self._file.loads != loads:
-            bags = (given.values, given.offsets)
-            self._file.load(*self.row_cache.plan(bags, self._layout(bag_starts), self._seed, inserts=False))
+            self._load_for_update(bags, bag_starts)
 
     def prefetch(self, features) -> None:
         """Begins to read what the next batch needs of tables in a file, while this one is computed.
@@ -125,9 +126,8 @@ class CachedTables(Layout):
         """
         cache, file = self.row_cache, self._file
         stats = {} if file is None else file.file.stats()
-        moved = 0
-        for table, row in zip(cache.report() if cache else (), map(self._row_bytes, self._stored), strict=False):
-            moved += (table["inserted"] + table["written"]) * row
+        counters = cache.counters() if cache else {}
+        moved = sum((n["inserted"] + n["written"]) * t.row_bytes for t in self._stored if (n := counters.get(t.name)))
         whole = self._weights.numel() * self._weights.element_size()
         return {
             "cache_bytes": cache.num_bytes() if cache else 0,
@@ -138,7 +138,3 @@ class CachedTables(Layout):
             "read_bytes": stats.get("bytes_read", 0),
             "written_bytes": stats.get("bytes_written", 0),
         }
-
-    @staticmethod
-    def _row_bytes(table: StoredTable) -> int:
-        return row_bytes(table.format, table.embedding_dim)

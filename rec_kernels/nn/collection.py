@@ -29,7 +29,7 @@ from rec_kernels.nn.tables import (
     initialize,
     zeros,
 )
-from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
 
@@ -275,7 +275,7 @@ class TableCollection(CachedTables):
         if bounds.reports_late(status):
             self._note(status, given, bag_starts)
         if self._file is not None and output.requires_grad:
-            output.register_hook(functools.partial(self._load_again, self._file.loads, given, bag_starts))
+            output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], bag_starts))
         return output
 
     def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
@@ -388,7 +388,7 @@ class TableCollection(CachedTables):
     def _apply_update(self, lookup: Lookup) -> None:
         options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
         if self._file is not None:
-            self._load_again(-1, SelectedKeys(lookup.values, lookup.offsets, None, None), lookup.bag_starts)
+            self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
         with torch.no_grad():
             _ops.embedding_bag_backward_fused_(
                 *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **options, status=lookup.status
@@ -411,7 +411,7 @@ class TableCollection(CachedTables):
                 "num_embeddings": t.num_embeddings,
                 "embedding_dim": t.embedding_dim,
                 "format": t.format,
-                "weight_bytes": t.num_embeddings * row_bytes(t.format, t.embedding_dim),
+                "weight_bytes": t.num_bytes,
                 "state_bytes": self._places.bytes(i),
                 **(cached[i] if cached else {}),
             }

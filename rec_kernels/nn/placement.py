@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.row_cache import POLICIES
+from rec_kernels.nn.row_cache import POLICIES, slot_bytes
 from rec_kernels.nn.tables import EmbeddingConfig
-from rec_kernels.ops.row_formats import row_bytes
 
 TIERS = ("device", "host", "disk")
 
@@ -67,14 +66,13 @@ def place_tables(
         if budget is not None and budget < 0:
             raise ValueError(f"{name} = {budget} must not be negative")
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
-    # Tags and stamps are 8 bytes each, the flag and under "lfu" the count one.
-    slot = [4 * t.embedding_dim + 17 + (policy == "lfu") for t in tables]
+    slot = [slot_bytes(t.embedding_dim, policy) for t in tables]
     whole = [len(t.stored) == 1 for t in tables]
     stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
     chosen = _choose_rows(sorted_counts, slot, whole, cache_bytes - (sum(stored) if policy == "lfu" else 0))
     counted = policy == "lfu" and any(chosen)
     hits = [int(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
-    encoded = [sum(s.num_embeddings * row_bytes(s.format, s.embedding_dim) for s in t.stored) for t in tables]
+    encoded = [sum(s.num_bytes for s in t.stored) for t in tables]
     uses = [int(c.sum()) for c in sorted_counts]
     tiers = _choose_tiers([u - h for u, h in zip(uses, hits, strict=True)], encoded, (device_bytes, host_bytes, None))
     return {

@@ -274,24 +274,20 @@ class CacheState(nn.Module):
         own = {"cache_rows": self.rows, "cache_offsets": self._offsets, "cache_tags": self.tags}
         return own | {"cache_dirty": self.dirty} | self._places()
 
+    def counters(self) -> dict[str, dict[str, int]]:
+        """Of each stored table, by name: what ``COUNTERS`` names."""
+        numbers = _on_host(self.stats).tolist()
+        return {t.name: dict(zip(COUNTERS, n, strict=True)) for t, n in zip(self._stored, numbers, strict=True)}
+
     def report(self) -> list[dict[str, object]]:
         """Of each stored table: its counters, rows in slots and its share of the cache's bytes."""
-        first = [0]
-        for t in self._stored:
-            first.append(first[-1] + t.num_embeddings)
-        numbers = [
-            torch.tensor(n, device=self.tags.device) for n in (first[:-1], [t.num_embeddings for t in self._stored])
-        ]
-        held, counted = _ops.row_cache_stats(self.tags, self.dirty, *numbers), self.stats
-        if held.is_meta:
-            held, counted = (torch.zeros(t.shape, dtype=torch.int64, device="cpu") for t in (held, counted))
-        held, shares = held.tolist(), self._shares()
+        rows = torch.tensor([t.num_embeddings for t in self._stored], dtype=torch.int64, device=self.tags.device)
+        held = _on_host(_ops.row_cache_stats(self.tags, self.dirty, rows.cumsum(0) - rows, rows)).tolist()
         report = []
-        for i, counters in enumerate(counted.tolist()):
-            named = dict(zip(COUNTERS, counters, strict=True))
+        for (cached, dirty), share, named in zip(held, self._shares(), self.counters().values(), strict=True):
             rate = named["hits"] / named["lookups"] if named["lookups"] else None
-            cached = {"cached_rows": held[i][0], "dirty_rows": held[i][1], "cache_bytes": shares[i]}
-            report.append(cached | named | {"hit_rate": rate})
+            in_slots = {"cached_rows": cached, "dirty_rows": dirty, "cache_bytes": share}
+            report.append(in_slots | named | {"hit_rate": rate})
         return report
 
     def num_bytes(self) -> int:
@@ -302,13 +298,10 @@ class CacheState(nn.Module):
 
     def _shares(self) -> list[int]:
         """Of each table, in bytes: of the slots of its group by how many it asked for, and its rows' counts."""
-        per_slot = sum(
-            t.element_size() for name, t in self._buffers.items() if name in ("tags", "stamps", "dirty", "counts")
-        )
         shares = [0] * len(self._stored)
         for group in self._groups:
             asked = [self.fractions[i] * self._stored[i].num_embeddings for i in group.tables]
-            left = group.sets * self.cache.ways * (4 * group.dim + per_slot)
+            left = group.sets * self.cache.ways * slot_bytes(group.dim, self.cache.policy)
             total = left
             for i, slots in zip(group.tables, asked, strict=True):
                 shares[i] = min(left, round(total * slots / sum(asked)))
@@ -352,6 +345,16 @@ class CacheState(nn.Module):
             return False
         geometry = given[prefix + "geometry"]
         return geometry.is_meta or geometry.tolist() == self._geometry()
+
+
+def _on_host(numbers: Tensor) -> Tensor:
+    """The numbers; zeros of a cache on the meta device, which has none."""
+    return torch.zeros(numbers.shape, dtype=numbers.dtype, device="cpu") if numbers.is_meta else numbers
+
+
+def slot_bytes(embedding_dim: int, policy: str) -> int:
+    """Of a slot: a row of float32, tag and stamp, the dirty flag, and under "lfu" the count."""
+    return 4 * embedding_dim + 8 + 8 + 1 + (policy == "lfu")
 
 
 def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, stored: list[StoredTable]) -> bool:

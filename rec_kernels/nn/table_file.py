@@ -13,7 +13,6 @@ from torch import Tensor
 
 from rec_kernels._library import host
 from rec_kernels.nn.tables import Storage, StoredTable
-from rec_kernels.ops.row_formats import row_bytes
 
 
 class TableFile:
@@ -45,7 +44,7 @@ class TableFile:
         exists = self.path.exists()
         unit = storage.dtype.itemsize
         self._starts = np.array([start * unit for start in storage.starts[:-1]], dtype=np.int64)
-        self._sizes = np.array([row_bytes(t.format, t.embedding_dim) for t in stored], dtype=np.int64)
+        self._sizes = np.array([t.row_bytes for t in stored], dtype=np.int64)
         self._dims = [t.embedding_dim for t in stored]
         self._first_rows = np.cumsum([0] + [t.num_embeddings for t in stored])[:-1]
         layout = self._layout(storage, stored)

@@ -40,6 +40,16 @@ class StoredTable:
     init: Callable[[Tensor], object] | None
     bound: float
 
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return row_bytes(self.format, self.embedding_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_embeddings * self.row_bytes
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -219,7 +229,7 @@ class Storage:
         self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
 
     def _size(self, table: StoredTable) -> int:
-        row = row_bytes(table.format, table.embedding_dim) if self.is_bytes else table.embedding_dim
+        row = table.row_bytes if self.is_bytes else table.embedding_dim
         return table.num_embeddings * row
 
     def view(self, flat: Tensor, i: int) -> Tensor:
