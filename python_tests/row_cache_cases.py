@@ -179,6 +179,7 @@ class CacheCase:
             "weights": flat,
             "cache_rows": rows,
             "cache_tags": torch.tensor([slot.tag for slot in slots], dtype=torch.int64),
+            "cache_marks": torch.tensor([slot.mark for slot in slots], dtype=torch.uint8),
             "cache_stamps": torch.tensor([slot.stamp for slot in slots], dtype=torch.int64),
             "cache_dirty": torch.tensor([slot.dirty for slot in slots], dtype=torch.uint8),
             "cache_clock": torch.tensor(model.clock),

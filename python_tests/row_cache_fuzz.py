@@ -62,6 +62,7 @@ class CachedCall:
             "weights": encoded.flat.clone(),
             "cache_rows": torch.zeros(elements),
             "cache_tags": torch.full((slots,), -1),
+            "cache_marks": torch.zeros(slots, dtype=torch.uint8),
             "cache_stamps": torch.zeros(slots, dtype=torch.int64),
             "cache_dirty": torch.zeros(slots, dtype=torch.uint8),
             "cache_clock": torch.tensor(0),

@@ -65,7 +65,7 @@ def _without_options(given: dict[str, object]) -> dict[str, object]:
 
 def _without_tags(given: dict[str, object]) -> dict[str, object]:
     """The forward alone: no gradient has to find a row again."""
-    places = ("cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
+    places = ("cache_tags", "cache_marks", "cache_sets", "cache_set_starts", "cache_ways")
     return {name: a for name, a in given.items() if name not in places}
 
 

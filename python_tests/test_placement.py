@@ -17,11 +17,11 @@ def table(name: str, rows: int, dim: int, **options) -> rk.EmbeddingBagConfig:
 def greedy(tables: list, counts: dict, budget: int) -> list[int]:
     """One row after the other, the most uses for a byte first; "lru", which has no cost but that of slots."""
     wanted = [
-        (-c / (4 * t.embedding_dim + 17), i) for i, t in enumerate(tables) for c in counts[t.name].tolist() if c > 0
+        (-c / (4 * t.embedding_dim + 18), i) for i, t in enumerate(tables) for c in counts[t.name].tolist() if c > 0
     ]
     rows, spent = [0] * len(tables), 0
     for value, i in sorted(wanted):
-        cost = 4 * tables[i].embedding_dim + 17
+        cost = 4 * tables[i].embedding_dim + 18
         if spent + cost > budget:
             return rows, -value
         rows[i], spent = rows[i] + 1, spent + cost
@@ -45,9 +45,9 @@ def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
     for t, expected in zip(tables, rows, strict=True):
         chosen = round(placed[t.name].fraction * t.num_embeddings)
         ranked = counts[t.name].sort(descending=True).values
-        assert placed[t.name].slot_bytes == chosen * (4 * t.embedding_dim + 17)
-        at_the_bar = int((ranked.double() / (4 * t.embedding_dim + 17) >= bar * (1 - 1e-9)).sum())
-        above = int((ranked.double() / (4 * t.embedding_dim + 17) > bar * (1 + 1e-9)).sum())
+        assert placed[t.name].slot_bytes == chosen * (4 * t.embedding_dim + 18)
+        at_the_bar = int((ranked.double() / (4 * t.embedding_dim + 18) >= bar * (1 - 1e-9)).sum())
+        above = int((ranked.double() / (4 * t.embedding_dim + 18) > bar * (1 + 1e-9)).sum())
         assert above <= chosen <= max(at_the_bar, expected), (t, bar)
         total = int(ranked.sum())
         assert placed[t.name].hit_rate == (int(ranked[:chosen].sum()) / total if total else 0.0)
@@ -57,7 +57,7 @@ def test_everything_fits() -> None:
     """Rows that nobody uses need no slot."""
     counts = torch.tensor([5, 0, 1, 0])
     placed = rk.place_tables([table("a", 4, 8)], {"a": counts}, cache_bytes=10**6)
-    assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 18) + 4)
+    assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 19) + 4)
 
 
 def test_tiers() -> None:
@@ -77,7 +77,7 @@ def test_parts() -> None:
     tables = [table("h", 10, 8, compression=rk.Hash(4)), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
     counts = {"h": torch.arange(10), "q": torch.ones(100, dtype=torch.int64)}
     placed = rk.place_tables(tables, counts, cache_bytes=10**6)
-    assert placed["h"].slot_bytes == 4 * (32 + 18) + 4
+    assert placed["h"].slot_bytes == 4 * (32 + 19) + 4
     assert placed["h"].fraction == 1.0
     assert placed["h"].hit_rate == 1.0
     assert placed["q"].fraction == 0
@@ -93,7 +93,7 @@ def test_a_collection_takes_it() -> None:
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache)
     assert 0 < placed["a"].fraction < 1
     assert placed["b"].fraction == 0
-    assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 18)  # sets are whole
+    assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 19)  # sets are whole
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from rec_kernels.testing import same_bits
 ops = torch.ops.rec_kernels
 INSERT, FLUSH, LOOKUP = "row_cache_insert_", "row_cache_flush_", "row_cache_lookup"
 TAKE_CACHE = [INSERT, FLUSH, LOOKUP]
-WRITTEN = ["weights", "cache_rows", "cache_tags", "cache_stamps", "cache_dirty", "cache_clock", "cache_stats"]
-WRITTEN += ["cache_counts", "row_counts"]
+WRITTEN = ["weights", "cache_rows", "cache_tags", "cache_marks", "cache_stamps", "cache_dirty", "cache_clock"]
+WRITTEN += ["cache_stats", "cache_counts", "row_counts"]
 
 
 def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
@@ -61,7 +61,7 @@ def strided(t: Tensor) -> Tensor:
 
 
 # Of the good call: 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
-SLOTS = ["cache_tags", "cache_stamps", "cache_dirty", "cache_counts"]
+SLOTS = ["cache_tags", "cache_marks", "cache_stamps", "cache_dirty", "cache_counts"]
 WRONG_TENSORS = [
     *((name, lambda t: t.int(), f"{name} must be (int64|uint8), got int32") for name in SLOTS),
     *((name, lambda t: t[None], f"{name} must have (1 dimension|shape)") for name in SLOTS),
@@ -244,6 +244,8 @@ WRONG_UPDATES = [
     ("cache_ways", lambda _: 0, r"cache_ways = 0 must be in \[1, 1024\]"),
     ("cache_tags", lambda t: t.int(), "cache_tags must be int64, got int32"),
     ("cache_tags", lambda _: None, "cache_tags is missing"),
+    ("cache_marks", lambda _: None, "cache_marks is missing"),
+    ("cache_marks", lambda t: t[:-2], r"cache_marks must have shape \[10\], got \[8\]"),
     ("cache_dirty", lambda t: t[:-2], r"cache_dirty must have shape \[10\], got \[8\]"),
     ("cache_dirty", lambda _: None, "cache_dirty is missing"),
     ("cache_sets", lambda _: None, "cache_sets is missing"),

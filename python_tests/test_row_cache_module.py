@@ -104,20 +104,32 @@ def test_fraction_1_has_room_for_every_row(ways: int, policy: str) -> None:
         collection(whole(collection)).values().sum().backward()
     for i, t in enumerate(collection.memory_report()):
         assert (t["cached_rows"], t["inserted"], t["left_out"], t["evicted"]) == (ROWS + i, ROWS + i, 0, 0)
-        assert t["cache_bytes"] < (ROWS + i + ways) * (4 * t["embedding_dim"] + 18) + ROWS + i
+        assert t["cache_bytes"] < (ROWS + i + ways) * (4 * t["embedding_dim"] + 19) + ROWS + i
 
 
 def test_tables_of_a_width_share_slots() -> None:
     """One that is looked up takes what the other does not use; other widths have their own."""
-    collection = make(cache=rk.RowCache(0.5, ways=20))
+    collection = make(cache=rk.RowCache(0.5, ways=10))
     report = {t["name"]: t for t in collection.memory_report()}
     slots = {6: 20, 16: 20, 33: 20}
     assert collection.row_cache.rows.numel() == sum(dim * n for dim, n in slots.items())
-    assert report["t0"]["cache_bytes"] + report["t1"]["cache_bytes"] == 20 * (4 * 6 + 17)
+    assert report["t0"]["cache_bytes"] + report["t1"]["cache_bytes"] == 20 * (4 * 6 + 18)
     lengths = torch.tensor([ROWS] + [0] * 4)
     alone = rk.KeyedJaggedTensor(collection.feature_names, torch.arange(ROWS), lengths=lengths)
     collection(alone).values().sum().backward()
     assert [t["cached_rows"] for t in collection.memory_report()] == [20, 0, 0, 0]
+
+
+def test_small_tables_are_cached_whole() -> None:
+    """Rows of a table that fits in a set come in and stay, whatever the fraction; with fraction 0, none."""
+    fractions = {"t0": 0.01, "t1": 0.01, "t2": 0.0, "t3": 0.01}
+    collection = make(cache=rk.RowCache(fractions, ways=ROWS, policy="lfu"))
+    train(collection, steps=20)
+    report = {t["name"]: t for t in collection.memory_report()}
+    assert report["t0"]["evicted"] == report["t0"]["left_out"] == 0 < report["t0"]["inserted"]
+    assert report["t0"]["num_embeddings"] == ROWS < report["t1"]["num_embeddings"]
+    assert report["t0"]["cache_bytes"] == ROWS * (4 * 6 + 19) + ROWS
+    assert report["t2"]["cached_rows"] == 0
 
 
 @pytest.mark.parametrize("factors", [False, True], ids=["", "weighted"])
@@ -317,7 +329,7 @@ def test_memory_report(cache: rk.RowCache) -> None:
             ids[t.name] += sum(given[f].values().numel() for f in t.feature_names)
         collection(given).values().sum().backward()
     report, own = collection.memory_report(), collection.row_cache
-    buffers = ["rows", "tags", "stamps", "dirty"] + (["counts", "row_counts"] if cache.policy == "lfu" else [])
+    buffers = ["rows", "tags", "marks", "stamps", "dirty"] + (["counts", "row_counts"] if cache.policy == "lfu" else [])
     assert sum(t["cache_bytes"] for t in report) == sum(own._buffers[b].nbytes for b in buffers)
     assert sum(t["cached_rows"] for t in report) == (own.tags >= 0).sum()
     assert sum(t["dirty_rows"] for t in report) == own.dirty.sum()

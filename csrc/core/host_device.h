@@ -34,6 +34,15 @@ RK_HOST_DEVICE float square_root(float x) {
 #endif
 }
 
+// The place of the lowest bit of a number that is not 0.
+RK_HOST_DEVICE int lowest_bit(uint64_t x) {
+#if defined(__CUDA_ARCH__)
+  return __ffsll(static_cast<long long>(x)) - 1;
+#else
+  return __builtin_ctzll(x);
+#endif
+}
+
 RK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace RK_ISA

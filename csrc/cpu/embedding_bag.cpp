@@ -43,7 +43,8 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(
     const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
     int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
     std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
+    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const OptionalTensor&, int64_t) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -120,8 +121,8 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
     const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
     const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
+    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -132,8 +133,9 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
   read_rounding(weights, layout, rounding, seed, table_ids);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
-  read_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout, in,
-             values);
+  read_cache(
+      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
+      layout, in, values);
   return forward(weights, in, output_dtype,
                  read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
 }

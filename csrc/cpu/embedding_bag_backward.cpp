@@ -322,35 +322,25 @@ FinishRuns kernel_of(Optimizer optimizer) {
   return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
 }
 
-// Where the rows of a call's ids are in the cache; `before`: where they were in the forward. Null without a cache.
-Scratch<int64_t> slots_now(const BagInput& in, const CacheInput& cache, const OptionalTensor& before) {
-  if (!cache.view.tags) return {};
-  Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
-  in.raise(find_slots(in, cache.view, before ? before->const_data_ptr<int64_t>() : nullptr, slots.get()));
-  return slots;
-}
-
-void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
-                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-                    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-                    double beta2, double weight_decay, const std::string& weight_decay_mode,
-                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-                    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty,
-                    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+void backward_fused(
+    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
+    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -367,8 +357,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
-  const CacheArguments cached{cache_rows, cache_offsets,    cache_tags, cache_dirty,
-                              cache_sets, cache_set_starts, cache_ways};
+  const CacheArguments cached{cache_rows,  cache_offsets, cache_tags,       cache_marks,
+                              cache_dirty, cache_sets,    cache_set_starts, cache_ways};
   const CacheInput cache = read_cache(cached, layout, in, values);
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
@@ -378,8 +368,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
-  const Scratch<int64_t> slots = slots_now(in, cache, cache_slots);
-  const Occurrences o = sort_occurrences(in, {slots.get(), cache.view.places, cache.view.ways});
+  const int64_t* before = cache_slots ? cache_slots->const_data_ptr<int64_t>() : nullptr;
+  const Occurrences o = sort_occurrences(in, {cache.view, before});
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
   target.state = state.pointers();

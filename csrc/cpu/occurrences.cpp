@@ -109,6 +109,9 @@ Plan plan_tables(const BagInput& in) {
   return plan;
 }
 
+// Ids between the prefetch of a slot's tag and its use.
+constexpr int64_t kAhead = 16;
+
 // Writes, sorts and cuts into runs the occurrences of one table at a time.
 class TableSorter {
  public:
@@ -199,7 +202,9 @@ class TableSorter {
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of;
     const int64_t base = base_, num_slots = cached_.slots_of(part_of(part)), num_keys = num_slots + f.num_embeddings;
-    const int64_t first_slot = num_slots ? cached_.places[part_of(part)].first * cached_.ways : 0;
+    const CachePlace place = num_slots ? cached_.cache.places[part_of(part)] : CachePlace{};
+    const CacheView cache = cached_.cache;
+    const int64_t* before = cached_.before;
     Bounds found = *bounds;
     for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
       const int64_t stop = bags.offset(bag + 1);
@@ -208,7 +213,13 @@ class TableSorter {
         const bool in_range = bags.in_range(id, f);
         int64_t row = num_keys;  // left out: sorts behind every row
         if (__builtin_expect(in_range && id != bags.padding_idx, 1)) {
-          row = num_slots && cached_.slots[i] >= 0 ? cached_.slots[i] - first_slot : num_slots + f.row(id);
+          row = num_slots + f.row(id);
+          if (num_slots) {
+            if (before && i + kAhead < entries.last && before[i + kAhead] >= 0)
+              __builtin_prefetch(cache.tags + before[i + kAhead]);
+            const int64_t slot = cache.slot_of(place, f.row_offset + f.row(id), before ? before[i] : -1);
+            if (slot >= 0) row = slot - place.first * cache.ways;
+          }
         } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;

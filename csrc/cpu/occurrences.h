@@ -24,11 +24,10 @@ struct Occurrences {
 // Rows that are in a row cache, by which the tables that are cached are sorted: a row in a slot has the number of that
 // slot among the table's, any other its own number behind those.
 struct CachedKeys {
-  const int64_t* slots;      // of the ids; null: there is no cache
-  const CachePlace* places;  // of the parts
-  int64_t ways;
+  CacheView cache;
+  const int64_t* before;  // the slots of ids not long ago, or null
 
-  int64_t slots_of(int64_t part) const { return slots ? places[part].sets * ways : 0; }
+  int64_t slots_of(int64_t part) const { return cache.tags ? cache.places[part].sets * cache.ways : 0; }
 };
 
 // Throws for features that share a part of a table, in rows or in weights, and not all of it.

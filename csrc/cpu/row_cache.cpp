@@ -9,9 +9,9 @@
 
 namespace rec_kernels {
 
-Bounds find_slots(const BagInput& in, const CacheView& cache, const int64_t* before, int64_t* slots) {
+Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
   std::fill(slots, slots + in.bags.num_ids, -1);  // also of ids that are in no bag
-  const FindSlots args{in.bags, in.features.get(), cache, slots, before};
+  const FindSlots args{in.bags, in.features.get(), cache, slots};
   const auto find = kernels<RowCacheKernels>().find;
   return for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { find(args, begin, end, found); });
 }
@@ -21,16 +21,16 @@ namespace {
 // Pieces of so many slots.
 constexpr int64_t kSlotsAtOnce = 1024;
 
-Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
-              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
-              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
+              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& values, const Tensor& offsets,
+              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
               const std::string& bounds_check) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
@@ -40,10 +40,11 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& 
   const OptionalTensor none;
   // The weights are not read: any table fits.
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
-  const OptionalTensor tags = cache_tags, sets = cache_sets, starts = cache_set_starts;
-  const CacheInput cache = read_cache({none, none, tags, none, sets, starts, cache_ways}, layout, in, values, false);
+  const OptionalTensor tags = cache_tags, marks = cache_marks, sets = cache_sets, starts = cache_set_starts;
+  const CacheInput cache =
+      read_cache({none, none, tags, marks, none, sets, starts, cache_ways}, layout, in, values, CacheUse::kFind);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  in.raise(find_slots(in, cache.view, nullptr, slots.mutable_data_ptr<int64_t>()));
+  in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
   return slots;
 }
 
@@ -69,8 +70,9 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
-                       sets = cache_sets, starts = cache_set_starts;
-  const CacheInput cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
+                       sets = cache_sets, starts = cache_set_starts, none;
+  const CacheInput cache =
+      read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
   check_tables_apart(in);

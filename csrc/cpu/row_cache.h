@@ -15,17 +15,16 @@ struct CacheInput {
   CacheView view{};                // points into `places`
 };
 
-// Throws where tables' places exclude each other or lie outside of the cache. Without `has_rows`, for lookups, there
+// Throws where tables' places exclude each other or lie outside of the cache. For CacheUse::kFind there
 // are no cache_rows and cache_offsets.
 CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                      bool has_rows = true);
+                      CacheUse use = CacheUse::kUpdate);
 
 // The rows that a lookup reads from slots: checked, so that kernels may follow them.
 CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const BagInput& in,
                             const Tensor& values);
 
-// Writes the slots of a call's ids; `before`: where their rows were not long ago, or null. What it finds wrong is the
-// caller's to raise.
-Bounds find_slots(const BagInput& in, const CacheView& cache, const int64_t* before, int64_t* slots);
+// Writes the slots of a call's ids. What it finds wrong is the caller's to raise.
+Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots);
 
 }  // namespace rec_kernels

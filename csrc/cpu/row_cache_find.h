@@ -10,8 +10,7 @@ struct FindSlots {
   Bags bags;
   const Feature* features;
   CacheView cache;
-  int64_t* slots;         // of the ids
-  const int64_t* before;  // where rows were not long ago, which is looked at first; or null
+  int64_t* slots;  // of the ids
 };
 
 struct RowCacheKernels {

@@ -74,9 +74,10 @@ void check_shared(const BagInput& in, const std::vector<CachePlace>& places) {
 }  // namespace
 
 CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                      bool has_rows) {
+                      CacheUse use) {
   CacheInput out;
-  if (!check_cache(cache, layout, values, has_rows)) return out;
+  if (!check_cache(cache, layout, values, use)) return out;
+  const bool has_rows = use != CacheUse::kFind;
   std::vector<Extent> extents;
   for (int64_t p = 0; p < in.num_parts; ++p) {
     out.places.push_back(read_place(cache, in, p));
@@ -84,7 +85,8 @@ CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, co
   }
   check_shared(in, out.places);
   check_apart(in, std::move(extents));
-  out.view = {numbers(cache.tags), out.places.data(), nullptr, nullptr, cache.ways};
+  out.view = {numbers(cache.tags), optional_pointer<uint8_t>(cache.marks), out.places.data(), nullptr, nullptr,
+              cache.ways};
   if (!has_rows) return out;
   out.view.rows = cache.rows->mutable_data_ptr<float>();
   out.view.dirty = cache.dirty->mutable_data_ptr<uint8_t>();

@@ -31,16 +31,17 @@ int64_t check_tables(const BagInput& in, const CacheHistory& history, bool by_pa
 }
 
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
-              const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-              const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values, const Tensor& offsets,
-              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
-              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+              const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
+              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
+              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
               const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
               const OptionalTensor& table_ids, const std::string& policy, const OptionalTensor& cache_counts,
               const OptionalTensor& row_counts, const OptionalTensor& cache_stats, int64_t decay_every) {
@@ -51,9 +52,9 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const bool lfu = parse_policy(policy);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
-  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
-                       sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
-  const CacheArguments arguments{rows, places, tags, dirty, sets, starts, cache_ways};
+  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
+                       dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
+  const CacheArguments arguments{rows, places, tags, marks, dirty, sets, starts, cache_ways};
   const CacheInput cache = read_cache(arguments, layout, in, values);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);
@@ -62,20 +63,17 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   check_tables_apart(in);
   const int64_t tables = check_tables(in, history, !table_ids);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  in.raise(find_slots(in, cache.view, nullptr, slots.mutable_data_ptr<int64_t>()));
+  in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
   const int64_t clock = ++*cache_clock.mutable_data_ptr<int64_t>();
   if (lfu && decay_every > 0 && clock % decay_every == 0) {
     halve(cache_counts);
     halve(row_counts);
   }
-  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),
-                      optional_pointer<int64_t>(stamps),
-                      cache.view.dirty,
-                      optional_pointer<uint8_t>(cache_counts),
-                      optional_pointer<uint8_t>(row_counts),
-                      optional_pointer<int64_t>(cache_stats),
-                      !table_ids};
+  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),  optional_pointer<int64_t>(stamps),
+                      cache_marks.mutable_data_ptr<uint8_t>(), cache.view.dirty,
+                      optional_pointer<uint8_t>(cache_counts), optional_pointer<uint8_t>(row_counts),
+                      optional_pointer<int64_t>(cache_stats),  !table_ids};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
   const uint64_t salt = salt_of(how.seed ? *how.seed : 0, clock);
   Insertion(in, cache.view, memory, behind, salt, clock, tables).run(slots.mutable_data_ptr<int64_t>());

@@ -14,7 +14,7 @@ namespace rec_kernels {
 // What belongs to slots and rows, and the statistics of tables; null where the policy has none.
 struct Memory {
   int64_t *tags, *stamps;
-  uint8_t *dirty, *counts, *row_counts;
+  uint8_t *marks, *dirty, *counts, *row_counts;
   int64_t* stats;
   bool by_part;  // statistics are of parts, not of tables
 };
@@ -89,6 +89,7 @@ class Insertion {
 
  private:
   static constexpr int64_t kSetsAtOnce = 32;
+  static constexpr int64_t kAhead = 16;  // ids between a slot's prefetch and its use
 
   struct Worker {
     Counters counters;
@@ -133,6 +134,7 @@ class Insertion {
     const Feature& f = in_.features[part];
     int64_t hits = 0, lookups = 0;
     for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < end && slots[i + kAhead] >= 0) prefetch_slot(slots[i + kAhead]);
       if (slots[i] >= 0) {
         ++hits;
         touch(slots[i]);
@@ -146,6 +148,13 @@ class Insertion {
     }
     counters->add(table_of(part), kLookups, hits + lookups);
     counters->add(table_of(part), kHits, hits);
+  }
+
+  void prefetch_slot(int64_t slot) const {
+    __builtin_prefetch(memory_.stamps + slot, 1);
+    if (!memory_.counts) return;
+    __builtin_prefetch(memory_.counts + slot, 1);
+    __builtin_prefetch(memory_.tags + slot);
   }
 
   // Many ids may name a row, and many threads may see them: the first of all raises the count.
@@ -190,6 +199,7 @@ class Insertion {
       if (memory_.tags[slot] >= 0) evict(slot, worker);
       if (!plans_) tables_.decode(c.part, c.row, slot);
       memory_.tags[slot] = c.row;
+      if (!plans_) memory_.marks[slot] = mark_of(c.row);
       memory_.stamps[slot] = clock_;
       memory_.dirty[slot] = 0;
       if (memory_.counts) memory_.counts[slot] = c.count;

@@ -1,8 +1,8 @@
 // Where the rows of ids lie in a row cache. Compiled once per instruction set: no torch header and no std template
 // here.
 //
-// Ids are mapped to sets a few at a time, so that the tags of all of them are on their way before the first is
-// compared.
+// Ids are mapped to sets a few at a time, so that the marks of all of them are on their way before the first is
+// compared, and then the tags.
 #include "core/simd.h"
 #include "cpu/bag_blocks.h"
 #include "cpu/row_cache_find.h"
@@ -33,29 +33,16 @@ RK_HOST_DEVICE void rows_of(const Bags& bags, const Feature& f, const Id* ids, i
   }
 }
 
-// Whether all rows, if they count, are in the slots where they were before; `slots` are then these.
-RK_HOST_DEVICE bool are_there(const FindSlots& a, const CachePlace& place, int64_t begin, int64_t count,
-                              const int64_t* rows) {
-  const int64_t first = place.first * a.cache.ways;
-  const auto slots_here = static_cast<uint64_t>(place.sets * a.cache.ways);
-  bool there = true;
-  for (int64_t j = 0; j < count; ++j) {
-    const int64_t slot = a.before[begin + j];
-    // Compared unsigned, so that one below the first is out of range too.
-    const bool known = static_cast<uint64_t>(slot) - static_cast<uint64_t>(first) < slots_here;
-    there = there && (known ? a.cache.tags[slot] == rows[j] : rows[j] == kNoRow);
-    a.slots[begin + j] = known ? slot : -1;
-  }
-  return there;
-}
-
+// kWays: of a set, where that is known beforehand, else 0.
 template <int kWays, class Id>
 void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Bags bags = a.bags;
   const Feature f = *k.feature;
   const CachePlace place = k.place;
-  const int64_t ways = a.cache.ways, *tags = a.cache.tags;
-  int64_t rows[kAtOnce], firsts[kAtOnce];
+  const int64_t ways = kWays ? kWays : a.cache.ways, *tags = a.cache.tags;
+  const int64_t at_once = ways < kWaysAtOnce ? ways : kWaysAtOnce;
+  const uint8_t* marks = a.cache.marks;
+  int64_t rows[kAtOnce], firsts[kAtOnce], maybe[kAtOnce];
   for (int64_t begin = k.begin; begin < k.end; begin += kAtOnce) {
     const int64_t count = k.end - begin < kAtOnce ? k.end - begin : kAtOnce;
     rows_of(bags, f, static_cast<const Id*>(bags.ids), begin, count, rows, bounds);
@@ -63,13 +50,18 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
       for (int64_t j = 0; j < count; ++j) a.slots[begin + j] = -1;
       continue;
     }
-    if (a.before && are_there(a, place, begin, count, rows)) continue;
-    for (int64_t j = 0; j < count; ++j) firsts[j] = place.set(rows[j]) * ways;
-    for (int64_t j = 0; j < count; ++j)
-      for (int64_t tag = 0; tag < ways; tag += 8) prefetch_line(tags + firsts[j] + tag);
     for (int64_t j = 0; j < count; ++j) {
-      const int64_t way = way_of<kWays>(tags + firsts[j], ways, rows[j]);
-      a.slots[begin + j] = way < 0 ? -1 : firsts[j] + way;
+      firsts[j] = place.set(rows[j]) * ways;
+      prefetch_bytes(marks + firsts[j], at_once);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const uint32_t found = marked_ways(marks + firsts[j], at_once, mark_of(rows[j]));
+      maybe[j] = found ? firsts[j] + lowest_bit(found) : -1;
+      if (found) prefetch_line(tags + maybe[j]);
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      const bool certain = maybe[j] >= 0 ? tags[maybe[j]] == rows[j] : ways <= kWaysAtOnce;
+      a.slots[begin + j] = certain ? maybe[j] : a.cache.slot_of(place, rows[j]);
     }
   }
 }

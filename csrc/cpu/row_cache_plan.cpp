@@ -41,7 +41,7 @@ std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, con
   const Scratch<uint8_t> counts = history.lfu ? copy_of<uint8_t>(history.counts) : Scratch<uint8_t>();
   for (int64_t slot = 0; halves && slot < history.counts->numel(); ++slot) counts[slot] = halved_count(counts[slot]);
   uint8_t* rows = history.lfu ? history.row_counts->mutable_data_ptr<uint8_t>() : nullptr;
-  const Memory memory{tags.get(), stamps.get(), dirty.get(), counts.get(), rows, nullptr, true};
+  const Memory memory{tags.get(), stamps.get(), nullptr, dirty.get(), counts.get(), rows, nullptr, true};
   const CachedTables tables(in, view, nullptr, {}, clock);
   Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
   insertion.only_plan(halves);
@@ -58,17 +58,18 @@ Tensor distinct(std::vector<int64_t> rows, const Tensor& like) {
 }
 
 std::tuple<Tensor, Tensor> plan(
-    const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts,
-    int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values,
-    const Tensor& offsets, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& seed, const std::string& policy,
-    const OptionalTensor& cache_counts, const OptionalTensor& row_counts, int64_t decay_every, bool inserts) {
+    const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
+    const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+    const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+    int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+    const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+    const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
+    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& seed,
+    const std::string& policy, const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
+    int64_t decay_every, bool inserts) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -76,10 +77,10 @@ std::tuple<Tensor, Tensor> plan(
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const bool lfu = parse_policy(policy);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
-  const OptionalTensor none, tags = cache_tags, dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts,
-                             stamps = cache_stamps;
-  const CacheArguments arguments{none, none, tags, dirty, sets, starts, cache_ways};
-  const CacheInput cache = read_cache(arguments, layout, in, values, false);
+  const OptionalTensor none, tags = cache_tags, marks = cache_marks, dirty = cache_dirty, sets = cache_sets,
+                             starts = cache_set_starts, stamps = cache_stamps;
+  const CacheArguments arguments{none, none, tags, marks, dirty, sets, starts, cache_ways};
+  const CacheInput cache = read_cache(arguments, layout, in, values, CacheUse::kFind);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, none, lfu, decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
@@ -87,7 +88,7 @@ std::tuple<Tensor, Tensor> plan(
   check_slots(dirty, cache_tags.numel(), values, "cache_dirty", ScalarType::Byte);
   const UpdateRounding how = read_rounding(cache_tags, layout, "stochastic", seed, none);
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
-  in.raise(find_slots(in, cache.view, nullptr, slots.get()));
+  in.raise(find_slots(in, cache.view, slots.get()));
 
   std::vector<int64_t> rows, written;
   list_missing(in, cache.view, slots.get(), &rows, &written);

@@ -92,7 +92,8 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
     const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
     int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
     std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
+    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+    const OptionalTensor&, int64_t) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -131,7 +132,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
                             combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype, none, none, none, none, none, none, 0);
+                            output_dtype, none, none, none, none, none, none, none, 0);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -150,8 +151,8 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
     const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
     const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
+    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -159,14 +160,15 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
   check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(weights, layout, rounding, seed, table_ids);
-  check_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout,
-              values);
+  check_cache(
+      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
+      layout, values, CacheUse::kUpdate);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
                             format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
                             combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_sets,
+                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets,
                             cache_set_starts, cache_ways);
 }
 

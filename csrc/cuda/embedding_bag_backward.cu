@@ -146,15 +146,13 @@ void update_floats(const SumArgs& args, const UpdateArgs& update, Optimizer opti
   else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
 }
 
-// A warp takes a run: where its row is in the cache, which is changed there.
+// Where a run's row is in the cache, which is changed there.
 __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
   if (a.skip.now()) return;
-  const Group<kWarpSize> warp;
-  for (int64_t run = Group<kWarpSize>::first(); run < *a.runs.num_runs; run += Group<kWarpSize>::stride()) {
+  for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
     const CachePlace place = place_of(cache, a.features, part_of_run(a.runs, a.bags, run));
     const auto row = static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]);
-    const int64_t slot = place.sets ? find_slot(cache.tags, cache.ways, place.set(row), row, warp.lane) : -1;
-    if (warp.lane != 0) continue;
+    const int64_t slot = place.sets ? cache.view().slot_of(place, row) : -1;
     slots[run] = slot;
     if (slot >= 0) cache.dirty[slot] = 1;
   }
@@ -166,7 +164,7 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
   const ChunkSums sums = sum_chunks(in, &args, like, stream);
   const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
   if (cache.tags) {
-    launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, kWarpSize), dim3(kThreads), 0, stream, args, cache,
+    launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, 1), dim3(kThreads), 0, stream, args, cache,
            slots.mutable_data_ptr<int64_t>());
     args.cache = {slots.const_data_ptr<int64_t>(), cache.offsets, false};
   }
@@ -304,27 +302,25 @@ Moments read_moments(const UpdateState& state, const Features& f) {
   return moments;
 }
 
-void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets,
-                    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-                    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-                    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-                    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-                    const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                    int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-                    const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-                    double beta2, double weight_decay, const std::string& weight_decay_mode,
-                    std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-                    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-                    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-                    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-                    const OptionalTensor& cache_tags, const OptionalTensor& cache_dirty,
-                    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+void backward_fused(
+    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
+    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
+    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
+    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
+    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
+    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
+    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
+    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
+    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
+    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
@@ -348,9 +344,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
   const float* overflow = optional_scalar(found_inf, weights, "found_inf");
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
-  const CacheTensors cache =
-      read_cache({cache_rows, cache_offsets, cache_tags, cache_dirty, cache_sets, cache_set_starts, cache_ways}, layout,
-                 in, values);
+  const CacheTensors cache = read_cache(
+      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
+      layout, in, values);
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
   check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);

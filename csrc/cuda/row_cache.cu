@@ -70,7 +70,7 @@ struct FindArgs {
   int64_t* status;
 };
 
-// A warp takes a bag: its ids one to a lane, then all lanes one id's set after the other.
+// A warp takes a bag, and a lane of it an id.
 __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<kWarpSize> warp;
@@ -82,25 +82,18 @@ __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
     const Range ids = range_of(a.bags, bag, a.status);
     for (int64_t begin = ids.start; begin < ids.stop; begin += kWarpSize) {
       const int64_t i = begin + warp.lane;
-      int64_t row = -1, set = 0, slot = -1;
+      int64_t row = -1;
       if (i < ids.stop) {
         const int64_t id = a.bags.id(i);
         if (!a.bags.in_range(id, f)) note_bad(a.status, i);
         else if (id != a.bags.padding_idx && alone && place.sets > 0)
           row = f.row_offset + (a.features.parts ? a.features.parts[part].partition.row(id) : id);
-        if (row >= 0) set = place.set(row);
-      }
-      const int here = static_cast<int>(ids.stop - begin < kWarpSize ? ids.stop - begin : kWarpSize);
-      for (int u = 0; u < here; ++u) {
-        const int64_t wanted = warp.broadcast(row, u), in = warp.broadcast(set, u);
-        if (wanted < 0) continue;
-        const int64_t found = find_slot(a.cache.tags, a.cache.ways, in, wanted, warp.lane);
-        if (warp.lane == u) slot = found;
       }
       if (i >= ids.stop) continue;
+      const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
       a.slots[i] = slot;
       if (a.missing.keys && row >= 0 && slot < 0)
-        a.missing.keys[i] = static_cast<uint64_t>(set) << a.missing.row_bits | static_cast<uint64_t>(row);
+        a.missing.keys[i] = static_cast<uint64_t>(place.set(row)) << a.missing.row_bits | static_cast<uint64_t>(row);
     }
   }
 }
@@ -144,16 +137,16 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
-              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
-              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
-              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
+              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& values, const Tensor& offsets,
+              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
+              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
+              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
+              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
+              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
+              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
               const std::string& bounds_check) {
   const TableLayout layout{
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
@@ -162,11 +155,12 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_sets, const Tensor& 
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OnDeviceOf device(cache_tags);
   const cudaStream_t stream = device.stream();
-  const OptionalTensor none, tags = cache_tags, sets = cache_sets, starts = cache_set_starts;
+  const OptionalTensor none, tags = cache_tags, marks = cache_marks, sets = cache_sets, starts = cache_set_starts;
   // The weights are not read: any table fits.
   constexpr int64_t kAnySize = INT64_MAX / 8;
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, kAnySize, 1, true, stream);
-  const CacheTensors cache = read_cache({none, none, tags, none, sets, starts, cache_ways}, layout, in, values, false);
+  const CacheTensors cache =
+      read_cache({none, none, tags, marks, none, sets, starts, cache_ways}, layout, in, values, CacheUse::kFind);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, kAnySize, false, values, stream);
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
@@ -199,8 +193,9 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_weights(weights, values, layout);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
-                       sets = cache_sets, starts = cache_set_starts;
-  const CacheTensors cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
+                       sets = cache_sets, starts = cache_set_starts, none;
+  const CacheTensors cache =
+      read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
   in.features.table_ids = how.table_ids;
   check_clock(cache_clock, values);
@@ -241,16 +236,17 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 }  // namespace
 
 CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
-                        const Tensor& values, bool has_rows) {
+                        const Tensor& values, CacheUse use) {
   CacheTensors out{};
-  if (!check_cache(cache, layout, values, has_rows)) return out;
+  if (!check_cache(cache, layout, values, use)) return out;
   out.num_parts = in.num_parts;
   out.sets = cache.sets->const_data_ptr<int64_t>();
   out.set_starts = cache.set_starts->const_data_ptr<int64_t>();
   out.tags = cache.tags->mutable_data_ptr<int64_t>();
+  out.marks = optional_pointer<uint8_t>(cache.marks);
   out.ways = cache.ways;
   out.num_slots = cache.tags->numel();
-  if (!has_rows) return out;
+  if (use == CacheUse::kFind) return out;
   out.offsets = cache.offsets->const_data_ptr<int64_t>();
   out.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
   out.rows = cache.rows->mutable_data_ptr<float>();

@@ -12,9 +12,12 @@ struct CacheTensors {
   const int64_t *sets, *set_starts, *offsets;  // of the parts
   int64_t num_parts;
   int64_t* tags;
-  uint8_t* dirty;
+  uint8_t *marks, *dirty;
   float* rows;
   int64_t ways, num_slots, num_elements;
+
+  // What rows are found by.
+  RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
 };
 
 inline namespace RK_ISA {
@@ -42,22 +45,12 @@ __device__ __forceinline__ T warp_min(T x) {
   return x;
 }
 
-// The slot of a row, which a whole warp looks for in its set, or -1.
-__device__ __forceinline__ int64_t find_slot(const int64_t* tags, int64_t ways, int64_t set, int64_t row, int lane) {
-  const int64_t first = set * ways;
-  int64_t found = INT64_MAX;
-  for (int64_t way = lane; way < ways; way += kWarpSize)
-    if (tags[first + way] == row) found = first + way;
-  found = warp_min(found);
-  return found == INT64_MAX ? -1 : found;
-}
-
 }  // namespace RK_ISA
 
 // Checks on the device, with kBadLayout for what is wrong, that places lie in the cache and apart from each other.
 void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status, cudaStream_t stream);
 CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
-                        const Tensor& values, bool has_rows = true);
+                        const Tensor& values, CacheUse use = CacheUse::kUpdate);
 
 // What finding the slots of ids also gives insertion: the sorting key of each id whose row is in none; or null.
 struct MissingKeys {

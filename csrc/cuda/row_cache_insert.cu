@@ -152,6 +152,7 @@ __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot) {
   }
   a.moves.slots[i] = slot;
   a.cache.tags[slot] = row;
+  a.cache.marks[slot] = mark_of(row);
   a.stamps[slot] = *a.clock;
   a.cache.dirty[slot] = 0;
   if (a.counts) a.counts[slot] = a.row_counts[row];
@@ -311,16 +312,17 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
 }
 
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
-              const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-              const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values, const Tensor& offsets,
-              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
-              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
+              const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
+              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
+              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
+              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
+              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
+              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
+              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
+              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
+              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
               const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
               const OptionalTensor& table_ids, const std::string& policy, const OptionalTensor& cache_counts,
               const OptionalTensor& row_counts, const OptionalTensor& cache_stats, int64_t decay_every) {
@@ -334,9 +336,9 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const OnDeviceOf device(weights);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
-  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
-                       sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
-  const CacheArguments arguments{rows, places, tags, dirty, sets, starts, cache_ways};
+  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
+                       dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
+  const CacheArguments arguments{rows, places, tags, marks, dirty, sets, starts, cache_ways};
   const CacheTensors cache = read_cache(arguments, layout, in, values);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);

@@ -31,23 +31,72 @@ struct CachePlace {
   }
 };
 
-// The way of a set's tags that is a row's, or -1. A number of ways that is known beforehand (kWays; else 0) takes a
-// handful of instructions: there is no branch, so that compilers look at several at once.
-template <int kWays>
-RK_HOST_DEVICE int64_t way_of(const int64_t* tags, int64_t ways, int64_t row) {
-  int64_t found = 0;
-  const int64_t n = kWays ? kWays : ways;
-  for (int64_t way = 0; way < n; ++way) found |= tags[way] == row ? way + 1 : 0;
-  return found - 1;
+// A set is searched by these bytes, an eighth of what its tags are.
+RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
+
+// At most eight marks, the first of them lowest.
+RK_HOST_DEVICE uint64_t eight_marks(const uint8_t* marks, int64_t n) {
+  uint64_t word = 0;
+#if defined(__CUDA_ARCH__)
+  if (n >= 8 && reinterpret_cast<uintptr_t>(marks) % 8 == 0) return *reinterpret_cast<const uint64_t*>(marks);
+#else
+  if (n >= 8) {
+    __builtin_memcpy(&word, marks, 8);
+    return word;
+  }
+#endif
+  for (int64_t i = 0; i < n && i < 8; ++i) word |= static_cast<uint64_t>(marks[i]) << (8 * i);
+  return word;
+}
+
+// Ways that are searched at once.
+constexpr int64_t kWaysAtOnce = 32;
+
+// Bit w is set where mark w of the at most kWaysAtOnce is `mark`; at times also where it is not, as the tag then says.
+// There is no branch: where in its set a row lies cannot be guessed.
+RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
+  constexpr uint64_t kOnes = UINT64_C(0x0101010101010101), kGather = UINT64_C(0x0102040810204080);
+  uint64_t found = 0;
+  for (int64_t first = 0; first < n; first += 8) {
+    // Bytes that are equal become 0, which sets their highest bits; the subtraction may do so to a 1 above a 0, too.
+    const uint64_t differ = eight_marks(marks + first, n - first) ^ kOnes * mark;
+    const uint64_t zero = (differ - kOnes) & ~differ & (kOnes << 7);
+    found |= ((zero >> 7) * kGather >> 56) << first;
+  }
+  return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
+}
+
+// The way of a set that is a row's, or -1.
+RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t ways, int64_t row) {
+  const uint8_t mark = mark_of(row);
+  for (int64_t first = 0; first < ways; first += kWaysAtOnce) {
+    const int64_t n = ways - first < kWaysAtOnce ? ways - first : kWaysAtOnce;
+    uint32_t found =
+        n == kWaysAtOnce ? marked_ways(marks + first, kWaysAtOnce, mark) : marked_ways(marks + first, n, mark);
+    for (; found; found &= found - 1)
+      if (tags[first + lowest_bit(found)] == row) return first + lowest_bit(found);
+  }
+  return -1;
 }
 
 // A row cache as those see it who look rows up or update them.
 struct CacheView {
-  const int64_t* tags;       // of the slots; null: there is no cache
+  const int64_t* tags;  // of the slots; null: there is no cache
+  const uint8_t* marks;
   const CachePlace* places;  // of the parts
   float* rows;
   uint8_t* dirty;
   int64_t ways;
+
+  // The slot of a linear row of a part, which is looked for first where it may be; -1: in none.
+  RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row, int64_t maybe = -1) const {
+    // Compared unsigned, so that one below the first is out of range too.
+    const auto within = static_cast<uint64_t>(maybe) - static_cast<uint64_t>(place.first * ways);
+    if (within < static_cast<uint64_t>(place.sets * ways) && tags[maybe] == row) return maybe;
+    const int64_t first = place.set(row) * ways;
+    const int64_t way = way_of(tags + first, marks + first, ways, row);
+    return way < 0 ? -1 : first + way;
+  }
 };
 
 // The stream of noise of rows that leave (docs/numerics.md, "Random numbers").

@@ -45,8 +45,9 @@ bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const
   return true;
 }
 
-bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, bool has_rows) {
-  if (!cache.rows && !cache.tags && !cache.dirty && !cache.offsets && !cache.sets && !cache.set_starts) {
+bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, CacheUse use) {
+  if (!cache.rows && !cache.tags && !cache.marks && !cache.dirty && !cache.offsets && !cache.sets &&
+      !cache.set_starts) {
     check_value(cache.ways == 0, "cache_ways = ", cache.ways, " means nothing without cache_tags");
     return false;
   }
@@ -61,7 +62,8 @@ bool check_cache(const CacheArguments& cache, const TableLayout& layout, const T
   check_slots(cache.tags, slots, values, "cache_tags", ScalarType::Long);
   check_places(cache.sets, layout, values, "cache_sets");
   check_places(cache.set_starts, layout, values, "cache_set_starts");
-  if (!has_rows) return true;
+  if (use != CacheUse::kFlush) check_slots(cache.marks, slots, values, "cache_marks", ScalarType::Byte);
+  if (use == CacheUse::kFind) return true;
   check_rows(cache.rows, values);
   check_slots(cache.dirty, slots, values, "cache_dirty", ScalarType::Byte);
   check_places(cache.offsets, layout, values, "cache_offsets");
@@ -131,17 +133,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string layout = layout_schema();
   const std::string places = "Tensor cache_sets, Tensor cache_set_starts, ";
   const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None, Tensor? table_ids=None";
-  m.def(("row_cache_lookup(Tensor cache_tags, " + places + "int cache_ways, Tensor values, Tensor offsets, " + layout +
-         ") -> Tensor slots")
+  m.def(("row_cache_lookup(Tensor cache_tags, Tensor cache_marks, " + places +
+         "int cache_ways, Tensor values, Tensor offsets, " + layout + ") -> Tensor slots")
             .c_str());
   m.def(("row_cache_insert_(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor cache_offsets, Tensor(c!) cache_tags, "
-         "Tensor(d!) cache_dirty, " +
-         places + "int cache_ways, Tensor(e!) cache_stamps, Tensor(f!) cache_clock, Tensor values, Tensor offsets, " +
+         "Tensor(d!) cache_marks, Tensor(e!) cache_dirty, " +
+         places + "int cache_ways, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, Tensor values, Tensor offsets, " +
          layout + rounding +
-         ", str policy=\"lru\", Tensor(g!)? cache_counts=None, Tensor(h!)? row_counts=None, "
-         "Tensor(i!)? cache_stats=None, int decay_every=0) -> Tensor slots")
+         ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, "
+         "Tensor(j!)? cache_stats=None, int decay_every=0) -> Tensor slots")
             .c_str());
-  m.def(("row_cache_plan(Tensor cache_tags, Tensor cache_dirty, " + places +
+  m.def(("row_cache_plan(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, " + places +
          "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
          ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
          "int decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)")

@@ -2,11 +2,12 @@
 // without rounding (docs/numerics.md, "Row cache"). The contract that every backend keeps, and the checks they share.
 //
 // Slots. Set s has the slots s * cache_ways up to (s + 1) * cache_ways - 1. Tensors with an element for each slot:
-// cache_tags int64 (the linear row in the slot, or -1), cache_stamps int64 (the clock when it was used last),
-// cache_dirty uint8 (changed since it came in), cache_counts uint8 (uses, for policy "lfu"). Further: cache_clock, a
-// number, int64; row_counts uint8 (uses of every linear row that is not in a slot, for "lfu"); cache_stats int64
-// [tables, 6], indexed by table_ids, by part without them: ids looked up, those of them whose row was in a slot, rows
-// taken in, rows evicted, dirty rows of them that were encoded, rows that found no slot.
+// cache_tags int64 (the linear row in the slot, or -1), cache_marks uint8 (the lowest byte of its hash, by which a set
+// is searched; insertion writes it with the tag), cache_stamps int64 (the clock when it was used last), cache_dirty
+// uint8 (changed since it came in), cache_counts uint8 (uses, for policy "lfu"). Further: cache_clock, a number, int64;
+// row_counts uint8 (uses of every linear row that is not in a slot, for "lfu"); cache_stats int64 [tables, 6], indexed
+// by table_ids, by part without them: ids looked up, those of them whose row was in a slot, rows taken in, rows
+// evicted, dirty rows of them that were encoded, rows that found no slot.
 //
 // Places. For each part of the layout: cache_sets, how many sets its table's rows are spread over, 0 for a table that
 // is not cached; cache_set_starts, the first of them; cache_offsets. The row of slot s starts at element cache_offsets
@@ -36,9 +37,13 @@ struct CachedRows {
 
 // What an update needs, as it arrives.
 struct CacheArguments {
-  const OptionalTensor &rows, &offsets, &tags, &dirty, &sets, &set_starts;
+  const OptionalTensor &rows, &offsets, &tags, &marks, &dirty, &sets, &set_starts;
   int64_t ways;
 };
+
+// What is done with a cache: rows are found, which takes no rows and offsets; found and updated; encoded, which takes
+// no marks.
+enum class CacheUse { kFind, kUpdate, kFlush };
 
 // The tensors that only the cache's own ops take, as they arrive.
 struct CacheHistory {
@@ -60,8 +65,7 @@ enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCach
 
 // Whether there is a cache; shapes, dtypes and devices if so.
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values);
-RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values,
-                           bool has_rows = true);
+RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, CacheUse use);
 // That a tensor has an element for every slot.
 RK_EXPORT void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name,
                            ScalarType dtype);

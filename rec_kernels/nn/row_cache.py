@@ -36,7 +36,7 @@ class RowCache:
     Args:
         fraction: how many of the tables' rows have a slot: one number in [0, 1] for all, or table name -> number
             (tables that are not named are not cached). Tables of one ``embedding_dim`` share their slots, except those
-            with fraction 1, whose rows all have one.
+            with fraction 1 or, unless it is 0, at most ``ways`` rows: all of these have one.
         ways: slots of a set, 1 to 1024; a row can be in any slot of one set.
         policy: which row leaves: "lru", the one that has not been used for longest; "lfu", the one with the fewest
             uses, which stays if the new row has had no more. Uses are counted by batch, in one byte a row.
@@ -151,6 +151,7 @@ class CacheState(nn.Module):
             state["row_counts"] = zeros(rows, torch.uint8, device)
         for name, tensor in state.items():
             self.register_buffer(name, tensor)
+        self.register_buffer("marks", zeros(slots, torch.uint8, device), persistent=False)
         stats = torch.zeros(len(stored), len(COUNTERS), dtype=torch.int64, device=device)
         self.register_buffer("stats", stats, persistent=False)
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
@@ -182,7 +183,7 @@ class CacheState(nn.Module):
 
         shared: dict[int, list[int]] = {}
         for i, (table, fraction) in enumerate(zip(self._stored, self.fractions, strict=True)):
-            if fraction == 1:
+            if fraction == 1 or (fraction > 0 and table.num_embeddings <= ways):
                 add(table.embedding_dim, [i], table.num_embeddings)
             elif fraction > 0:
                 shared.setdefault(table.embedding_dim, []).append(i)
@@ -207,14 +208,14 @@ class CacheState(nn.Module):
 
     def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
         """[N]: the slots of ids; nothing changes. ``layout`` is the ops'."""
-        return _ops.row_cache_lookup(self.tags, *self._places().values(), *bags, **layout)
+        return _ops.row_cache_lookup(self.tags, self.marks, *self._places().values(), *bags, **layout)
 
     def insert(
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
         """[N]: the slots of a batch's ids, whose rows come in if they can."""
         own = self._policy() | {"cache_stats": self.stats}
-        slots = (self.rows, self._offsets, self.tags, self.dirty)
+        slots = (self.rows, self._offsets, self.tags, self.marks, self.dirty)
         history = (self.stamps, self.clock)
         return _ops.row_cache_insert_(
             weights, *slots, *self._places().values(), *history, *bags, **layout, **rounding, **own
@@ -224,7 +225,7 @@ class CacheState(nn.Module):
         self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
     ) -> tuple[Tensor, Tensor]:
         """Linear rows that a batch reads in the tables, and those of them that it may write there."""
-        slots = (self.tags, self.dirty, *self._places().values(), self.stamps, self.clock)
+        slots = (self.tags, self.marks, self.dirty, *self._places().values(), self.stamps, self.clock)
         return _ops.row_cache_plan(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
 
     def _policy(self) -> dict[str, object]:
@@ -266,13 +267,14 @@ class CacheState(nn.Module):
             "cache_offsets": self._offsets,
             "cache_slots": slots,
             "cache_tags": self.tags,
+            "cache_marks": self.marks,
             **self._places(),
         }
 
     def update_arguments(self) -> dict[str, object]:
         """Of an update."""
-        own = {"cache_rows": self.rows, "cache_offsets": self._offsets, "cache_tags": self.tags}
-        return own | {"cache_dirty": self.dirty} | self._places()
+        own = {"cache_rows": self.rows, "cache_offsets": self._offsets, "cache_dirty": self.dirty}
+        return own | {"cache_tags": self.tags, "cache_marks": self.marks} | self._places()
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Of each stored table, by name: what ``COUNTERS`` names."""
@@ -292,7 +294,7 @@ class CacheState(nn.Module):
 
     def num_bytes(self) -> int:
         """Of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
-        names = ("rows", "tags", "stamps", "dirty", "counts", "row_counts")
+        names = ("rows", "tags", "marks", "stamps", "dirty", "counts", "row_counts")
         held = [self._buffers[name] for name in names if name in self._buffers]
         return sum(t.numel() * t.element_size() for t in held)
 
@@ -333,6 +335,7 @@ class CacheState(nn.Module):
             if self._buffers[name] is not buffer:
                 buffer.copy_(self._buffers[name])
                 self._buffers[name] = buffer
+        self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:
         """What a ``state_dict()`` has of it."""
@@ -353,8 +356,21 @@ def _on_host(numbers: Tensor) -> Tensor:
 
 
 def slot_bytes(embedding_dim: int, policy: str) -> int:
-    """Of a slot: a row of float32, tag and stamp, the dirty flag, and under "lfu" the count."""
-    return 4 * embedding_dim + 8 + 8 + 1 + (policy == "lfu")
+    """Of a slot: a row of float32, tag and stamp, mark and dirty flag, and under "lfu" the count."""
+    return 4 * embedding_dim + 8 + 8 + 1 + 1 + (policy == "lfu")
+
+
+def marks_of(tags: Tensor) -> Tensor:
+    """uint8 [slots]: ``cache_marks`` of the ops, a byte of each tag's hash (docs/numerics.md); 0 of empty slots."""
+    h = tags
+    for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
+        h = (h ^ _shifted(h)) * (factor - (1 << 64))  # int64 wraps around
+    return torch.where(tags < 0, 0, (h ^ _shifted(h)) & 0xFF).to(torch.uint8)
+
+
+def _shifted(h: Tensor) -> Tensor:
+    """33 places to the right, zeros coming in."""
+    return (h >> 33) & ((1 << 31) - 1)
 
 
 def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, stored: list[StoredTable]) -> bool:

@@ -58,7 +58,7 @@ _UPDATE = (
 )
 # What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come
 # in since.
-_CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_sets", "cache_set_starts", "cache_ways")
+_CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_marks", "cache_sets", "cache_set_starts", "cache_ways")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
 
@@ -114,7 +114,7 @@ def _rows_in_cache(ctx, values: Tensor, offsets: Tensor) -> dict[str, Tensor]:
     c = ctx.cache
     slots = c["cache_slots"]
     if c["cache_tags"] is not None:
-        places = (c["cache_tags"], c["cache_sets"], c["cache_set_starts"], c["cache_ways"])
+        places = (c[name] for name in _CACHE[2:])
         slots = _ops.row_cache_lookup(*places, values, offsets, **ctx.layout)
     return {"cache_rows": c["cache_rows"], "cache_offsets": c["cache_offsets"], "cache_slots": slots}
 

@@ -90,6 +90,11 @@ class Slot:
     count: int = 0
     numbers: Tensor | None = None
 
+    @property
+    def mark(self) -> int:
+        """What the row is searched by."""
+        return fmix64(self.tag) % 256 if self.tag >= 0 else 0
+
 
 @dataclass
 class Stats:
