@@ -19,8 +19,8 @@ _ops = torch.ops.rec_kernels
 #: The row formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 
-# Rows that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
-_ROWS_AT_ONCE = 1 << 18
+# Numbers that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
+_FLOATS_AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -252,9 +252,11 @@ def initialize(
         weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
         return
     in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
-    step = min(most or rows, _ROWS_AT_ONCE) if in_chunks else rows
+    step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
+    # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
+    chunk = torch.empty(min(step, rows), table.embedding_dim, device=weight.device)
     for first in range(0, rows, step):
-        floats = torch.empty(min(step, rows - first), table.embedding_dim, device=weight.device)
+        floats = chunk[: rows - first]
         floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
         if not weight.is_meta:
             _write(weight, encode(floats, table.format), first, most, begin)
