@@ -71,7 +71,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
                        sets = cache_sets, starts = cache_set_starts;
   const CacheInput cache = read_cache({rows, places, tags, dirty, sets, starts, cache_ways}, layout, in, values);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
   check_tables_apart(in);
   check_clock(cache_clock, values);
