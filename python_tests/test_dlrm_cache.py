@@ -87,7 +87,7 @@ def test_on_disk_as_in_memory(whole) -> None:
     assert state(whole["host"]).keys() == state(whole["device"]).keys()
     assert (whole["disk"] / "embeddings.rows").exists()
     tests = [records(run)[-1] for run in whole.values()]
-    assert tests[0] == tests[1]
+    assert tests[0] == tests[1] == tests[2]
 
 
 def test_records(whole) -> None:
@@ -123,7 +123,9 @@ def test_report(whole) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{}, HOST, DISK, DISK | {"checkpoint_every": 2}], ids=["device", "host", "disk", "checkpoints"]
+    "more",
+    [{}, HOST, HOST | {"checkpoint_every": 2}, DISK, DISK | {"checkpoint_every": 2}],
+    ids=["device", "host", "host_checkpoints", "disk", "checkpoints"],
 )
 def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
     """With the bits of a run that was left alone."""
