@@ -2,14 +2,17 @@
 
 41 GB of int8 rows, a cache of 2 GB, Zipf ids. The bytes over the bus are counted from what the cache has done: rows
 that came in and that left encoded, and for rows without a slot a read by the lookup and a read and a write by the
-update; a row that several bags of a batch have is read more than once, so they are the least. Nothing is overwritten
-between calls: a step's own rows are what the L2 would have.
+update; a row that several bags of a batch have is read more than once, so they are the least. After its backward a step
+multiplies two matrices, as dense layers would, which what is prefetched can run beside. Steps are timed many at a time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,7 +20,6 @@ from torch import Tensor
 
 import rec_kernels as rk
 from bench.gpu.cases import ZIPF, batches_of_ids
-from bench.gpu.timing import BESIDE_MS, CudaTimer, WallClock, median_ms
 from bench.shapes import Workload
 
 FULL = Workload("host-d120-zipf", 8, 4096, 40_000_000, 120, 8, zipf=ZIPF), 2_000_000_000
@@ -29,7 +31,7 @@ SUBJECTS = {
     "host": ("host", False),
     "host, prefetched": ("host", True),
 }
-BATCHES, WARM_UP = 64, 256
+BATCHES, WARM_UP, TIMED, REPETITIONS = 64, 256, 64, 9
 
 
 class _Zeros:
@@ -63,6 +65,8 @@ class Steps:
         offsets = torch.arange(0, w.tables * w.batch * w.bag + 1, w.bag, device=device)
         keys = self.module.feature_names
         self._batches = [rk.KeyedJaggedTensor(keys, i, offsets=offsets) for i in batches_of_ids(w, device, BATCHES)]
+        side = 4096 if device.type == "cuda" else 64
+        self._dense = torch.randn(side, side, device=device)
         self._grad = torch.randn(w.batch, w.tables * w.dim, device=device)
         self.step = 0
 
@@ -73,6 +77,11 @@ class Steps:
         if self._prefetches:
             self.module.prefetch(self._batches[self.step % BATCHES])
         pooled.backward(self._grad)
+        self.dense()
+
+    def dense(self) -> Tensor:
+        """The part of a step that has nothing to do with tables."""
+        return self._dense @ self._dense
 
     def bus_bytes(self) -> int:
         """The least that went over the bus so far."""
@@ -83,24 +92,36 @@ class Steps:
         return self.module.tier_report()["moved_bytes"] + 3 * row * left_out
 
 
-def measure(w: Workload, name: str, cache_bytes: int, device: torch.device, budget_ms: float) -> dict[str, object]:
+def ms_of(call: Callable[[], object], count: int, device: torch.device) -> float:
+    """Of a call, among ``count`` of them."""
+    if device.type == "cpu":
+        start = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - start) * 1e3 / count
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        call()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / count
+
+
+def measure(w: Workload, name: str, cache_bytes: int, device: torch.device, count: int) -> dict[str, object]:
     """Time, bytes over the bus and hit rate of a step, once the cache holds what is used most."""
     steps = Steps(w, name, cache_bytes, device)
-    timer = CudaTimer() if device.type == "cuda" else WallClock()
-    for _ in range(WARM_UP if device.type == "cuda" else 4):
-        steps()
-    if steps.module.row_cache is not None:
-        steps.module.row_cache.stats.zero_()
+    cache = steps.module.row_cache
+    ms_of(steps, WARM_UP if device.type == "cuda" else 4, device)
+    if cache is not None:
+        cache.stats.zero_()
     first = steps.step
-    found = median_ms(timer, steps, lambda _: None, budget_ms)
-    rate = None
-    if steps.module.row_cache is not None:
-        lookups, hits = steps.module.row_cache.stats.sum(0)[:2].tolist()
-        rate = hits / lookups
+    ms = statistics.median(ms_of(steps, count, device) for _ in range(REPETITIONS))
     moved = steps.bus_bytes() // (steps.step - first)
-    tiers = steps.module.tier_report()
-    per_second = moved / found["ms"] / 1e6
-    return {"name": name, **found, "bus_bytes": moved, "bus_gb_per_s": per_second, "hit_rate": rate, "tiers": tiers}
+    found = {"name": name, "ms": ms, "dense_ms": ms_of(steps.dense, count, device), "bus_bytes": moved}
+    lookups, hits = (0, 0) if cache is None else cache.stats.sum(0)[:2].tolist()
+    found |= {"bus_gb_per_s": moved / ms / 1e6, "hit_rate": hits / lookups if lookups else None}
+    return found | {"tiers": steps.module.tier_report()}
 
 
 def main() -> None:
@@ -113,14 +134,13 @@ def main() -> None:
         parser.error("torch sees no CUDA device; --device cpu tries the program without one")
     w, cache_bytes = FULL if args.device == "cuda" else TRIAL
     print(f"{w.name}: {w.tables} tables x {w.rows} rows, {w.batch} bags x {w.bag} ids; cache of {cache_bytes} bytes")
-    results = []
+    device, results = torch.device(args.device), []
     for name in SUBJECTS:
-        device = torch.device(args.device)
-        results.append(measure(w, name, cache_bytes, device, 2_000 if device.type == "cuda" else BESIDE_MS))
-        r, hits = results[-1], "-" if results[-1]["hit_rate"] is None else f"{results[-1]['hit_rate']:.1%}"
-        print(
-            f"{name:20} {r['ms']:8.3f} ms  {r['bus_bytes'] / 1e6:8.2f} MB  {r['bus_gb_per_s']:6.2f} GB/s  hits {hits}"
-        )
+        r = measure(w, name, cache_bytes, device, TIMED if device.type == "cuda" else 2)
+        results.append(r)
+        times = f"{name:18}{r['ms']:9.3f} ms, dense {r['dense_ms']:.3f}"
+        hits = "" if r["hit_rate"] is None else f", hits {r['hit_rate']:.1%}"
+        print(f"{times}, bus {r['bus_bytes'] / 1e6:.2f} MB, {r['bus_gb_per_s']:.2f} GB/s{hits}")
         if device.type == "cuda":
             torch.cuda.empty_cache()
     if args.output is not None:
