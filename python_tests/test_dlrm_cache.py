@@ -30,6 +30,7 @@ OPTIONS = {
 }
 OPTIONS |= {"cache": 0.05, "decay_every": 7, "eval_every": 11, "valid_fraction": 0.2}
 DISK = {"backing": "disk", "memory_budget": "1400KiB"}
+HOST = {"backing": "host"}
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +48,9 @@ def config(data_dir):
 
 @pytest.fixture(scope="module")
 def whole(config, tmp_path_factory) -> dict[str, Path]:
-    """A run that was left alone, in memory, and one on disk."""
+    """Runs that were left alone: in memory, in host memory, and on disk."""
     found = {}
-    for backing, more in {"device": {}, "disk": DISK}.items():
+    for backing, more in {"device": {}, "host": HOST, "disk": DISK}.items():
         runs = tmp_path_factory.mktemp(backing)
         found[backing] = Path(train(config(runs, **more), progress=False)["directory"])
     return found
@@ -82,9 +83,11 @@ def test_on_disk_as_in_memory(whole) -> None:
     """Scores, hit rates, slots and MLPs."""
     assert any("row_cache.rows" in name for name in state(whole["disk"]))
     assert_same(whole["device"], whole["disk"])
+    assert_same(whole["device"], whole["host"])
+    assert state(whole["host"]).keys() == state(whole["device"]).keys()
     assert (whole["disk"] / "embeddings.rows").exists()
     tests = [records(run)[-1] for run in whole.values()]
-    assert tests[0] == tests[1]
+    assert tests[0] == tests[1] == tests[2]
 
 
 def test_records(whole) -> None:
@@ -116,10 +119,14 @@ def test_report(whole) -> None:
         assert "<th>hit rate</th>" in page
         for text in (summary(test), page):
             assert ("in files" in text) == (backing == "disk"), backing
-            assert "rows in memory" in text
+            assert ("rows in host memory" if backing == "host" else "rows in memory") in text
 
 
-@pytest.mark.parametrize("more", [{}, DISK, DISK | {"checkpoint_every": 2}], ids=["device", "disk", "checkpoints"])
+@pytest.mark.parametrize(
+    "more",
+    [{}, HOST, HOST | {"checkpoint_every": 2}, DISK, DISK | {"checkpoint_every": 2}],
+    ids=["device", "host", "host_checkpoints", "disk", "checkpoints"],
+)
 def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
     """With the bits of a run that was left alone."""
     fit = Run.fit
@@ -170,7 +177,7 @@ def test_evaluate(whole) -> None:
     [
         ({"cache": 1.5}, "cache is 1.5, allowed is 0 to 1"),
         ({"policy": "x"}, "policy is 'x', allowed is lru or lfu"),
-        ({"backing": "tape"}, "backing is 'tape', allowed is device or disk"),
+        ({"backing": "tape"}, "backing is 'tape', allowed is device, host or disk"),
         ({"memory_budget": "12 parsecs"}, "memory_budget is '12 parsecs', allowed is a number of bytes, or of kB"),
         ({"memory_budget": "0"}, "memory_budget is '0'"),
         ({"decay_every": 5}, "decay_every is 5, which needs a cache .now 0.0."),

@@ -85,15 +85,17 @@ def test_parts() -> None:
 
 
 def test_a_collection_takes_it() -> None:
-    """Fractions are those of rk.RowCache."""
+    """Fractions are those of rk.RowCache, and tiers its backings."""
     tables = [table("a", 400, 16), table("b", 300, 16)]
     counts = {"a": torch.arange(400), "b": torch.zeros(300, dtype=torch.int64)}
-    placed = rk.place_tables(tables, counts, cache_bytes=10_000)
-    cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4)
+    placed = rk.place_tables(tables, counts, cache_bytes=10_000, device_bytes=0)
+    assert {p.tier for p in placed.values()} == {"host"}
+    cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4, backing=placed["a"].tier)
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache)
     assert 0 < placed["a"].fraction < 1
     assert placed["b"].fraction == 0
     assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 19)  # sets are whole
+    assert module.tier_report()["host_bytes"] >= sum(p.encoded_bytes for p in placed.values())
 
 
 @pytest.mark.parametrize(

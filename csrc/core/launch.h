@@ -47,6 +47,13 @@ inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t 
   STD_CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
+// Where the current GPU finds memory of the host; null if that is not pinned.
+inline void* mapped_address(void* p) {
+  cudaPointerAttributes found{};
+  STD_CUDA_CHECK(cudaPointerGetAttributes(&found, p));
+  return found.type == cudaMemoryTypeUnregistered ? nullptr : found.devicePointer;
+}
+
 #if defined(__CUDACC__)
 // The block's shared memory, of as many bytes as launch() was given.
 template <class T>

@@ -128,9 +128,9 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
       partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
+  check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
-  read_rounding(weights, layout, rounding, seed, table_ids);
+  read_rounding(values, layout, rounding, seed, table_ids);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   read_cache(

@@ -348,8 +348,8 @@ void backward_fused(
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
-  check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  check_update(values, layout, state, step, lr, optimizer, beta1, beta2);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   const GradientStep gradient_step =
       parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
@@ -361,9 +361,9 @@ void backward_fused(
                               cache_dirty, cache_sets,    cache_set_starts, cache_ways};
   const CacheInput cache = read_cache(cached, layout, in, values);
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
-  const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
-  const float* overflow = optional_scalar(found_inf, weights, "found_inf");
-  const int64_t* found = options.raise ? optional_status(status, weights) : nullptr;
+  const float* scale = optional_scalar(grad_scale, values, "grad_scale");
+  const float* overflow = optional_scalar(found_inf, values, "found_inf");
+  const int64_t* found = options.raise ? optional_status(status, values) : nullptr;
   if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
 
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale

@@ -73,7 +73,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
                        sets = cache_sets, starts = cache_set_starts, none;
   const CacheInput cache =
       read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
   check_tables_apart(in);
   check_clock(cache_clock, values);

@@ -58,7 +58,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheInput cache = read_cache(arguments, layout, in, values);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   set_table_ids(how.table_ids, in);
   check_tables_apart(in);
   const int64_t tables = check_tables(in, history, !table_ids);

@@ -41,15 +41,8 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
 }
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& status) {
-  return {static_cast<const uint8_t*>(weights.const_data_ptr()),
-          in.features,
-          0,
-          in.bags,
-          nullptr,
-          RowFormat::kFp32,
-          in.output_dim,
-          status.mutable_data_ptr<int64_t>(),
-          CachedPool{}};
+  return {on_gpu(weights, in.values),         in.features, 0, in.bags, nullptr, RowFormat::kFp32, in.output_dim,
+          status.mutable_data_ptr<int64_t>(), CachedPool{}};
 }
 
 CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
@@ -60,8 +53,8 @@ CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, 
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, const CachedPool& cache,
                                    cudaStream_t stream) {
-  Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
-  Tensor status = new_status(in, weights.numel(), false, weights, stream);
+  Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
+  Tensor status = new_status(in, weights.numel(), false, in.values, stream);
   PoolArgs args = pool_args(weights, in, status);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
@@ -101,7 +94,7 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
-  const OnDeviceOf device(weights);
+  const OnDeviceOf device(values);
   const BagInput in =
       read_input(weights, values, offsets, per_sample_weights, layout, options, include_last_offset, device.stream());
   return forward(weights, in, type, read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values),
@@ -126,6 +119,7 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
   check_value(weights.numel() == start, "weights must have ", start,
               " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
   check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
+  check_same_device(weights, values, "weights", "values");  // gradients of tables are where the values are
   const OptionalTensor none;
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
@@ -157,9 +151,9 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
       weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
       partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
-  check_update(weights, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
+  check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
-  read_rounding(weights, layout, rounding, seed, table_ids);
+  read_rounding(values, layout, rounding, seed, table_ids);
   check_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
       layout, values, CacheUse::kUpdate);
@@ -189,12 +183,12 @@ Tensor per_sample_weights_gradient(
       partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_weights(weights, values, layout);
-  const OnDeviceOf device(weights);
+  const OnDeviceOf device(values);
   const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
-  Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
-  Tensor status = new_status(in, weights.numel(), false, weights, device.stream());
+  Tensor out = torch::stable::new_zeros(values, {&in.bags.num_ids, 1}, ScalarType::Float);
+  Tensor status = new_status(in, weights.numel(), false, values, device.stream());
   PoolArgs args = pool_args(weights, in, status);
   args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values);
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)

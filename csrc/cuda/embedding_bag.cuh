@@ -125,6 +125,10 @@ void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t st
 // out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
 void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);
 
+// The address of weights for kernels: in the memory of the GPU that has the values, or in the host's, if that is
+// pinned.
+uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
+
 // What the parts of a call with partition_starts are made from; null without.
 struct Partitions {
   const int64_t *divisors, *moduli;    // of each part

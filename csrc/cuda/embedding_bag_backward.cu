@@ -79,7 +79,7 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const OptionalTensor& weights,
                  const float* grad_scale, const Skip& skip) {
-  const auto* rows = in.multiplies ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
+  const auto* rows = in.multiplies ? on_gpu(*weights, in.values) : nullptr;
   return {o.runs,
           in.features,
           rows,
@@ -328,12 +328,12 @@ void backward_fused(
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
-  check_update(weights, layout, state, step, lr, optimizer, beta1, beta2);
+  check_update(values, layout, state, step, lr, optimizer, beta1, beta2);
   check_weights(weights, values, layout);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   const GradientStep gradient_step =
       parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
-  const OnDeviceOf device(weights);
+  const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
                           layout.embedding_dims ? 1 : weights.size(1), true, stream);
@@ -341,8 +341,8 @@ void backward_fused(
   const Moments moments = is_elementwise(optimizer) ? read_moments(state, in.features) : Moments{};
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
-  const float* scale = optional_scalar(grad_scale, weights, "grad_scale");
-  const float* overflow = optional_scalar(found_inf, weights, "found_inf");
+  const float* scale = optional_scalar(grad_scale, values, "grad_scale");
+  const float* overflow = optional_scalar(found_inf, values, "found_inf");
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
   const CacheTensors cache = read_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
@@ -350,10 +350,10 @@ void backward_fused(
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
   check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
-  const Skip skip{optional_status(status, weights), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
+  const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, weights, scale, skip);
   auto* counter = step.mutable_data_ptr<int64_t>();
-  const UpdateArgs update{static_cast<uint8_t*>(weights.mutable_data_ptr()),
+  const UpdateArgs update{on_gpu(weights, values),
                           state.pointers(),
                           lr.const_data_ptr<float>(),
                           static_cast<float>(eps),

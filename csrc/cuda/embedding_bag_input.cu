@@ -249,6 +249,15 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
 
 }  // namespace
 
+uint8_t* on_gpu(const Tensor& weights, const Tensor& values) {
+  auto* p = static_cast<uint8_t*>(weights.mutable_data_ptr());
+  if (weights.is_cuda() || weights.numel() == 0) return p;
+  p = static_cast<uint8_t*>(mapped_address(p));
+  check_value(p != nullptr, "weights is on cpu and not pinned: with values on cuda:", values.get_device_index(),
+              " it must be there, or in pinned memory");
+  return p;
+}
+
 BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
                    bool include_last_offset, cudaStream_t stream) {

@@ -185,25 +185,24 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
       num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
       partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const OnDeviceOf device(weights);
+  check_weights(weights, cache_tags, layout);
+  const OnDeviceOf device(cache_tags);
   const cudaStream_t stream = device.stream();
   const int64_t one = 1, no_ids = 0;
   const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);
   const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
-  check_weights(weights, values, layout);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
                        sets = cache_sets, starts = cache_set_starts, none;
   const CacheTensors cache =
       read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   in.features.table_ids = how.table_ids;
   check_clock(cache_clock, values);
   Tensor status = new_status(in, weights.numel(), true, values, stream);
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
-  FlushArgs args{{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, cache_clock.const_data_ptr<int64_t>(),
-                  how.stochastic},
+  FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},
                  cache,
                  in.features,
                  0,

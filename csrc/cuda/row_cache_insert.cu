@@ -333,7 +333,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const bool lfu = parse_policy(policy);
   check_weights(weights, values, layout);
-  const OnDeviceOf device(weights);
+  const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
@@ -343,7 +343,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
-  const UpdateRounding how = read_rounding(weights, layout, rounding, seed, table_ids);
+  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   in.features.table_ids = how.table_ids;
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, weights.numel(), true, values, stream);
@@ -362,7 +362,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.slots = slots.mutable_data_ptr<int64_t>();
   a.status = status.const_data_ptr<int64_t>();
   a.raise = options.raise;
-  const Eviction eviction{static_cast<uint8_t*>(weights.mutable_data_ptr()), how.seed, a.clock, how.stochastic};
+  const Eviction eviction{on_gpu(weights, values), how.seed, a.clock, how.stochastic};
   insert_all(in, history, a, eviction, status, values, stream);
   return slots;
 }

@@ -27,6 +27,10 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 
 inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t) { std::memcpy(to, from, bytes); }
 
+// Every tensor is in host memory here. Whether that counts as pinned is for tests to say.
+inline bool memory_is_pinned = true;
+inline void* mapped_address(void* p) { return memory_is_pinned ? p : nullptr; }
+
 template <class T>
 T* shared_memory() {
   return static_cast<T*>(emulator::shared_bytes());

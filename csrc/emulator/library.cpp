@@ -1,6 +1,6 @@
 // What the tests ask of the emulator itself.
 #include "core/stable.h"
-#include "emulator/block.h"
+#include "emulator/launch.h"
 
 namespace rec_kernels {
 namespace {
@@ -10,10 +10,18 @@ void set_order(int64_t order, int64_t seed) {
   emulator::set_order(static_cast<emulator::Order>(order), static_cast<uint64_t>(seed));
 }
 
+void set_pinned(bool pinned) { memory_is_pinned = pinned; }
+
 }  // namespace
 
-STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) { m.def("_set_order(int order, int seed) -> ()"); }
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  m.def("_set_order(int order, int seed) -> ()");
+  m.def("_set_pinned(bool pinned) -> ()");
+}
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) { m.impl("_set_order", TORCH_BOX(&set_order)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
+  m.impl("_set_order", TORCH_BOX(&set_order));
+  m.impl("_set_pinned", TORCH_BOX(&set_pinned));
+}
 
 }  // namespace rec_kernels

@@ -35,7 +35,7 @@ int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor&
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
 
 // `per_element`: state that may be bfloat16.
-void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimizer optimizer, const Tensor& weights,
+void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimizer optimizer, const Tensor& values,
                  const char* name) {
   check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
               kOptimizerNames[static_cast<int>(optimizer)], "\"");
@@ -43,7 +43,7 @@ void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimiz
   check_rank(*t, 1, name);
   if (!per_element || t->scalar_type() != ScalarType::BFloat16) check_dtype(*t, ScalarType::Float, name);
   check_contiguous(*t, name);
-  check_same_device(*t, weights, name, "weights");
+  check_same_device(*t, values, name, "values");
 }
 
 }  // namespace
@@ -205,7 +205,8 @@ OneTable read_one_table(const TableLayout& layout, int64_t rows, int64_t columns
 void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout) {
   check_dtype(weights, layout.formats ? ScalarType::Byte : ScalarType::Float, "weights");
   check_contiguous(weights, "weights");
-  check_same_device(weights, values, "weights", "values");
+  // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of cuda/embedding_bag.cuh to say.
+  if (!weights.is_cpu() || !values.is_cuda()) check_same_device(weights, values, "weights", "values");
   check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
 }
 
@@ -233,21 +234,21 @@ OptimizerState UpdateState::pointers() const {
   return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq), bf16};
 }
 
-void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state, const Tensor& step,
+void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state, const Tensor& step,
                   const Tensor& lr, Optimizer optimizer, double beta1, double beta2) {
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
-  check_same_device(step, weights, "step", "weights");
+  check_same_device(step, values, "step", "values");
   check_rank(lr, 0, "lr");
   check_dtype(lr, ScalarType::Float, "lr");
-  check_same_device(lr, weights, "lr", "weights");
+  check_same_device(lr, values, "lr", "values");
   const bool elementwise = is_elementwise(optimizer), adagrad = optimizer == Optimizer::kAdagrad;
   const bool moments = elementwise && !adagrad;
   const bool rowwise = optimizer == Optimizer::kRowwiseAdam;
-  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, adagrad, optimizer, weights, "sum");
-  check_state(state.exp_avg, moments, true, optimizer, weights, "exp_avg");
-  check_state(state.exp_avg_sq, moments, !rowwise, optimizer, weights, "exp_avg_sq");
-  check_state(state.beta_powers, moments, false, optimizer, weights, "beta_powers");
+  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, adagrad, optimizer, values, "sum");
+  check_state(state.exp_avg, moments, true, optimizer, values, "exp_avg");
+  check_state(state.exp_avg_sq, moments, !rowwise, optimizer, values, "exp_avg_sq");
+  check_state(state.beta_powers, moments, false, optimizer, values, "beta_powers");
   check_value(!moments || state.beta_powers->numel() == 2, "beta_powers must have 2 elements, got ",
               moments ? state.beta_powers->numel() : 0);
   check_value(!moments || rowwise || state.exp_avg_sq->numel() == state.exp_avg->numel(),
@@ -261,7 +262,7 @@ void check_update(const Tensor& weights, const TableLayout& layout, const Update
   check_value(state.moment_offsets.has_value() == offsets, "moment_offsets must ", offsets ? "" : "not ",
               "be given: they are for a layout and an optimizer with state for every element");
   if (offsets)
-    check_layout_tensor(state.moment_offsets, layout.embedding_dims->numel(), weights, "moment_offsets",
+    check_layout_tensor(state.moment_offsets, layout.embedding_dims->numel(), values, "moment_offsets",
                         ScalarType::Long);
 }
 
@@ -273,7 +274,7 @@ void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows
   if (optimizer == Optimizer::kRowwiseAdam) check(state.exp_avg_sq, "exp_avg_sq");
 }
 
-UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, const std::string& rounding,
+UpdateRounding read_rounding(const Tensor& values, const TableLayout& layout, const std::string& rounding,
                              const OptionalTensor& seed, const OptionalTensor& table_ids) {
   const bool stochastic = rounding == "stochastic";
   check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
@@ -282,12 +283,12 @@ UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, c
   if (seed) {
     check_rank(*seed, 0, "seed");
     check_dtype(*seed, ScalarType::Long, "seed");
-    check_same_device(*seed, weights, "seed", "weights");
+    check_same_device(*seed, values, "seed", "values");
     out.seed = seed->const_data_ptr<int64_t>();
   }
   if (table_ids) {
     check_value(layout.embedding_dims.has_value(), "embedding_dims is missing: table_ids mean nothing without it");
-    check_layout_tensor(table_ids, layout.embedding_dims->numel(), weights, "table_ids", ScalarType::Long);
+    check_layout_tensor(table_ids, layout.embedding_dims->numel(), values, "table_ids", ScalarType::Long);
     out.table_ids = table_ids->const_data_ptr<int64_t>();
   }
   return out;
@@ -302,19 +303,19 @@ WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLa
   return {shape[0], rank == 2 ? shape[1] : 1};
 }
 
-const float* optional_scalar(const OptionalTensor& t, const Tensor& weights, const char* name) {
+const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name) {
   if (!t) return nullptr;
   check_value(t->numel() == 1, name, " must have one element, got shape ", shape_of(*t));
   check_dtype(*t, ScalarType::Float, name);
-  check_same_device(*t, weights, name, "weights");
+  check_same_device(*t, values, name, "values");
   return t->const_data_ptr<float>();
 }
 
-const int64_t* optional_status(const OptionalTensor& status, const Tensor& weights) {
+const int64_t* optional_status(const OptionalTensor& status, const Tensor& values) {
   if (!status) return nullptr;
   check_shape(*status, {2}, "status");
   check_dtype(*status, ScalarType::Long, "status");
-  check_same_device(*status, weights, "status", "weights");
+  check_same_device(*status, values, "status", "values");
   return status->const_data_ptr<int64_t>();
 }
 

@@ -164,12 +164,13 @@ inline Feature one_table(const OneTable& table, int64_t rows, bool mean) {
 }
 // The formats by number; none: `weights` are floats.
 RK_EXPORT std::vector<RowFormat> parse_formats(const TableLayout& layout);
+// Beside values on a GPU, weights may be in host memory.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout);
 // The weights that a gradient is of, which it needs where rows are multiplied: the other factors.
 RK_EXPORT void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
                                  const TableLayout& layout, bool multiplies);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
-RK_EXPORT void check_update(const Tensor& weights, const TableLayout& layout, const UpdateState& state,
+RK_EXPORT void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state,
                             const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);
 // That row-wise state has an element for each of `rows` rows.
 RK_EXPORT void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows);
@@ -180,7 +181,7 @@ struct UpdateRounding {
   const int64_t* seed;
   const int64_t* table_ids;
 };
-RK_EXPORT UpdateRounding read_rounding(const Tensor& weights, const TableLayout& layout, const std::string& rounding,
+RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const TableLayout& layout, const std::string& rounding,
                                        const OptionalTensor& seed, const OptionalTensor& table_ids);
 
 // Rows and columns of the single table of a call without a layout, from the shape its gradient is to have; with a
@@ -191,8 +192,8 @@ struct WeightsShape {
 RK_EXPORT WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout);
 
 // The memory of an optional one-element float32 tensor, and of an optional status; null without one.
-RK_EXPORT const float* optional_scalar(const OptionalTensor& t, const Tensor& weights, const char* name);
-RK_EXPORT const int64_t* optional_status(const OptionalTensor& status, const Tensor& weights);
+RK_EXPORT const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name);
+RK_EXPORT const int64_t* optional_status(const OptionalTensor& status, const Tensor& values);
 
 // Throws what a bad position means: std::out_of_range for an id (with feature, bag and the allowed range),
 // std::invalid_argument for an offset. `position` is an index into values, or -1 - i for offsets[i].

@@ -29,8 +29,8 @@ def row_caches(
     if not config.cache and config.backing == "device":
         return {}
     options = {"fraction": config.cache, "policy": config.policy, "decay_every": config.decay_every}
-    if config.backing == "device":
-        return dict.fromkeys(COLLECTIONS, rk.RowCache(**options))
+    if config.backing != "disk":
+        return dict.fromkeys(COLLECTIONS, rk.RowCache(**options, backing=config.backing))
     if directory is None:
         raise DataError("backing 'disk' is for runs, whose folder has the tables' files")
     of = {name: [f for f in features if f.shared == (name == "shared")] for name in COLLECTIONS}

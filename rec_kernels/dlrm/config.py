@@ -155,7 +155,10 @@ class TrainConfig:
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
     backing: str = _choice(
-        "device", "where the tables' other rows are: device, or disk, in files of the run's folder", BACKINGS, how=True
+        "device",
+        "where the tables' other rows are: device, host, beside a GPU, or disk, in files of the run's folder",
+        BACKINGS,
+        how=True,
     )
     memory_budget: str = _option(
         "512MB",

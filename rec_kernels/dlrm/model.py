@@ -108,7 +108,7 @@ class DLRM(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def prefetch(self, batch: Batch) -> None:
-        """Begins to read what the next batch needs of tables on disk."""
+        """Begins to read what the next batch needs of tables on disk or in host memory."""
         for collection, features in ((self.embeddings, batch.features), (self.shared, batch.shared)):
             if collection is not None:
                 collection.prefetch(features)

@@ -60,12 +60,13 @@ def percent(share: float | None) -> str:
 
 def has_tiers(test: dict) -> bool:
     """Whether a run had rows in more than one place."""
-    return bool(test.get("tiers", {}).get("cache_bytes") or test.get("tiers", {}).get("file_bytes"))
+    return any(test.get("tiers", {}).get(name) for name in ("cache_bytes", "host_bytes", "file_bytes"))
 
 
 def tiers(report: dict[str, int]) -> str:
     """A ``tier_report()``, as in "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
-    parts = [f"cache {size(report['cache_bytes'])}", f"rows in memory {size(report['row_bytes'])}"]
+    memory = "host memory" if report.get("host_bytes") else "memory"
+    parts = [f"cache {size(report['cache_bytes'])}", f"rows in {memory} {size(report['row_bytes'])}"]
     moved = f"moved {size(report['moved_bytes'])}"
     if report["file_bytes"]:
         parts += [f"in files {size(report['file_bytes'])}", f"their index {size(report['index_bytes'])}"]

@@ -231,6 +231,8 @@ class Run:
                     raise RunInterruptedError(f"interrupted after step {self.step} of {self.steps}", self.directory)
                 if self.config.checkpoint_every and self.step % self.config.checkpoint_every == 0:
                     self.save()
+                if following is not None and self.config.backing == "host":  # nothing comes between any more
+                    self.model.prefetch(following)
         if self.window.steps:  # stopped early
             self._close_window()
         self.save()
@@ -334,7 +336,7 @@ class Run:
 
     def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None = None) -> None:
         logits = self.model(batch)
-        if following is not None:
+        if following is not None and self.config.backing == "disk":
             self.model.prefetch(following)
         loss = binary_cross_entropy_with_logits(logits, batch.label)
         value = loss.item()
@@ -371,9 +373,8 @@ class Run:
         split = "valid" if self.data.num_rows("valid") else "test"
         scores = score(*predict(self.model, self.data, split))
         self.records.append({"kind": "eval", "split": split, "step": self.step} | scores)
-        better = scores["log_loss"] < self.best
+        self.worse = 0 if scores["log_loss"] < self.best else self.worse + 1
         self.best = min(scores["log_loss"], self.best)
-        self.worse = 0 if better else self.worse + 1
         self.stopped_early = 0 < self.config.patience <= self.worse
         clock.lap("evaluation")
 

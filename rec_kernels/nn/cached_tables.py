@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import select_keys
+from rec_kernels.nn.accumulate import Pending
+from rec_kernels.nn.ahead import Ahead, Bags
+from rec_kernels.nn.host_memory import host_zeros, pinned
+from rec_kernels.nn.jagged import SelectedKeys, select_keys
 from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.table_file import TableFile
+from rec_kernels.nn.tables import zeros
 
 
 class CachedTables(Layout):
@@ -19,15 +25,21 @@ class CachedTables(Layout):
 
     row_cache: CacheState | None
     _file: TableFile | None
+    _ahead: Ahead
+    _pending: Pending | None
 
     def _rounding(self) -> dict[str, object]:
         """How rows are encoded: arguments of the ops."""
         raise NotImplementedError
 
+    def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
+        """The bags that are looked up, and [F + 1] where features begin among them if each has a row of the output."""
+        raise NotImplementedError
+
     def _open_file(self, cache: RowCache | None, device: torch.device | str | None) -> TableFile | None:
         if cache is None or cache.backing != "disk":
             return None
-        where = torch.get_default_device() if device is None else torch.device(device)
+        where = _device_of(device)
         if where.type != "cpu":
             raise ValueError(f"backing 'disk' is for collections on the CPU, got device {str(where)!r}")
         slots = CacheState(cache, self._stored, self._features, device="meta").num_bytes()
@@ -40,17 +52,62 @@ class CachedTables(Layout):
         options = {"memory_budget": left, "generation": cache.generation}
         return TableFile(cache.path, self._storage, self._stored, **options)
 
-    def _slots(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
+    def _new_weights(self, device: torch.device | str | None) -> Tensor:
+        """The flat tensor of the tables: zeros, or what their file has."""
+        storage = self._storage
+        if self._file is not None:
+            return self._file.weights(storage)
+        where = _device_of(device)
+        if not self._in_host or where.type == "meta":
+            return zeros(storage.starts[-1], storage.dtype, device)
+        return self._in_place(host_zeros(storage.starts[-1], storage.dtype), where)
+
+    def _in_place(self, weights: Tensor, device: torch.device) -> Tensor:
+        """Weights as kernels on a device read them."""
+        return pinned(weights) if self._in_host and device.type == "cuda" else weights
+
+    def _wait(self) -> None:
+        """Before the CPU looks at weights that kernels of a GPU read and write, too."""
+        if self._in_host and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _slots(self, bags: Bags, layout: dict[str, object]) -> Tensor:
         """Where the rows of a batch are in the cache: in training, after they have come in."""
         inserts = self.training and torch.is_grad_enabled()
+        if not self._ahead.is_empty and (slots := self._ahead.take(bags, inserts=inserts)) is not None:
+            return slots
+        bags = bags[:2]
         if self._file is not None:
             rows, written = self.row_cache.plan(bags, layout, self._seed, inserts=inserts)
             self._file.load(rows, written if torch.is_grad_enabled() else written[:0])
             self._file.forget_prefetched()
-        if not inserts:
-            return self.row_cache.lookup(bags, layout)
-        with torch.no_grad():
-            return self.row_cache.insert(self._weights, bags, layout, self._rounding())
+        return self._insert(bags, layout) if inserts else self.row_cache.lookup(bags, layout)
+
+    @torch.no_grad()
+    def _insert(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
+        return self.row_cache.insert(self._weights, bags, layout, self._rounding())
+
+    def _insert_ahead(self) -> None:
+        """Has the batch that was announced come in, if no update is to come before it."""
+        if not self._ahead.is_empty and self._pending is None:
+            self._ahead.insert(
+                lambda values, offsets, starts: self._insert((values, offsets), self._layout(starts)),
+                self.row_cache.buffers(),
+            )
+
+    def _insert_after_update(self) -> None:
+        """The same, as a hook: what is wrong with the batch is for its lookup to say."""
+        with contextlib.suppress(IndexError, ValueError):
+            self._insert_ahead()
+
+    def _watch(self, output: Tensor) -> None:
+        """Takes note of a lookup whose backward is an update."""
+        if not self._in_host:
+            return
+        if torch.compiler.is_compiling():
+            self._ahead.is_compiled = True
+        else:
+            self._ahead.watch(output, self._insert_after_update)
 
     def _load_for_update(self, bags: tuple[Tensor, Tensor], bag_starts: Tensor | None) -> None:
         """Has an update's rows that are not cached in memory."""
@@ -62,24 +119,36 @@ class CachedTables(Layout):
             self._load_for_update(bags, bag_starts)
 
     def prefetch(self, features) -> None:
-        """Begins to read what the next batch needs of tables in a file, while this one is computed.
+        """Begins to read what the next batch needs of tables in a file or in host memory, while this one is computed.
 
         To be called between a lookup and the next, with the features of the next. What is learned is the same without
-        it, and with those of another batch. Where the rows of both batches do not fit in the memory budget together,
-        nothing is read. Tables in memory need none: nothing happens.
+        it. Tables of backing "device" need none: nothing happens.
+
+        Backing "disk": blocks are read, and another batch may come instead. Where the rows of both batches do not fit
+        in the memory budget together, nothing is read.
+
+        Backing "host": in training, the batch's rows come into the cache, on a GPU on a stream beside the current one,
+        as soon as the update of the lookup before has been made. From then on that batch is looked up next, with the
+        same tensors unchanged: until then, other lookups, updates, ``flush()``, ``state_dict()``, copies and moves
+        raise RuntimeError. Within ``accumulate()``, and once lookups are compiled, the rows come in no earlier than
+        without it.
 
         Args:
             features: as of ``forward``.
 
         Raises:
-            As ``forward``, but for MemoryError.
+            As ``forward``, but for MemoryError. RuntimeError: the rows of another prefetched batch are in the cache.
         """
-        if self._file is None:
+        if self._file is None and not (self._in_host and self.training):
             return
-        given = select_keys(features, self.feature_names)
-        starts = None if given.strides is None else torch.tensor(given.bag_starts(len(self.feature_names)))
-        bags, layout = (given.values, given.offsets), self._layout(starts)
-        self._file.prefetch(self.row_cache.plan(bags, layout, self._seed, inserts=self.training)[0])
+        given, starts = self._bags_of(select_keys(features, self.feature_names))
+        bags = (given.values, given.offsets)
+        if self._file is not None:
+            plan = self.row_cache.plan(bags, self._layout(starts), self._seed, inserts=self.training)
+            self._file.prefetch(plan[0])
+            return
+        self._ahead.announce((*bags, starts))
+        self._insert_ahead()
 
     def close(self) -> None:
         """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost."""
@@ -96,9 +165,11 @@ class CachedTables(Layout):
         """
         if self.row_cache is None:
             return
+        self._ahead.refuse("flush() or state_dict()")
         arguments = (self._weights, self._layout(), self._rounding())
         if self._file is None:
             self.row_cache.flush(*arguments)
+            self._wait()
             return
         for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
             self._file.load(rows, rows)
@@ -121,8 +192,9 @@ class CachedTables(Layout):
         """Bytes of the tables where they are, and bytes that were moved.
 
         cache_bytes: slots with their tags, stamps, flags and counts, and the rows' counts; row_bytes: encoded rows in
-        memory; file_bytes: rows in the file, 0 without one; index_bytes: what is kept in memory of the file's blocks;
-        moved_bytes: encoded rows that went into slots or came back; read_bytes and written_bytes: of the file.
+        memory; host_bytes: those of them that backing "host" keeps in host memory; file_bytes: rows in the file, 0
+        without one; index_bytes: what is kept in memory of the file's blocks; moved_bytes: encoded rows that went into
+        slots or came back; read_bytes and written_bytes: of the file.
         """
         cache, file = self.row_cache, self._file
         stats = {} if file is None else file.file.stats()
@@ -132,9 +204,14 @@ class CachedTables(Layout):
         return {
             "cache_bytes": cache.num_bytes() if cache else 0,
             "row_bytes": stats.get("resident_bytes", whole),
+            "host_bytes": whole if self._in_host else 0,
             "file_bytes": whole if file else 0,
             "index_bytes": stats.get("bookkeeping_bytes", 0),
             "moved_bytes": moved,
             "read_bytes": stats.get("bytes_read", 0),
             "written_bytes": stats.get("bytes_written", 0),
         }
+
+
+def _device_of(device: torch.device | str | None) -> torch.device:
+    return torch.get_default_device() if device is None else torch.device(device)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
+from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.cached_tables import CachedTables
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
-from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
@@ -82,10 +82,11 @@ class TableCollection(CachedTables):
             output_dtype=output_dtype,
             bounds_check=bounds_check,
             seed=int(seed),
+            in_host=cache is not None and cache.backing == "host",
         )
         self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
-        self._file = self._open_file(cache, device)
+        self._file, self._ahead = self._open_file(cache, device), Ahead()
         self._make_weights(device)
         self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
         if self._file is not None:
@@ -98,8 +99,7 @@ class TableCollection(CachedTables):
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage, file = self._storage, self._file
-        flat = zeros(storage.starts[-1], storage.dtype, device) if file is None else file.weights(storage)
-        self.register_buffer("_weights", flat, persistent=False)
+        self.register_buffer("_weights", self._new_weights(device), persistent=False)
         trains = self.optimizer is None and not storage.is_bytes
         for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
@@ -168,6 +168,7 @@ class TableCollection(CachedTables):
         if self._file is not None:  # even a cast that is undone would read all of their file
             given, window = fn, self._weights
             fn = lambda t: t if t is window else given(t)  # noqa: E731
+        self._ahead.refuse("moving the collection")
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -175,19 +176,21 @@ class TableCollection(CachedTables):
         for table in self.tables:
             if table.projection:
                 move(self.embedding_bags[table.name], "projection", fn)
-        self._token = torch.empty(0, dtype=torch.float32, device=self._weights.device, requires_grad=True)
+        self._token = torch.empty(0, dtype=torch.float32, device=self._device, requires_grad=True)
         self._tie_tables()
         if self._fused_optimizer is not None:
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
         return self
 
     def __reduce_ex__(self, protocol: int) -> object:
+        self._wait()
         return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
         super().__setstate__(state)
         self._pending = None
+        self._weights = self._in_place(self._weights, self._device)
         self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
         self._tie_tables()
 
@@ -213,6 +216,9 @@ class TableCollection(CachedTables):
                 self.flush()  # the cache will be emptied
         elif choose_cache(self.row_cache, state_dict, prefix, self._stored):
             self.flush()
+        if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in self._stored):
+            self._ahead.forget()  # the cache is another one then, too
+        self._wait()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
@@ -255,7 +261,7 @@ class TableCollection(CachedTables):
             given: the bags. bag_starts: [F + 1] int64 where every bag has an output row of its own.
         """
         bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts)
-        cache = {} if self.row_cache is None else self.row_cache.arguments(self._slots(bags[:2], layout))
+        cache = {} if self.row_cache is None else self.row_cache.arguments(self._slots((*bags[:2], bag_starts), layout))
         layout |= self._output() | cache
         if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self._stored]
@@ -263,12 +269,13 @@ class TableCollection(CachedTables):
         elif self.optimizer is None or not torch.is_grad_enabled():
             output, status = _ops.embedding_bag(self._weights, *bags, **layout)
         else:
-            _refuse_data_parallel()
+            refuse_data_parallel()
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options()
                 if cache:
                     options["cache_dirty"] = self.row_cache.dirty
                 output, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
+                self._watch(output)
             else:
                 output, status = _ops.embedding_bag(self._weights, *bags, **layout)
                 output = self._pending.record(output, *bags, status, bag_starts)
@@ -384,8 +391,10 @@ class TableCollection(CachedTables):
         finally:
             pending.close()
             self._pending = None
+        self._insert_after_update()
 
     def _apply_update(self, lookup: Lookup) -> None:
+        self._ahead.refuse("an update")
         options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
         if self._file is not None:
             self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
@@ -422,16 +431,6 @@ class TableCollection(CachedTables):
         """Tables and optimizer, for printing."""
         tables = ", ".join(map(describe, self.tables))
         return f"{tables}; optimizer={self.optimizer}"
-
-
-def _refuse_data_parallel() -> None:
-    # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise RuntimeError(
-            "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
-            "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
-            "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
-        )
 
 
 def _retie_after_load(collection: TableCollection, _) -> None:

@@ -52,6 +52,9 @@ class SequenceLookups:
         return self._rows(select_keys(features, self.feature_names))
 
     def _rows(self, given: SelectedKeys) -> Tensor:
+        return self._lookup(*self._bags_of(given))
+
+    def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor]:
         """Every id as a bag of its own."""
         count, offsets = given.values.shape[0], given.offsets
         check_offsets(offsets, count)
@@ -59,7 +62,7 @@ class SequenceLookups:
         batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
         # A slice where it will do: a list of places would have to be copied to the device.
         starts = given.bag_starts(len(self.feature_names)) if given.strides or not batch else slice(None, None, batch)
-        return self._lookup(given._replace(offsets=each), offsets[starts].long().contiguous())
+        return given._replace(offsets=each), offsets[starts].long().contiguous()
 
 
 class ServedEmbeddings(SequenceLookups, ServedTables):

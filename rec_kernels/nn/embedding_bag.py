@@ -38,7 +38,7 @@ class PooledLookups:
         """
         given = select_keys(features, self.feature_names)
         if given.strides is None:
-            pooled = self._finish(self._lookup(given))
+            pooled = self._finish(self._lookup(*self._bags_of(given)))
         else:
             inverse = features.inverse_indices_or_none()
             if inverse is None:
@@ -46,16 +46,16 @@ class PooledLookups:
                     "the features have batch sizes of their own and no inverse indices, so there is no batch that "
                     "their outputs could be rows of: use by_feature()"
                 )
-            pooled = self._expand(self._lookup_strides(given), given.strides, inverse)
+            pooled = self._expand(self._lookup(*self._bags_of(given)), given.strides, inverse)
         return KeyedTensor(self._output_keys, self._output_dims, pooled)
 
     def by_feature(self, features) -> dict[str, Tensor]:
         """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ."""
         given = select_keys(features, self.feature_names)
+        pooled = self._lookup(*self._bags_of(given))
         if given.strides is None:
-            return KeyedTensor(self._output_keys, self._output_dims, self._finish(self._lookup(given))).to_dict()
-        blocks = self._lookup_strides(given).split(given.strides)
-        named = zip(self._output_keys, self._features, blocks, strict=True)
+            return KeyedTensor(self._output_keys, self._output_dims, self._finish(pooled)).to_dict()
+        named = zip(self._output_keys, self._features, pooled.split(given.strides), strict=True)
         return {key: self._finish_feature(feature, block) for key, feature, block in named}
 
     def _finish(self, pooled: Tensor) -> Tensor:
@@ -78,10 +78,11 @@ class PooledLookups:
         dims = list(matrix.shape)
         return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(self.output_dtype)
 
-    def _lookup_strides(self, given: SelectedKeys) -> Tensor:
-        """[bags, largest D]: a row for each bag of features with batch sizes of their own."""
-        starts = torch.tensor(given.bag_starts(len(self.feature_names)), device=given.offsets.device)
-        return self._lookup(given, starts)
+    def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
+        """With where features begin, if they have batch sizes of their own: each bag has a row of the output then."""
+        if given.strides is None:
+            return given, None
+        return given, torch.tensor(given.bag_starts(len(self.feature_names)), device=given.offsets.device)
 
     def _expand(self, rows: Tensor, strides: list[int], inverse: tuple[list[str], Tensor]) -> Tensor:
         """[B, sum of D]: the row of ``rows`` that ``inverse`` names for each feature and row of the full batch.

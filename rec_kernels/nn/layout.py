@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rec_kernels.nn import bounds
 from rec_kernels.nn.features import PARTITIONS, lookups, partitions
+from rec_kernels.nn.host_memory import staying
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage
@@ -23,6 +24,7 @@ class Layout(nn.Module):
         tables, device, output_dtype, bounds_check, seed: ``rk.EmbeddingBagCollection``'s.
         storage: where the tables lie in the weights.
         places: where they lie in the optimizer's state.
+        in_host: whether the weights stay in host memory when the module is on a GPU.
     """
 
     def __init__(
@@ -35,8 +37,10 @@ class Layout(nn.Module):
         output_dtype: torch.dtype,
         bounds_check: str,
         seed: int,
+        in_host: bool,
     ) -> None:
         super().__init__()
+        self._in_host = in_host
         self.tables, self.output_dtype, self.bounds_check, self.seed = tables, output_dtype, bounds_check, seed
         self._storage, self._places = storage, places
         self._frozen_features: set[str] = set()
@@ -115,13 +119,20 @@ class Layout(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
         was_meta = self._weights.is_meta
+        if self._in_host:
+            fn = staying(self._weights, fn)
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self._weights.is_meta:
             # to_empty(): what no state_dict brings has to be made anew.
-            self._make_layout(self._weights.device)
+            self._make_layout(self._device)
         return self
+
+    @property
+    def _device(self) -> torch.device:
+        """Where lookups are made; the weights may be elsewhere."""
+        return self._seed.device
 
     def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
         buffers = self._buffers
@@ -164,10 +175,11 @@ class ServedTables(Layout):
             source.tables,
             source._storage,
             source._places,
-            device=source._weights.device,
+            device=source._device,
             output_dtype=source.output_dtype,
             bounds_check=source.bounds_check,
             seed=source.seed,
+            in_host=source._in_host,
         )
         self.register_buffer("_weights", source._weights)
         self.row_cache = None if source.row_cache is None else source.row_cache.shared()

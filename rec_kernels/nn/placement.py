@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.row_cache import POLICIES, slot_bytes
+from rec_kernels.nn.row_cache import BACKINGS, POLICIES, slot_bytes
 from rec_kernels.nn.tables import EmbeddingConfig
 
-TIERS = ("device", "host", "disk")
+#: Of ``rk.RowCache``, near ones first.
+TIERS = BACKINGS
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,8 @@ class Placement:
 
     Args:
         fraction: of its rows, how many get slots: the table's entry of ``rk.RowCache(fraction=...)``.
-        tier: where its encoded rows go, "device", "host" or "disk".
+        tier: where its encoded rows go, "device", "host" or "disk": the ``backing`` of the ``rk.RowCache`` of a
+            collection of all tables of this tier.
         hit_rate: of the uses that were counted, the share that the rows in slots have; 0 without uses.
         encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts.
     """

@@ -19,7 +19,7 @@ from rec_kernels.nn.tables import StoredTable, zeros
 _ops = torch.ops.rec_kernels
 
 POLICIES = ("lru", "lfu")
-BACKINGS = ("device", "disk")
+BACKINGS = ("device", "host", "disk")
 #: What ``cache_stats`` of the ops counts for each table.
 COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
 
@@ -41,8 +41,10 @@ class RowCache:
         policy: which row leaves: "lru", the one that has not been used for longest; "lfu", the one with the fewest
             uses, which stays if the new row has had no more. Uses are counted by batch, in one byte a row.
         decay_every: under "lfu", counts are halved after so many batches; 0: never.
-        backing: where the encoded tables are: "device", in the memory of the collection's device; "disk", in a file,
-            of which blocks come into host memory as batches need them (the collection is on the CPU then).
+        backing: where the encoded tables are: "device", in the memory of the collection's device; "host", in host
+            memory, which is page-locked when the collection is on a GPU, whose kernels read and write there what is in
+            no slot; "disk", in a file, of which blocks come into host memory as batches need them (the collection is on
+            the CPU then).
         path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'.
         memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
             tags and counts, and encoded ones. State of the optimizer comes on top.

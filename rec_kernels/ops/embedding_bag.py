@@ -15,7 +15,7 @@ import functools
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
@@ -170,7 +170,10 @@ def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
 
 def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     a = arguments_of(op, inputs, given)
-    check_one_device(a.values())
+    if "tables" in a:
+        check_one_device(a.values())
+    else:
+        check_devices(a)
     weights, dims = a["weights"], a.get("embedding_dims")
     bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
     one_row_each = dims is None or a.get("bag_starts") is not None
@@ -179,7 +182,8 @@ def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     batch = bags if one_row_each else bags // max(features, 1)
     columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
     dtype = a.get("output_dtype") or torch.float32
-    return weights.new_empty((batch, columns), dtype=dtype), weights.new_empty((2,), dtype=torch.int64)
+    values = a["values"]
+    return values.new_empty((batch, columns), dtype=dtype), values.new_empty((2,), dtype=torch.int64)
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag")
@@ -199,7 +203,7 @@ def _(*inputs, **given):
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_")
 def _(*inputs, **given):
-    check_one_device((*inputs, *given.values()))
+    check_devices(arguments_of("embedding_bag_backward_fused_", inputs, given))
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_dense")
@@ -221,6 +225,7 @@ def _(*inputs, **given):
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights")
-def _(grad, weights, values, offsets, *inputs, **given):
-    check_one_device((grad, weights, values, offsets, *inputs, *given.values()))
-    return grad.new_empty(values.shape)
+def _(*inputs, **given):
+    a = arguments_of("embedding_bag_backward_per_sample_weights", inputs, given)
+    check_devices(a)
+    return a["grad"].new_empty(a["values"].shape)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
@@ -16,3 +16,14 @@ def check_one_device(arguments: Iterable[object]) -> None:
     devices = {t.device for t in arguments if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"all tensors must be on the same device, got {sorted(map(str, devices))}")
+
+
+def check_devices(arguments: Mapping[str, object]) -> None:
+    """The same of an op whose ``weights`` may be in host memory while all others are on a GPU.
+
+    Raises:
+        ValueError: tensors on other devices.
+    """
+    others = [value for name, value in arguments.items() if name != "weights"]
+    beside_gpu = arguments["weights"].device.type == "cpu" and any(isinstance(t, Tensor) and t.is_cuda for t in others)
+    check_one_device(others if beside_gpu else arguments.values())

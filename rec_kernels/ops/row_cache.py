@@ -18,23 +18,25 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.embedding_bag import arguments_of
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_devices, check_one_device
 
 
-def _slots(op: str, inputs: tuple, given: dict) -> Tensor:
-    a = arguments_of(op, inputs, given)
-    check_one_device(a.values())
+def _slots(a: dict) -> Tensor:
     return a["values"].new_empty(a["values"].shape, dtype=torch.int64)
 
 
 @torch.library.register_fake("rec_kernels::row_cache_lookup")
 def _(*inputs, **given):
-    return _slots("row_cache_lookup", inputs, given)
+    a = arguments_of("row_cache_lookup", inputs, given)
+    check_one_device(a.values())
+    return _slots(a)
 
 
 @torch.library.register_fake("rec_kernels::row_cache_insert_")
 def _(*inputs, **given):
-    return _slots("row_cache_insert_", inputs, given)
+    a = arguments_of("row_cache_insert_", inputs, given)
+    check_devices(a)
+    return _slots(a)
 
 
 @torch.library.register_fake("rec_kernels::row_cache_plan")
@@ -46,7 +48,7 @@ def _(*inputs, **given):
 
 @torch.library.register_fake("rec_kernels::row_cache_flush_")
 def _(*inputs, **given):
-    check_one_device((*inputs, *given.values()))
+    check_devices(arguments_of("row_cache_flush_", inputs, given))
 
 
 @torch.library.register_fake("rec_kernels::row_cache_stats")

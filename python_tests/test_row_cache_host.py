@@ -1,0 +1,227 @@
+"""Tables in host memory: beside a GPU they are page-locked and stay; on the CPU nothing differs."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+from backends import emulated
+from row_cache_collections import FORMATS, OPTIMIZERS, SMALL, batch, differing, everything, make, read, train
+from row_cache_host_cases import in_host, train_ahead
+from row_cache_samples import arguments, cached_calls
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import rec_kernels as rk
+from rec_kernels.nn import host_memory
+from rec_kernels.testing import same_bits
+
+HOST = in_host(SMALL)
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def test_on_the_cpu_nothing_differs() -> None:
+    """States, copies, conversions, casts and reports of both are the same."""
+    found = []
+    for cache in (SMALL, HOST):
+        c = make(cache=cache)
+        train(c)
+        c.half().to("cpu")
+        other = copy.deepcopy(c)
+        train(other, 4)
+        wide = make(cache=cache, formats=["fp32"] * len(FORMATS))
+        wide.load_state_dict(c.state_dict(), convert=True)
+        found.append(everything(c) | {f"copy.{n}": t for n, t in everything(other).items()} | read(wide))
+        with torch.no_grad():
+            found[-1]["served"] = c.for_serving()(batch(c, 9)).values()
+        report = c.tier_report()
+        assert report.pop("host_bytes") == (report["row_bytes"] if cache is HOST else 0)
+        assert report == make_report(c)
+    assert not differing(*found)
+
+
+def make_report(c) -> dict[str, int]:
+    return {name: number for name, number in c.tier_report().items() if name != "host_bytes"}
+
+
+def test_to_meta_and_back() -> None:
+    """A collection without memory takes a state when it has some."""
+    c, other = make(cache=HOST), make(cache=HOST, device="meta")
+    train(c)
+    other.to_empty(device="cpu").load_state_dict(c.state_dict())
+    assert not differing(c.state_dict(), other.state_dict())
+    assert not differing(read(c), read(other))
+    assert c.to("meta")._weights.is_meta
+
+
+class Runtime:
+    """As much of CUDA's runtime as pins memory."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error, self.pinned = error, {}
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
+        assert address % 4096 == num_bytes % 4096 == 0
+        assert flags == 3
+        assert address not in self.pinned
+        self.pinned[address] = num_bytes
+        return self.error
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        del self.pinned[address]
+        return 0
+
+
+@pytest.fixture
+def runtime(monkeypatch) -> Runtime:
+    found = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() in found.pinned)
+    return found
+
+
+def test_memory_is_pinned_where_it_is(runtime) -> None:
+    """Its pages are its own, and let go of with the last tensor that sees it."""
+    flat = host_memory.host_zeros(5_000, torch.float32)
+    assert not flat.any()
+    assert flat.data_ptr() % 4096 == 0
+    assert host_memory.pinned(flat) is flat is host_memory.pinned(flat)
+    assert runtime.pinned == {flat.data_ptr(): 20_480}
+    row, flat = flat[7:9], None
+    gc.collect()
+    assert runtime.pinned
+    assert not row.any()
+    row = None
+    gc.collect()
+    assert not runtime.pinned
+
+
+def test_other_memory_is_copied(runtime) -> None:
+    """What torch has made lies anywhere."""
+    given = torch.arange(3_000, dtype=torch.uint8)
+    found = host_memory.pinned(given)
+    assert found is not given
+    assert same_bits(found, given)
+    assert list(runtime.pinned) == [found.data_ptr()]
+    assert host_memory.pinned(torch.empty(0)).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
+
+
+def test_memory_that_cannot_be_pinned(runtime) -> None:
+    """RuntimeError with how much it was."""
+    runtime.error = 2
+    with pytest.raises(RuntimeError, match="4000 bytes of tables in host memory cannot be page-locked: CUDA error 2"):
+        host_memory.pinned(host_memory.host_zeros(1_000, torch.float32))
+
+
+def test_collections_that_move(runtime, monkeypatch) -> None:
+    """To a GPU, where a fake tensor stands for every other: the tables stay. Meta tables get memory."""
+    with FakeTensorMode():
+        like = torch.empty(0, device="cuda")
+    for device in ("cpu", "meta"):
+        c = make(cache=HOST, device=device)
+        weights = c._weights
+        move = host_memory.staying(weights, lambda t, like=like: t if t.numel() else like)
+        assert move(c.step) is c.step
+        moved = move(weights)
+        assert moved.is_pinned()
+        assert not moved.is_meta
+        assert (moved is weights) == (device == "cpu")
+        assert host_memory.staying(weights, torch.clone) is torch.clone
+
+
+def test_fake_collections() -> None:
+    """The tables are in host memory, all else on a GPU, which nobody has."""
+    with FakeTensorMode():
+        c = make(optimizer=rk.SGD(lr=0.1), cache=HOST, device="cuda")
+        assert c._weights.device.type == "cpu"
+        assert c.embedding_bags["t0"].weight.device.type == "cpu"
+        assert {t.device.type for n, t in c.named_buffers() if n != "_weights" and "format" not in n} == {"cuda"}
+        assert c.row_cache.rows.is_cuda
+        assert c._token.is_cuda
+        served = c.for_serving()
+        assert served._weights.device.type == "cpu"
+        assert served._seed.is_cuda
+
+
+def test_fake_ops() -> None:
+    """Outputs are where the ids are; weights may be in host memory, nothing else may."""
+    for name, calls in cached_calls().items():
+        op = getattr(torch.ops.rec_kernels, name)
+        for positional, named in calls:
+            given = dict(zip((a.name for a in op.default._schema.arguments), positional, strict=False)) | named
+            if "weights" not in given:
+                continue
+            with FakeTensorMode():
+                there = {n: _fake(t, "cpu" if n == "weights" else "cuda") for n, t in given.items()}
+                found = op(**there)
+                outputs = found if isinstance(found, (tuple, list)) else (found,)
+                assert all(t.is_cuda for t in outputs if t is not None), name
+                with pytest.raises(ValueError, match="same device"):
+                    op(**there | {"embedding_dims": _fake(given["embedding_dims"], "cpu")})
+
+
+def _fake(value: object, device: str) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+@pytest.mark.parametrize("op", ["embedding_bag", "row_cache_insert_", "row_cache_flush_"])
+def test_memory_that_is_not_pinned(op: str) -> None:
+    """ValueError from the CUDA kernels, before anything is written."""
+    ops, given = emulated(), arguments("lru")
+    wanted = {a.name for a in getattr(ops, op).default._schema.arguments}
+    given = {name: value for name, value in given.items() if name in wanted}
+    before = copy.deepcopy(given)
+    ops._set_pinned(False)
+    try:
+        with pytest.raises(ValueError, match=r"weights is on cpu and not pinned: with values on cuda:.*"):
+            getattr(ops, op)(**given)
+    finally:
+        ops._set_pinned(True)
+    assert all(same_bits(t, given[n]) for n, t in before.items() if isinstance(t, torch.Tensor))
+    getattr(ops, op)(**given)
+
+
+@GPU
+@pytest.mark.parametrize("where", ["", "before", "after"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_gpu_has_the_bits_of_the_cpu(optimizer, where: str) -> None:
+    """Outputs, tables, slots and state, with rows that come in on a stream beside, or not."""
+    cache = in_host(rk.RowCache(0.4, ways=4, policy="lfu", decay_every=3))
+    here, there = make(optimizer=optimizer, cache=cache), make(optimizer=optimizer, cache=cache).cuda()
+    assert there._weights.is_pinned()
+    assert there.row_cache.rows.is_cuda
+    outputs = [train_ahead(c, 12, where=where, device=d, size=64) for c, d in ((here, "cpu"), (there, "cuda"))]
+    assert all(same_bits(a, b) for a, b in zip(*outputs, strict=True))
+    assert not differing(here.state_dict(), {n: t.cpu() for n, t in there.state_dict().items()})
+    assert not differing(read(here), read(there.cpu()))
+
+
+@GPU
+def test_gpu_round_trips() -> None:
+    """States, copies and moves, right after updates that the GPU may not have made yet."""
+    here, there = make(cache=HOST), make(cache=HOST, device="cuda")
+    there.load_state_dict(here.state_dict())
+    for c, device in ((here, "cpu"), (there, "cuda")):
+        train_ahead(c, 5, where="before", device=device)
+    other = copy.deepcopy(there)
+    assert other._weights.is_pinned()
+    assert other._weights.data_ptr() != there._weights.data_ptr()
+    assert not differing(here.state_dict(), {n: t.cpu() for n, t in other.state_dict().items()})
+    with torch.no_grad():
+        served = there.for_serving()(batch(there, 9).to("cuda")).values()
+        assert same_bits(served.cpu(), here(batch(here, 9)).values())
+
+
+@GPU
+def test_gpu_refuses_pageable_memory() -> None:
+    """And says so."""
+    given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in arguments("lru").items()}
+    given["weights"] = given["weights"].cpu()
+    wanted = {a.name for a in torch.ops.rec_kernels.row_cache_insert_.default._schema.arguments}
+    with pytest.raises(ValueError, match="weights is on cpu and not pinned: with values on cuda:0 it must be there"):
+        torch.ops.rec_kernels.row_cache_insert_(**{n: v for n, v in given.items() if n in wanted})
