@@ -10,6 +10,9 @@ CXX_SOURCES := $(shell find csrc bench -name '*.h' -o -name '*.cpp' -o -name '*.
 # Everything a requirements file asks for; without torch when the system's is used.
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
+# All tests: in two processes, as many of them use one core. With ARGS, in one, as pytest does.
+WHOLE = -n 2 --dist worksteal
+
 .PHONY: train test build lint format docs bench wheel test-gpu bench-gpu check-tools check-gpu clean
 .DELETE_ON_ERROR:
 
@@ -17,7 +20,7 @@ train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
 test: $(VENV)/.dev $(VENV)/.built lint
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
 
 build: $(VENV)/.built
 

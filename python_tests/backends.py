@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from filelock import FileLock
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -103,11 +104,15 @@ def build(target: str, **options: str) -> Path:
     """
     definitions = {"REC_KERNELS_EMULATE": "ON", "REC_KERNELS_TORCH": torch.__path__[0]} | options
     flags = [f"-D{name}={value}" for name, value in definitions.items()]
-    for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", BUILD, *flags], ["ninja", "-C", BUILD, target]):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise RuntimeError(f"{target} cannot be built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return BUILD / f"lib{target}.so"
+    # A folder and a lock each: who needs one library does not wait while another process builds the sanitized one.
+    folder = BUILD / target
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / "lock"):
+        for command in (["cmake", "-G", "Ninja", "-S", ROOT, "-B", folder, *flags], ["ninja", "-C", folder, target]):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise RuntimeError(f"{target} cannot be built:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+    return folder / f"lib{target}.so"
 
 
 def sanitized_environment() -> dict[str, str]:

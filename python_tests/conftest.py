@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Before torch loads OpenMP: threads that wait sleep. Two test processes would spend the machine on spinning.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 import torch
 from backends import PASSED
 from hypothesis import settings
@@ -50,6 +54,18 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(report, "draw", lambda path, records: None)
     monkeypatch.setattr(report, "curves", lambda records: [])
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """A worker of pytest-xdist hands over its counts."""
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["passed"] = dict(PASSED)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    """What a worker of pytest-xdist has handed over; one that died has nothing."""
+    PASSED.update(getattr(node, "workeroutput", {}).get("passed", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -22,6 +22,7 @@ from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parents[1]
 TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
 # Two passes with an evaluation between, so that every kind of state has to survive.
@@ -88,7 +89,7 @@ def start(data_dir, runs_dir, *more):
     return subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def wait_for(path, seconds=60):
+def wait_for(path, seconds=300):
     end = time.monotonic() + seconds
     while not path.exists():
         assert time.monotonic() < end, f"{path} did not appear"
@@ -116,7 +117,7 @@ def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data, data_dir,
     process = start(data_dir, tmp_path, "--checkpoint-every", "1")
     wait_for(run / checkpoint.NAME)
     process.send_signal(number)
-    _, text = process.communicate(timeout=60)
+    _, text = process.communicate(timeout=300)
     assert process.returncode == 130, text
     assert f"go on with --resume {run}" in text
     assert main(["train", "--resume", str(run)]) == 0

@@ -29,6 +29,7 @@ from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import WINDOWS, Run, predict
 from rec_kernels.dlrm.window import PARTS
 
+pytestmark = pytest.mark.usefixtures("no_pictures")
 WEEKS = 3
 TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
 

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from backends import BUILD, device_backends, emulated, every_backend
+from backends import build, device_backends, emulated, every_backend
 from embedding_bag_call_cases import ALL_OPTIMIZERS, Call, Results, differences, select
 from embedding_bag_cases import make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 
 from rec_kernels.testing import bag_lengths, use_threads
 
-EMULATED = "librec_kernels_emulated.so"
 CHUNK = 64  # of docs/numerics.md, "Row gradients"
 PIECE = 32768  # floats that a thread takes at a time, or more than that (csrc/cpu)
 
@@ -194,7 +193,7 @@ def test_runs() -> None:
         "PYTHONPATH": f"{here.parent}{os.pathsep}{here}",
         "OMP_NUM_THREADS": "3",
         "MALLOC_PERTURB_": "85",  # what glibc fills new memory with, and memory that was given back
-        "REC_KERNELS_TEST_LIBRARY": os.environ.get("REC_KERNELS_TEST_LIBRARY") or str(BUILD / EMULATED),
+        "REC_KERNELS_TEST_LIBRARY": os.environ.get("REC_KERNELS_TEST_LIBRARY") or str(build("rec_kernels_emulated")),
     }
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | changes, capture_output=True, text=True)
     assert done.stdout.split() == expected, done.stderr
