@@ -26,7 +26,7 @@ from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
 
-WORKLOAD = Workload("disk", tables=8, batch=512, rows=250_000, dim=64, bag=2, zipf=1.15)
+WORKLOAD = Workload("disk", tables=8, batch=512, rows=1_000_000, dim=64, bag=2, zipf=1.15)
 FRACTION = 0.05
 BATCHES, WARM_UP = 400, 1200  # steps that are timed, and before
 IMPLEMENTATIONS = ("memory", "disk", "disk, prefetched")
@@ -53,6 +53,7 @@ def train(name: str, has_model: bool, folder: Path, budget: int) -> dict:
     """Steps of one implementation: milliseconds, hit rate, memory, bytes of the file a step."""
     torch.manual_seed(0)
     w = WORKLOAD
+    w.ids(0)  # makes what ids are drawn from
     before = own_memory()
     tables = collection(name != "memory", folder, budget)
     sizes = (w.tables * w.dim, 1024, 512, 256, 1)
@@ -85,7 +86,7 @@ def train(name: str, has_model: bool, folder: Path, budget: int) -> dict:
     return {
         "ms": 1000 * statistics.median(times[WARM_UP:]),
         "hit_rate": hits / lookups,
-        "loss": float(loss),
+        "loss": loss.item(),
         "grown_bytes": own_memory() - before,
         "cache_bytes": report["cache_bytes"],
         "read_bytes": (report["read_bytes"] - start["read_bytes"]) / BATCHES,

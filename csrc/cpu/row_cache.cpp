@@ -10,7 +10,12 @@
 namespace rec_kernels {
 
 Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
-  std::fill(slots, slots + in.bags.num_ids, -1);  // also of ids that are in no bag
+  // Ids that are in no bag; offsets that make no sense are found below.
+  const auto bound = [&](int64_t bag) {
+    return in.bags.num_bags ? std::clamp<int64_t>(in.bags.offset(bag), 0, in.bags.num_ids) : 0;
+  };
+  std::fill(slots, slots + bound(0), -1);
+  std::fill(slots + bound(in.bags.num_bags), slots + in.bags.num_ids, -1);
   const FindSlots args{in.bags, in.features.get(), cache, slots};
   const auto find = kernels<RowCacheKernels>().find;
   return for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { find(args, begin, end, found); });

@@ -157,11 +157,12 @@ class Insertion {
     __builtin_prefetch(memory_.tags + slot);
   }
 
-  // Many ids may name a row, and many threads may see them: the first of all raises the count.
+  // Many ids may name a row, and many threads may see them: the first of all raises the count. Those after it write
+  // nothing, for which cores would have to pass the memory on.
   void touch(int64_t slot) const {
     int64_t* stamp = memory_.stamps + slot;
-    if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
     if (__atomic_load_n(stamp, __ATOMIC_RELAXED) == clock_) return;
+    if (!memory_.counts) return __atomic_store_n(stamp, clock_, __ATOMIC_RELAXED);
     if (__atomic_exchange_n(stamp, clock_, __ATOMIC_RELAXED) == clock_) return;
     memory_.counts[slot] = raised(memory_.counts[slot], memory_.tags[slot]);
   }
