@@ -28,7 +28,7 @@ import rec_kernels as rk
 
 WORKLOAD = Workload("disk", tables=8, batch=512, rows=1_000_000, dim=64, bag=2, zipf=1.15)
 FRACTION = 0.05
-BATCHES, WARM_UP = 400, 1200  # steps that are timed, and before
+BATCHES, WARM_UP = 200, 800  # steps that are timed, and before
 IMPLEMENTATIONS = ("memory", "disk", "disk, prefetched")
 
 

@@ -124,7 +124,8 @@ def _cost(records: list[dict]) -> dict:
         return dict.fromkeys(("parameters", "weight_bytes", "state_bytes", "table_bytes", "examples_per_second"))
     tables = tests[0]["tables"]
     in_tables = sum(table["num_embeddings"] * table["embedding_dim"] for table in tables)
-    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
+    weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
+    state = sum(table["state_bytes"] for table in tables)
     return {
         "parameters": tests[0]["dense_parameters"] + in_tables,
         "weight_bytes": weights,
