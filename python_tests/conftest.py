@@ -45,6 +45,8 @@ def _poison_uninitialised_memory() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     torch.manual_seed(0)
+    # Machine code that torch.compile has loaded may have made this thread take denormals for zeros.
+    torch.set_flush_denormal(False)
 
 
 @pytest.fixture
