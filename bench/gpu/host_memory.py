@@ -21,6 +21,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench.gpu.cases import ZIPF, batches_of_ids
 from bench.shapes import Workload
+from rec_kernels.nn.row_cache import slot_bytes
 
 FULL = Workload("host-d120-zipf", 8, 4096, 40_000_000, 120, 8, zipf=ZIPF), 2_000_000_000
 TRIAL = Workload("trial-d12-zipf", 2, 8, 1_000, 12, 2, zipf=ZIPF), 20_000
@@ -45,7 +46,7 @@ class _Zeros:
 
 def fraction(w: Workload, cache_bytes: int) -> float:
     """Of rows that have a slot in a cache of so many bytes, under "lfu" with its counts."""
-    rows, slot = w.tables * w.rows, 4 * w.dim + 18
+    rows, slot = w.tables * w.rows, slot_bytes(w.dim, "lfu")
     return min(1.0, (cache_bytes - rows) / slot / rows)
 
 

@@ -33,13 +33,12 @@ RK_HOST_DEVICE void rows_of(const Bags& bags, const Feature& f, const Id* ids, i
   }
 }
 
-// kWays: of a set, where that is known beforehand, else 0.
-template <int kWays, class Id>
+template <class Id>
 void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Bags bags = a.bags;
   const Feature f = *k.feature;
   const CachePlace place = k.place;
-  const int64_t ways = kWays ? kWays : a.cache.ways, *tags = a.cache.tags;
+  const int64_t ways = a.cache.ways, *tags = a.cache.tags;
   const int64_t at_once = ways < kWaysAtOnce ? ways : kWaysAtOnce;
   const uint8_t* marks = a.cache.marks;
   int64_t rows[kAtOnce], firsts[kAtOnce], maybe[kAtOnce];
@@ -66,20 +65,14 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   }
 }
 
-template <class Id>
-void find_of(const FindSlots& a, const Ids& k, Bounds* bounds) {
-  if (a.cache.ways == 32) find_ids<32, Id>(a, k, bounds);
-  else find_ids<0, Id>(a, k, bounds);
-}
-
 void find(const FindSlots& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   by_feature(a.bags, a.features, begin, end,
              [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t) {
                Ids k{a.bags.offset(from), a.bags.offset(to), parts, {}};
                if (count == 1) k.place = a.cache.places[parts - a.features];
-               if (a.bags.ids64) find_of<int64_t>(a, k, bounds);
-               else find_of<int32_t>(a, k, bounds);
+               if (a.bags.ids64) find_ids<int64_t>(a, k, bounds);
+               else find_ids<int32_t>(a, k, bounds);
              });
 }
 

@@ -54,7 +54,7 @@ constexpr int64_t kWaysAtOnce = 32;
 
 // Bit w is set where mark w of the at most kWaysAtOnce is `mark`; at times also where it is not, as the tag then says.
 // There is no branch: where in its set a row lies cannot be guessed.
-RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
+RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark) {
   constexpr uint64_t kOnes = UINT64_C(0x0101010101010101), kGather = UINT64_C(0x0102040810204080);
   uint64_t found = 0;
   for (int64_t first = 0; first < n; first += 8) {
@@ -65,14 +65,17 @@ RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mar
   }
   return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
 }
+// The same; the usual number is a constant to the compiler.
+RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
+  return n == kWaysAtOnce ? marked_of(marks, kWaysAtOnce, mark) : marked_of(marks, n, mark);
+}
 
 // The way of a set that is a row's, or -1.
 RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t ways, int64_t row) {
   const uint8_t mark = mark_of(row);
   for (int64_t first = 0; first < ways; first += kWaysAtOnce) {
     const int64_t n = ways - first < kWaysAtOnce ? ways - first : kWaysAtOnce;
-    uint32_t found =
-        n == kWaysAtOnce ? marked_ways(marks + first, kWaysAtOnce, mark) : marked_ways(marks + first, n, mark);
+    uint32_t found = marked_ways(marks + first, n, mark);
     for (; found; found &= found - 1)
       if (tags[first + lowest_bit(found)] == row) return first + lowest_bit(found);
   }

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
@@ -321,12 +322,10 @@ class Run:
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
-        if len(group) == 1:
-            self._learn(group[0], 1.0, clock, following)
-        else:
-            with self.model.accumulate():
-                for batch, after in zip(group, [*group[1:], following], strict=True):
-                    self._learn(batch, len(batch.label) / rows, clock, after)
+        with self.model.accumulate() if len(group) > 1 else nullcontext():
+            for batch, after in zip(group, [*group[1:], following], strict=True):
+                self._learn(batch, len(batch.label) / rows, clock, after)
+        if len(group) > 1:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
