@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +9,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
+from bench.peers import fbgemm_ops
 from bench.timing import time_calls, turned
 
 SIZES = [(32_768, 128), (131_072, 16)]
@@ -20,16 +19,6 @@ BITS = {"int8": 8, "int4": 4}
 
 quantized = torch.ops.quantized
 Function = Callable[[Tensor], Tensor]
-
-
-def fbgemm() -> object | None:
-    """torch.ops.fbgemm, or None where it is not installed."""
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            import fbgemm_gpu  # noqa: F401
-    except (ImportError, OSError):
-        return None
-    return torch.ops.fbgemm
 
 
 def quantizers(format: str, rounding: str) -> dict[str, Function]:
@@ -46,7 +35,7 @@ def quantizers(format: str, rounding: str) -> dict[str, Function]:
         found["torch"] = {"int8": quantized.embedding_bag_byte_prepack, "int4": quantized.embedding_bag_4bit_prepack}[
             format
         ]
-    if format in BITS and (ops := fbgemm()):
+    if format in BITS and (ops := fbgemm_ops()):
         by_format = {
             "int8": ops.FloatToFused8BitRowwiseQuantized,
             "int4": lambda x: ops.FloatToFusedNBitRowwiseQuantizedSBHalf(x, 4),
@@ -64,7 +53,7 @@ def dequantizers(format: str, columns: int) -> dict[str, Function]:
         found["torch"] = {"int8": quantized.embedding_bag_byte_unpack, "int4": quantized.embedding_bag_4bit_unpack}[
             format
         ]
-    if format in BITS and (ops := fbgemm()):
+    if format in BITS and (ops := fbgemm_ops()):
         by_format = {
             "int8": ops.Fused8BitRowwiseQuantizedToFloat,
             "int4": lambda rows: ops.FusedNBitRowwiseQuantizedSBHalfToFloat(rows, 4),

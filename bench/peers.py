@@ -148,13 +148,17 @@ class FbgemmInference:
         return self.module(ids, self.offsets)
 
 
+def fbgemm_ops() -> object | None:
+    """torch.ops.fbgemm, or None where it is not installed."""
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            import fbgemm_gpu  # noqa: F401
+    except (ImportError, OSError):
+        return None
+    return torch.ops.fbgemm
+
+
 def available() -> dict[str, type]:
     """name -> implementation, ours first; FBGEMM only where it can be imported."""
     found: dict[str, type] = {"ours": Ours, "torch": TorchTables}
-    try:
-        import fbgemm_gpu  # noqa: F401
-
-        found["fbgemm"] = Fbgemm
-    except (ImportError, OSError):
-        pass
-    return found
+    return found if fbgemm_ops() is None else found | {"fbgemm": Fbgemm}

@@ -67,6 +67,15 @@ def compile_embedding_bag() -> None:
     kernels.embedding_bag_backward_fused_(table, *state, grad, values, offsets)
 
 
+def compile_expand() -> None:
+    """Calls it with every width of elements, and of rows."""
+    for dtype in (torch.float32, torch.bfloat16, torch.int64):
+        for columns in (1, 18, 3000):
+            kernels.expand(torch.zeros(4, columns, dtype=dtype), torch.tensor([3, 0]))
+    kernels.expand(torch.zeros(4, 16), torch.tensor([3, 0], dtype=torch.int32))
+    kernels.expand_backward(torch.zeros(2, 5), torch.tensor([3, 0]), 4)
+
+
 def compile_fake_quantize() -> None:
     """Calls it for every format and rounding, with every dtype and both scale rules, and for long integer rows."""
     seed = torch.tensor(1)
@@ -90,5 +99,6 @@ def compile_grouped_projection() -> None:
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     compile_embedding_bag()
+    compile_expand()
     compile_fake_quantize()
     compile_grouped_projection()

@@ -1,8 +1,8 @@
 """Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
 
 `--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids, without and with a
-row cache, go to the emulated kernels, built with AddressSanitizer and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py
-and row_cache_fuzz.py make and check them).
+row cache, and N of the ops on jagged rows go to the emulated kernels, built with AddressSanitizer and
+UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py and jagged_fuzz.py make and check them).
 
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
 test-gpu` runs it under memcheck (accesses outside of memory) and racecheck (races in shared memory).
@@ -19,12 +19,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import embedding_bag_fuzz
+import jagged_fuzz
 import row_cache_fuzz
 import torch
 from backends import Backend, OnCuda, build, emulated, sanitized_environment
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from jagged_cases import make_batch
 from row_cache_cases import Batch, CacheCase, CacheSample, call, settled
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -149,6 +151,29 @@ def _row_cache(ops, policy: str) -> Iterator[object]:
     yield settled(state)
 
 
+def _jagged(ops) -> Iterator[object]:
+    """Sessions, long bags and empty ones; hashes that collide, rows aligned to words of every size."""
+    batch = make_batch(3, 60, session=5, mean_length=9, seed=1)
+    small = make_batch(2, 40, rows=3, mean_length=1, ids=torch.int32, offsets=torch.int32, seed=2)
+    for each, groups in ((batch, [0, 1, 0]), (small, [0, -1])):
+        for bits in (64, 0):
+            yield ops.jagged_dedup(each.values, each.offsets, groups, each.weights, bits)
+        index = torch.arange(each.bags).flip(0).repeat(2)
+        for columns, dtype in ((1, torch.int8), (3, torch.float16), (4, torch.float32), (130, torch.float64)):
+            rows = torch.arange(len(each.values) * columns).view(-1, columns).to(dtype)
+            yield ops.jagged_index_select(rows, each.offsets, index)
+        strides, order = each.strides, list(range(len(each.strides)))[::-1]
+        yield ops.jagged_permute(each.values, each.offsets, order, strides, each.weights)
+        yield ops.jagged_permute(each.values, each.offsets, order[:1] * 2, strides)
+        blocks = torch.tensor([9, 17, 50][: len(strides)])
+        yield ops.jagged_bucketize(each.values, each.offsets, blocks, 6, strides, each.weights)
+    inverse = (torch.arange(300) ** 2) % 7 * (torch.arange(300) % 5 > 3)  # most of them name row 0
+    for columns in (3, 4, 130):
+        x = torch.linspace(-3, 5, 7 * columns).view(7, columns)
+        yield ops.expand(x, inverse)
+        yield ops.expand_backward(torch.linspace(-1, 2, 300 * columns).view(300, columns), inverse.int(), 9)
+
+
 def call_all(ops) -> list[Tensor]:
     """Every tensor that any op returns or changes."""
     x, y = torch.linspace(-3, 5, 5 * 131).view(5, 131), torch.linspace(2, -1, 5 * 131).view(5, 131)
@@ -158,6 +183,7 @@ def call_all(ops) -> list[Tensor]:
         found += _everything(encoded, ops)
     for policy in POLICIES:
         found += _row_cache(ops, policy)
+    found += _jagged(ops)
     return tree_flatten(found)[0]
 
 
@@ -234,7 +260,8 @@ def fuzz(count: int, first: int) -> int:
         embedding_bag_fuzz.check(each, backend)
         row_cache_fuzz.check(each, seed, backend)
     wrong = sum(each.complaint is not None for each in calls.values())
-    print(f"{count} calls, {wrong} of them wrong: every result is right, every fault is noted")
+    wrong += sum(jagged_fuzz.check(seed, backend) for seed in calls)
+    print(f"{2 * count} calls, {wrong} of them wrong: every result is right, every fault is noted")
     return 0
 
 

@@ -222,7 +222,7 @@ WAITS = (
     r"\w*[sS]ynchronize|cudaMemcpy\w*|cudaMemset|cudaMalloc\w*|cudaFree\w*|cudaEventQuery|cudaStreamQuery"
     r"|copy_to_host|to_host|item|to|cpu|aoti_torch_item_\w+"
 )
-#: The functions that may: the sizes of a layout that leaves them out, and of a sparse gradient.
+#: The functions that may: the sizes of a layout that leaves them out, of a sparse gradient, of rows that are chosen.
 MAY_WAIT = {
     ("csrc/core/launch.h", "copy_to_host", "cudaMemcpyAsync"),
     ("csrc/core/launch.h", "copy_to_host", "cudaStreamSynchronize"),
@@ -230,6 +230,7 @@ MAY_WAIT = {
     ("csrc/cuda/embedding_bag_input.cu", "read_layout", "to_host"),
     ("csrc/cuda/embedding_bag_input.cu", "read_part_counts", "to_host"),
     ("csrc/cuda/embedding_bag_backward.cu", "backward_sparse", "copy_to_host"),
+    ("csrc/cuda/jagged.cu", "select_rows", "copy_to_host"),
 }
 
 
@@ -259,8 +260,8 @@ def _device_sources() -> list[Path]:
     return [path for folder in ("cuda", "core", "ops", "optimizers") for path in (ROOT / "csrc" / folder).iterdir()]
 
 
-def test_only_two_ops_wait_in_the_sources() -> None:
-    """The host waits in sparse gradients and for layouts that leave out what it must know, and nowhere else."""
+def test_few_ops_wait_in_the_sources() -> None:
+    """The host waits in sparse gradients, for layouts and totals that leave out what it must know, and nowhere else."""
     found = {(str(path.relative_to(ROOT)), *call) for path in _device_sources() for call in _calls(_code(path), WAITS)}
     assert found == MAY_WAIT
 
@@ -283,6 +284,13 @@ def test_a_layout_with_its_counts_of_parts_is_not_read_back() -> None:
     before, _, after = body.partition("if (f.most_parts == 1 || (layout.max_parts && layout.multiplies)) return;")
     assert "to_host(" in after
     assert "to_host(" not in before
+
+
+def test_a_total_is_not_read_back() -> None:
+    """One that is given, of jagged_index_select and jagged_permute."""
+    code = _code(ROOT / "csrc/cuda/jagged.cu")
+    assert re.search(r"if \(total\) out.total = \*total;\s+else copy_to_host\(", code)
+    assert "if (!total && names_each_once(" in _code(ROOT / "csrc/cuda/jagged_permute.cu")
 
 
 def test_waits_are_found() -> None:

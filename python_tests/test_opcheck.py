@@ -134,6 +134,42 @@ def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
     }
 
 
+def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Of the ops on jagged rows; offsets of both widths, totals that are known or not.
+
+    opcheck adds up what an op returns in the first output's dtype, and cannot where that is integer and another one has
+    a gradient: test_jagged_permute.py and test_jagged_bucketize.py look at the gradients of weights beside ids.
+    """
+    values, offsets, factors = jagged()
+    index, blocks, x = torch.tensor([8, 0, 2, 2, 5]), torch.tensor([2, 3, 7]), torch.randn(4, 5, requires_grad=True)
+    chosen = int(offsets.diff()[index].sum())
+    rows, weights = torch.randn(len(values), 3, requires_grad=True), factors.clone().requires_grad_()
+    sizes = [2, 3, 4]
+    return {
+        "expand": [((x, torch.tensor([3, 0, 3])), {}), ((torch.arange(6).view(3, 2), torch.tensor([1]).int()), {})],
+        "expand_backward": [((torch.randn(3, 5), torch.tensor([3, 0, 3]), 4), {})],
+        "jagged_dedup": [
+            ((values, offsets, [0, -1, 1]), {}),
+            ((values.int(), offsets.int(), [0, 0, 0], factors), {"hash_bits": 4}),
+        ],
+        "jagged_index_select": [
+            ((rows, offsets, index), {}),
+            ((weights, offsets.int(), index.int()), {"total": chosen}),
+            ((values, offsets, index), {"total": chosen}),
+        ],
+        "jagged_permute": [
+            ((rows[:, 0].detach(), offsets, [2, 0, 1], sizes, weights), {}),
+            ((rows[:, 0].detach(), offsets, [1, 1], sizes, weights), {}),
+            ((values.int(), offsets.int(), [1, 1], sizes), {}),
+            ((values, offsets, [1], sizes, factors), {"total": int(offsets[5] - offsets[2])}),
+        ],
+        "jagged_bucketize": [
+            ((values, offsets, blocks, 4, sizes, factors), {}),
+            ((values.int(), offsets.int(), blocks, 4, sizes), {}),
+        ],
+    }
+
+
 def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
     """Of the embedding_bag family."""
     values, offsets, factors = jagged()
@@ -184,7 +220,7 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 def samples(op: str) -> list[tuple[tuple, dict]]:
     """Arguments to check an op with. A new op without an entry here fails its test."""
-    calls = (_row_samples() | _bag_samples()).get(op, []) + cached_calls().get(op, [])
+    calls = (_row_samples() | _jagged_samples() | _bag_samples()).get(op, []) + cached_calls().get(op, [])
     assert calls, f"no sample of {op}"
     return calls
 

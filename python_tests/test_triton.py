@@ -30,7 +30,13 @@ def run(*arguments: str, interpret: bool = False) -> str:
 
 @pytest.mark.parametrize(
     ("op", "comparisons"),
-    [("embedding_bag", 200), ("embedding_bag_options", 5), ("fake_quantize", 500), ("grouped_projection", 60)],
+    [
+        ("embedding_bag", 200),
+        ("embedding_bag_options", 5),
+        ("expand", 100),
+        ("fake_quantize", 500),
+        ("grouped_projection", 60),
+    ],
 )
 def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
     """test_<op>_triton.py, on CPU tensors; its comparisons count here."""
@@ -58,7 +64,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS}
-    kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step"]
+    kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
     assert counts.keys() == {(target, f"{kernel}_kernel") for target in ("cuda", "hip") for kernel in kernels}
     assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, _ in counts.values())
     divides = {kernel for (target, kernel), (_, divisions, *_) in counts.items() if divisions}

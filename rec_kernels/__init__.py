@@ -4,8 +4,10 @@ from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
 from rec_kernels.nn.compression import Hash, MixedDimension, Partitions, QuotientRemainder
+from rec_kernels.nn.deduplicated import Deduplicated, deduplicated
 from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
+from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
@@ -16,8 +18,13 @@ from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.row_cache import RowCache
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
 from rec_kernels.ops.embedding_bag import embedding_bag
+from rec_kernels.ops.expand import expand
 from rec_kernels.ops.fake_quantize import fake_quantize
 from rec_kernels.ops.grouped_projection import grouped_projection
+from rec_kernels.ops.jagged_bucketize import jagged_bucketize
+from rec_kernels.ops.jagged_dedup import jagged_dedup
+from rec_kernels.ops.jagged_index_select import jagged_index_select
+from rec_kernels.ops.jagged_permute import jagged_permute
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
@@ -32,12 +39,14 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "Deduplicated",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",
     "EmbeddingConfig",
     "FusedOptimizer",
     "Hash",
+    "InverseKeyedJaggedTensor",
     "JaggedTensor",
     "KeyedJaggedTensor",
     "KeyedTensor",
@@ -52,10 +61,16 @@ __all__ = [
     "RowwiseAdam",
     "__version__",
     "build_info",
+    "deduplicated",
     "dequantize_rows",
     "embedding_bag",
+    "expand",
     "fake_quantize",
     "grouped_projection",
+    "jagged_bucketize",
+    "jagged_dedup",
+    "jagged_index_select",
+    "jagged_permute",
     "mixed_dimensions",
     "ops",
     "place_tables",

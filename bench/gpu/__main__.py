@@ -17,6 +17,7 @@ import torch
 
 from bench.gpu import cases, report
 from bench.gpu.implementations import available
+from bench.gpu.jagged import Expand, Jagged
 from bench.gpu.measure import Effort, measure_case
 from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 from bench.gpu.timing import CudaTimer, Timer, WallClock, copy_gb_per_s
@@ -56,12 +57,19 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
     """The cases, filtered by --case; implementations take turns at going first."""
     if args.device == "cpu":
         workloads, rows, groups = cases.TRIAL, [(5, 16)], [(5, [2, 4], 4)]
+        samples, bags = [(20, 16)], [(2, 20, 3)]
     else:
         workloads, rows, groups = cases.workloads(memory), [(2**20, 128), (2**22, 16)], cases.GROUPS
+        samples, bags = cases.SAMPLES, cases.BAGS
     names = list(found)
     turned = [names[i % len(names) :] + names[: i % len(names)] for i in range(len(workloads))]
-    bags = [EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)]
-    every: list[Case] = [*bags, *(ScaleRows(*size) for size in rows), *(GroupedProjection(*g) for g in groups)]
+    every: list[Case] = [
+        *(EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)),
+        *(ScaleRows(*size) for size in rows),
+        *(GroupedProjection(*group) for group in groups),
+        *(Expand(*size) for size in samples),
+        *(Jagged(*size, fbgemm="fbgemm" in found) for size in bags),
+    ]
     return [case for case in every if not args.case or any(part in case.name for part in args.case)]
 
 

@@ -60,6 +60,11 @@ GROUPS = [
     (8192, [4 + 60 * g // 25 for g in range(26)], 64),
 ]
 
+#: Of expand: samples, columns of a row.
+SAMPLES = [(2**18, 128), (2**20, 16)]
+#: Of the ops on jagged rows: features, samples, ids of a bag. Criteo's shape, and histories.
+BAGS = [(26, 8192, 1), (26, 8192, 20), (4, 8192, 200)]
+
 #: For a run of the harness itself on a CPU; its times mean nothing.
 TRIAL = [
     Workload("trial-uniform", 2, 3, 20, 16, 2),

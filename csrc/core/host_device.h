@@ -43,6 +43,14 @@ RK_HOST_DEVICE int lowest_bit(uint64_t x) {
 #endif
 }
 
+RK_HOST_DEVICE int count_bits(uint32_t x) {
+#if defined(__CUDA_ARCH__)
+  return __popc(x);
+#else
+  return __builtin_popcount(x);
+#endif
+}
+
 RK_HOST_DEVICE int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace RK_ISA

@@ -107,6 +107,11 @@ inline void check_same_device(const Tensor& t, const Tensor& other, const char* 
 }
 
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+inline OptionalTensor as_contiguous(const OptionalTensor& t) {
+  OptionalTensor out;
+  if (t) out = as_contiguous(*t);
+  return out;
+}
 
 inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
   return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, dtype);

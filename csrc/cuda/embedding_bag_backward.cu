@@ -191,6 +191,21 @@ int64_t floats_of(const std::vector<int64_t>& shape) {
   return floats;
 }
 
+}  // namespace
+
+Tensor dense_gradient(const BagInput& in, const Tensor& grad, const std::vector<int64_t>& weights_shape,
+                      const OptionalTensor& weights, cudaStream_t stream) {
+  const Tensor status = new_status(in, floats_of(weights_shape), true, grad, stream);
+  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
+  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
+             stream);
+  return out;
+}
+
+namespace {
+
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
                       const Tensor& offsets, const OptionalTensor& per_sample_weights,
                       const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
@@ -214,14 +229,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
       read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  const Tensor grad = as_contiguous(grad_in),
-               status = new_status(in, floats_of(weights_shape), true, grad, device.stream());
-  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, device.stream());
-  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
-  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
-             device.stream());
-  return out;
+  return dense_gradient(in, as_contiguous(grad_in), weights_shape, weights, device.stream());
 }
 
 // Columns of each run, and behind the last run nothing.

@@ -189,6 +189,11 @@ struct SortedOccurrences {
 // Bad ids and offsets are noted in `status`.
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream);
 
+// The gradient of a call's weights, of their shape; `weights` themselves are only needed where rows are multiplied.
+// What is bad is left out.
+Tensor dense_gradient(const BagInput& in, const Tensor& grad, const std::vector<int64_t>& weights_shape,
+                      const OptionalTensor& weights, cudaStream_t stream);
+
 // The chunk sums of the multiplied tables of one format: gradients times the rows of the other parts. All of them come
 // before any row is updated.
 void launch_product_sums(const SumArgs& args, cudaStream_t stream);

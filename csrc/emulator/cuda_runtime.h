@@ -103,3 +103,9 @@ T atomicExch(T* p, U value) {
   *p = static_cast<T>(value);
   return before;
 }
+template <class T>
+T atomicCAS(T* p, T expected, T value) {
+  const T before = *p;
+  if (before == expected) *p = value;
+  return before;
+}

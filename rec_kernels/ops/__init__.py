@@ -4,8 +4,13 @@ from rec_kernels import _library  # noqa: F401  (the schemas must be registered 
 from rec_kernels.ops import (  # noqa: F401
     embedding_bag,
     embedding_bag_autograd,
+    expand,
     fake_quantize,
     grouped_projection,
+    jagged_bucketize,
+    jagged_dedup,
+    jagged_index_select,
+    jagged_permute,
     row_cache,
     row_formats,
     scale_rows,

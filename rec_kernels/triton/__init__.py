@@ -1,4 +1,4 @@
-"""The ops of embedding_bag in Triton, for GPUs and installs without the compiled CUDA library.
+"""The ops of embedding_bag, and expand, in Triton, for GPUs and installs without the compiled CUDA library.
 
 ``import rec_kernels`` imports this package only where it is needed; it needs Triton. What is promised is said in
 rec_kernels.triton.embedding_bag. Tests use Triton 3.8.
@@ -17,6 +17,7 @@ from rec_kernels.triton.embedding_bag import (
     embedding_bag_fused,
     embedding_bag_tables,
 )
+from rec_kernels.triton.expand import expand, expand_backward
 
 _OPS = (
     embedding_bag,
@@ -26,6 +27,8 @@ _OPS = (
     embedding_bag_backward_sparse,
     embedding_bag_fused,
     embedding_bag_tables,
+    expand,
+    expand_backward,
 )
 
 __all__ = ["register", *(op.__name__ for op in _OPS)]

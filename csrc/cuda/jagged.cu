@@ -1,0 +1,143 @@
+// Rows chosen from a jagged tensor. Bytes moved: the offsets of the rows in turn and of those chosen, and every chosen
+// value read and written once. A group of lanes takes a row, in words as wide as all rows are aligned to.
+#include <algorithm>
+
+#include "core/device_algorithms.h"
+#include "cuda/jagged.cuh"
+
+namespace rec_kernels {
+namespace {
+
+constexpr int kNumbersALaunch = 64;
+struct Numbers {
+  int64_t of[kNumbersALaunch];
+};
+
+__global__ void write_numbers_kernel(Numbers numbers, int count, int64_t* out) {
+  const int i = threadIdx.x;
+  if (i < count) out[i] = numbers.of[i];
+}
+
+__global__ void start_status_kernel(int64_t* status) {
+  status[0] = kNoBadPosition;
+  status[1] = 0;
+}
+
+struct LengthArgs {
+  Bags rows;
+  Integers index;
+  int64_t count;
+  int64_t* lengths;  // [count + 1], the last of them 0
+  int64_t* status;
+};
+
+__global__ void __launch_bounds__(kThreads) lengths_kernel(LengthArgs a) {
+  note_offsets(a.rows, a.status);
+  for (int64_t m = Group<1>::first(); m <= a.count; m += Group<1>::stride()) {
+    int64_t length = 0;
+    if (m < a.count) {
+      const int64_t row = a.index[m];
+      if (row < 0 || row >= a.rows.num_bags) {
+        note_left_out(a.status, m);
+      } else {
+        const Range r = good_range(a.rows, row);
+        length = r.stop - r.start;
+      }
+    }
+    a.lengths[m] = length;
+  }
+}
+
+struct CopyArgs {
+  Bags rows;
+  Integers index;
+  int64_t count;
+  const int64_t* starts;
+  int64_t total;
+  int64_t words;  // of a value
+  const void* from;
+  void* to;
+  IntegersOut offsets;  // without data: they are not to be written
+  int64_t* status;
+};
+
+// `lanes` neighbouring threads take a row.
+template <class Word>
+__global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lanes) {
+  const int64_t thread = Group<1>::first(), threads = Group<1>::stride();
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  for (int64_t m = thread / lanes; m < a.count; m += threads / lanes) {
+    const int64_t start = a.starts[m], stop = a.starts[m + 1], row = a.index[m];
+    if (lane == 0 && a.offsets.data) a.offsets.put(m, start < a.total ? start : a.total);
+    if (stop == start) continue;  // as one out of range does
+    const int64_t from = a.rows.offset(row) * a.words, to = start * a.words;
+    const int64_t words = ((stop < a.total ? stop : a.total) - start) * a.words;
+    for (int64_t w = lane; w < words; w += lanes) store_word(a.to, to + w, load_word<Word>(a.from, from + w));
+  }
+  const int64_t end = a.starts[a.count];
+  for (int64_t w = end * a.words + thread; w < a.total * a.words; w += threads) store_word(a.to, w, Word{});
+  if (thread > 0) return;
+  if (a.offsets.data) a.offsets.put(a.count, end < a.total ? end : a.total);
+  if (end != a.total) note_bad(a.status, a.count);
+}
+
+}  // namespace
+
+Tensor new_jagged_status(const Tensor& like, cudaStream_t stream) {
+  Tensor status = new_tensor(like, {2}, ScalarType::Long);
+  launch(start_status_kernel, dim3(1), dim3(1), 0, stream, status.mutable_data_ptr<int64_t>());
+  return status;
+}
+
+Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStream_t stream) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  Tensor out = new_tensor(like, {count}, ScalarType::Long);
+  for (int64_t first = 0; first < count; first += kNumbersALaunch) {
+    Numbers some{};
+    const int64_t here = std::min<int64_t>(count - first, kNumbersALaunch);
+    std::copy_n(numbers.begin() + first, here, some.of);
+    launch(write_numbers_kernel, dim3(1), dim3(kNumbersALaunch), 0, stream, some, static_cast<int>(here),
+           out.mutable_data_ptr<int64_t>() + first);
+  }
+  return out;
+}
+
+Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offsets, std::optional<int64_t> total,
+                      int64_t* status, cudaStream_t stream) {
+  const int64_t count = index.size(0);
+  check_value(count < INT64_C(0xffffffff), "index has ", count, " numbers; at most 2^32 - 2 fit in a call on a GPU");
+  Selection out{rows, Integers(index), count, new_tensor(index, {count + 1}, ScalarType::Long), 0, status};
+  auto* starts = out.starts.mutable_data_ptr<int64_t>();
+  launch(lengths_kernel, blocks_for(std::max(count, rows.num_bags) + 1, 1), dim3(kThreads), 0, stream,
+         LengthArgs{rows, out.index, count, starts, status});
+  exclusive_sum(starts, starts, count + 1, index, stream);
+  if (total) out.total = *total;
+  else copy_to_host(&out.total, starts + count, sizeof(int64_t), stream);
+  check_fits(out.total, offsets);
+  return out;
+}
+
+void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const Tensor& output,
+               const OptionalTensor& output_offsets, cudaStream_t stream) {
+  const auto bytes = columns * static_cast<int64_t>(values.element_size());
+  const int64_t word = word_bytes(bytes, values.const_data_ptr(), output.const_data_ptr());
+  const IntegersOut offsets = output_offsets ? integers_out(*output_offsets) : IntegersOut{nullptr, false};
+  const CopyArgs args{s.rows,
+                      s.index,
+                      s.count,
+                      s.starts.const_data_ptr<int64_t>(),
+                      s.total,
+                      bytes / word,
+                      values.const_data_ptr(),
+                      output.mutable_data_ptr(),
+                      offsets,
+                      s.status};
+  // As many lanes as a row has words, on average.
+  const int lanes = lanes_for(4 * ceil_div(s.total * args.words, std::max<int64_t>(s.count, 1)));
+  with_word(word, [&](auto unit) {
+    launch(copy_rows_kernel<decltype(unit)>, blocks_for(std::max<int64_t>(s.count, 1), lanes), dim3(kThreads), 0,
+           stream, args, lanes);
+  });
+}
+
+}  // namespace rec_kernels

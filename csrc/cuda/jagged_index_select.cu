@@ -1,0 +1,31 @@
+// jagged_index_select: see jagged.cu, which counts and copies.
+#include "cuda/jagged.cuh"
+#include "ops/jagged_index_select.h"
+
+namespace rec_kernels {
+namespace {
+
+std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cuda(const Tensor& values_in, const Tensor& offsets_in,
+                                                            const Tensor& index_in, std::optional<int64_t> total) {
+  check_jagged_index_select(values_in, offsets_in, index_in, total);
+  const OnDeviceOf device(values_in);
+  const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in), index = as_contiguous(index_in);
+  Tensor status = new_jagged_status(values, device.stream());
+  const Selection rows = select_rows(jagged_rows(values, offsets), index, offsets, total,
+                                     status.mutable_data_ptr<int64_t>(), device.stream());
+  const bool wide = values.dim() == 2;
+  const int64_t columns = wide ? values.size(1) : 1;
+  Tensor output = wide ? new_tensor(values, {rows.total, columns}, values.scalar_type())
+                       : new_tensor(values, {rows.total}, values.scalar_type());
+  Tensor output_offsets = new_tensor(offsets, {rows.count + 1}, offsets.scalar_type());
+  copy_rows(rows, values, columns, output, output_offsets, device.stream());
+  return {output, output_offsets, status};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
+  m.impl("jagged_index_select", TORCH_BOX(&jagged_index_select_cuda));
+}
+
+}  // namespace rec_kernels

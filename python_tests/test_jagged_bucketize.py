@@ -1,0 +1,202 @@
+"""jagged_bucketize: reference, gradients of weights, ids out of range, bad input."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from backends import device_backends, every_backend
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_cases import BAD_LAYOUT, BAD_OFFSETS, ODD, Batch, batches, check_tensors, make_batch
+
+import rec_kernels as rk
+from rec_kernels.reference.jagged_bucketize import jagged_bucketize as reference
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+
+
+def check_bucketize(batch: Batch, blocks: list[int], buckets: int) -> None:
+    """With weights and without."""
+    sizes = torch.tensor(blocks, dtype=torch.int64)
+    for weights in (None, batch.weights):
+        args = (batch.values, batch.offsets, sizes, buckets, batch.strides, weights)
+        expected = reference(*args)
+        for backend in every_backend():
+            check_tensors(backend, backend.ops.jagged_bucketize(*args), expected)
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("buckets", [1, 2, 7, 64])
+def test_odd_batches(name: str, buckets: int) -> None:
+    """Blocks of one row, of all, and of what is left of a table."""
+    batch = ODD[name]()
+    most = int(batch.values.max()) + 1 if len(batch.values) else 1
+    for extra in (0, 1, 2**20):
+        blocks = [-(-most // buckets) + extra * f for f in range(len(batch.strides))]
+        check_bucketize(batch, blocks, buckets)
+
+
+@given(batches(strides=True), st.integers(1, 70), st.data())
+def test_any_batch(batch: Batch, buckets: int, data: st.DataObject) -> None:
+    """Batch sizes of the features' own."""
+    least = -(-100 // buckets)
+    sizes = st.integers(least, 2 * least)
+    check_bucketize(batch, [data.draw(sizes) for _ in batch.strides], buckets)
+
+
+def test_many_buckets() -> None:
+    """Far more than lanes, and more than a bag has ids; most of them are empty."""
+    check_bucketize(make_batch(2, 6, rows=5000, mean_length=90, seed=2), [1, 5], 5000)
+
+
+def test_wide_ids() -> None:
+    """Up to the last id that there can be."""
+    batch = make_batch(2, 3, mean_length=6, empty=0.0)
+    batch.values = torch.randint(2**62, (len(batch.values),))
+    batch.values[:3] = torch.tensor([0, 2**62 - 1, 2**40])
+    check_bucketize(batch, [2**61, 2**61 - 1 + 2**59], 2)
+    check_bucketize(batch, [2**62 // 1000 + 1, 2**62 // 999 + 1], 1000)
+
+
+def test_strided_inputs() -> None:
+    batch = make_batch(2, 4)
+    expected = rk.jagged_bucketize(batch.values, batch.offsets, torch.tensor([20, 30]), 3, batch.strides, batch.weights)
+    values, offsets, weights = (t.repeat_interleave(2)[::2] for t in (batch.values, batch.offsets, batch.weights))
+    found = rk.jagged_bucketize(values, offsets, torch.tensor([20, 0, 30, 0])[::2], 3, batch.strides, weights)
+    assert all(map(same_bits, found, expected))
+
+
+def test_gradients() -> None:
+    """Of weights: what each id's copy gets."""
+    batch = make_batch(3, 5, seed=4)
+    weights = batch.weights.clone().requires_grad_()
+    out = rk.jagged_bucketize(batch.values, batch.offsets, torch.tensor([9, 25, 50]), 6, batch.strides, weights)
+    grad = torch.randn(len(weights))
+    (out.weights * grad).sum().backward()
+    assert same_bits(weights.grad, grad[out.positions])
+    assert same_bits(out.weights.detach()[out.positions], batch.weights)
+    assert rk.jagged_bucketize(batch.values, batch.offsets, torch.tensor([50] * 3), 1, batch.strides).weights is None
+
+
+def test_compiled() -> None:
+    def step(values, offsets, weights, size):
+        out = rk.jagged_bucketize(values, offsets, torch.tensor([20, 30]), 4, [size] * 2, weights * 2)
+        return out.weights.square().sum(), out.values, out.offsets, out.positions
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for size in (4, 9):
+        batch, results = make_batch(2, size), []
+        for function in (step, compiled):
+            weights = batch.weights.clone().requires_grad_()
+            loss, *rest = function(batch.values, batch.offsets, weights, size)
+            loss.backward()
+            results.append((weights.grad, *rest))
+        assert all(map(same_bits, *results))
+
+
+IDS, OFFSETS, WEIGHTS = (
+    torch.tensor([3, 9, 0, 5, 7, 2, 4]),
+    torch.tensor([0, 2, 3, 3, 4, 6, 7]),
+    torch.linspace(1, 2, 7),
+)
+STRIDES, BLOCKS = [3, 3], torch.tensor([5, 4])
+
+
+@pytest.mark.parametrize("integer", [torch.int32, torch.int64], ids=str)
+def test_ids_out_of_range(integer: torch.dtype) -> None:
+    """An error on the CPU; on a device they go where a lookup reports them again."""
+    values = torch.tensor([3, 10, 0, 8, 2**31 - 1, -4, 4], dtype=integer)
+    message = (
+        r"values\[1\] = 10 \(feature 0, bag 0\) must be in \[0, 10\): block_sizes\[0\] = 5 for each of the 2 buckets"
+    )
+    with pytest.raises(IndexError, match=message):
+        ops.jagged_bucketize(values, OFFSETS, BLOCKS, 2, STRIDES)
+    with pytest.raises(IndexError, match=r"values\[3\] = 8 \(feature 1, bag 0\) must be in \[0, 8\)"):
+        ops.jagged_bucketize(values.index_fill(0, torch.tensor([1]), 0), OFFSETS, BLOCKS, 2, STRIDES)
+    for backend in device_backends():
+        out, offsets, weights, positions, status = backend.ops.jagged_bucketize(
+            values, OFFSETS, BLOCKS, 2, STRIDES, WEIGHTS
+        )
+        assert out.tolist() == [3, 0, -4, 5, 4, 2**31 - 5, 0], backend.name
+        assert offsets.tolist() == [0, 1, 2, 2, 2, 3, 3, 4, 4, 4, 5, 6, 7], backend.name
+        assert positions.tolist() == [0, 3, 1, 4, 5, 2, 6], backend.name
+        assert same_bits(weights[positions], WEIGHTS), backend.name
+        assert status.tolist() == [1, 4], backend.name
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 7), (0, 6), (2, 3), (4, 4)])
+def test_ids_that_no_bag_names(first: int, last: int) -> None:
+    """A ValueError on the CPU; on a device zeros behind the others, at no position."""
+    offsets = OFFSETS.clamp(first, last)
+    got = f"offsets must start at 0 and end at 7, the number of values, got {first} and {last}"
+    with pytest.raises(ValueError, match=got):
+        ops.jagged_bucketize(IDS, offsets, BLOCKS, 3, STRIDES)
+    named = slice(first, last)
+    expected = reference(IDS[named], offsets - first, BLOCKS, 3, STRIDES, WEIGHTS[named])
+    rest = 7 - (last - first)
+    for backend in device_backends():
+        out, found, weights, positions, status = backend.ops.jagged_bucketize(IDS, offsets, BLOCKS, 3, STRIDES, WEIGHTS)
+        assert same_bits(out, torch.cat([expected[0], IDS.new_zeros(rest)])), backend.name
+        assert same_bits(found, expected[1]), backend.name
+        assert same_bits(weights, torch.cat([expected[2], torch.zeros(rest)])), backend.name
+        assert same_bits(positions[named], expected[3]), backend.name
+        assert positions.tolist().count(-1) == rest, backend.name
+        assert status.tolist() == [2**63 - 1, 0], backend.name
+
+
+@pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
+def test_bad_offsets(bounds: list[int], first: int) -> None:
+    """An error on the CPU. On a device bags may have ids in common then, so that none has any."""
+    offsets = torch.tensor(bounds)
+    with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
+        ops.jagged_bucketize(IDS, offsets, BLOCKS, 3, STRIDES)
+    for backend in device_backends():
+        out, found, weights, positions, status = backend.ops.jagged_bucketize(IDS, offsets, BLOCKS, 3, STRIDES, WEIGHTS)
+        assert not out.any(), backend.name
+        assert not found.any(), backend.name
+        assert not weights.any(), backend.name
+        assert positions.tolist() == [-1] * 7, backend.name
+        assert status.tolist() == [BAD_LAYOUT + 1 + first, 0], backend.name
+
+
+@pytest.mark.parametrize("size", [0, -3, 2**62, 2**63 - 1])
+def test_bad_block_sizes(size: int) -> None:
+    """An error on the CPU; on a device a bad layout, and no bag has any ids."""
+    blocks = torch.tensor([5, size])
+    with pytest.raises(ValueError, match=rf"block_sizes\[1\] = {size} must be in \[1, {(2**63 - 1) // 3}\]"):
+        ops.jagged_bucketize(IDS, OFFSETS, blocks, 3, STRIDES)
+    for backend in device_backends():
+        out, found, _, positions, status = backend.ops.jagged_bucketize(IDS, OFFSETS, blocks, 3, STRIDES)
+        assert not out.any(), backend.name
+        assert not found.any(), backend.name
+        assert positions.tolist() == [-1] * 7, backend.name
+        assert status.tolist() == [BAD_LAYOUT, 0], backend.name
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((IDS.float(), OFFSETS, BLOCKS, 2, STRIDES), "values must be int32 or int64, got float32"),
+        ((IDS[None], OFFSETS, BLOCKS, 2, STRIDES), r"values must have 1 dimension\(s\), got shape \[1, 7\]"),
+        ((IDS, OFFSETS[None], BLOCKS, 2, STRIDES), r"offsets must have 1 dimension\(s\), got shape \[1, 7\]"),
+        ((IDS, OFFSETS.short(), BLOCKS, 2, STRIDES), "offsets must be int32 or int64, got int16"),
+        ((IDS, OFFSETS[:0], BLOCKS, 2, STRIDES), "offsets must have one element more than there are rows, got none"),
+        ((IDS, OFFSETS.to("meta"), BLOCKS, 2, STRIDES), "must be on the same device"),
+        ((IDS, OFFSETS, BLOCKS.int(), 2, STRIDES), "block_sizes must be int64, got int32"),
+        ((IDS, OFFSETS, BLOCKS[:1], 2, STRIDES), r"block_sizes must have shape \[2\], got \[1\]"),
+        ((IDS, OFFSETS, BLOCKS.to("meta"), 2, STRIDES), "must be on the same device"),
+        ((IDS, OFFSETS, BLOCKS, 0, STRIDES), r"num_buckets = 0 must be in \[1, 1048576\]"),
+        ((IDS, OFFSETS, BLOCKS, 2**20 + 1, STRIDES), r"num_buckets = 1048577 must be in \[1, 1048576\]"),
+        ((IDS, OFFSETS, BLOCKS, 2, [3, 4]), "strides are of 7 bags, and offsets of 6"),
+        ((IDS, OFFSETS, BLOCKS, 2, [-1, 7]), r"strides\[0\] = -1 must be 0 or more"),
+        ((IDS, OFFSETS, BLOCKS, 2, STRIDES, WEIGHTS.double()), "weights must be float32, got float64"),
+        ((IDS, OFFSETS, BLOCKS, 2, STRIDES, WEIGHTS[:3]), r"weights must have shape \[7\], got \[3\]"),
+        ((IDS, OFFSETS, BLOCKS, 2, STRIDES, WEIGHTS.to("meta")), "must be on the same device"),
+    ],
+)
+def test_bad_input(args: tuple, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_bucketize(*args)

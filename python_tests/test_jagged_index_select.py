@@ -1,0 +1,224 @@
+"""jagged_index_select: reference, gradients, totals that are known or wrong, bad input."""
+
+from __future__ import annotations
+
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+from backends import device_backends, every_backend
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_cases import (
+    BAD_LAYOUT,
+    BAD_OFFSETS,
+    INTEGERS,
+    NOTHING_BAD,
+    ODD,
+    Batch,
+    batches,
+    check_tensors,
+    good_rows,
+    make_batch,
+    offsets_of,
+)
+
+import rec_kernels as rk
+from rec_kernels.reference.jagged_index_select import jagged_index_select as reference
+from rec_kernels.testing import assert_same_sum, same_bits
+
+ops = torch.ops.rec_kernels
+
+
+def check_select(values: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> None:
+    """With the total and without."""
+    expected = reference(values, offsets, index)
+    for backend in every_backend():
+        for total in (None, len(expected[0])):
+            check_tensors(backend, backend.ops.jagged_index_select(values, offsets, index, total), expected)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_batches(name: str) -> None:
+    batch = ODD[name]()
+    index = torch.arange(batch.bags).flip(0).repeat(2)[1:] if batch.bags else torch.zeros(0, dtype=torch.int32)
+    check_select(batch.values, batch.offsets, index)
+    check_select(batch.values, batch.offsets, index[:0])
+
+
+DTYPES = [torch.bool, torch.int8, torch.int16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [None, 0, 1, 3, 4, 17, 4100])
+def test_values_of_any_kind(dtype: torch.dtype, columns: int | None) -> None:
+    """Elements of 1 to 16 bytes, rows of values that are aligned to any word."""
+    batch = make_batch(1, 8, mean_length=2, seed=3)
+    shape = (len(batch.values),) if columns is None else (len(batch.values), columns)
+    values = torch.randint(-100, 100, shape).to(dtype)
+    expected = reference(values, batch.offsets, index := torch.tensor([7, 0, 0, 3, 5], dtype=torch.int32))
+    for backend in every_backend():
+        out, offsets, status = backend.ops.jagged_index_select(values, batch.offsets, index)
+        assert out.dtype == dtype
+        assert torch.equal(out, expected[0]), backend.name
+        assert torch.equal(offsets, expected[1]), backend.name
+        assert status.tolist() == NOTHING_BAD
+
+
+@given(batches(), st.data(), st.sampled_from(INTEGERS), st.sampled_from([None, 0, 1, 5]))
+def test_any_batch(batch: Batch, data: st.DataObject, integer: torch.dtype, columns: int | None) -> None:
+    rows = st.lists(st.integers(0, batch.bags - 1), max_size=40) if batch.bags else st.just([])
+    values = batch.values if columns is None else torch.randn(len(batch.values), columns).half()
+    check_select(values, batch.offsets, torch.tensor(data.draw(rows), dtype=integer))
+
+
+def test_many_rows() -> None:
+    """Enough for every thread to get some, a very long one among them."""
+    lengths = [(7 * i) % 5 for i in range(3000)]
+    lengths[1234] = 5000
+    offsets = offsets_of(lengths, torch.int32)
+    check_select(torch.randn(int(offsets[-1])), offsets, torch.randint(3000, (5000,)))
+
+
+def test_rows_that_nothing_names_and_strided_inputs() -> None:
+    """Offsets need not start at 0 or end with the values."""
+    offsets = torch.tensor([2, 9, 3, 9, 3, 9, 6, 9])[::2]
+    check_select(torch.arange(20)[::2], offsets, torch.tensor([2, 0, 2, 0, 1, 0])[::2])
+    check_select(torch.arange(21)[1:].view(10, 2), offsets, torch.tensor([2, 0]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [None, 9])
+def test_gradients(dtype: torch.dtype, columns: int | None) -> None:
+    """Against torch's own; copies of a value are summed in float32."""
+    batch = make_batch(1, 12, seed=1)
+    shape = (len(batch.values),) if columns is None else (len(batch.values), columns)
+    mine, index = torch.randn(shape).to(dtype).requires_grad_(), torch.randint(12, (200,))
+    out, _ = rk.jagged_index_select(mine, batch.offsets, index)
+    weight = torch.randn(out.shape).to(dtype)
+    (out * weight).sum().backward()
+    sources = reference(torch.arange(len(batch.values)), batch.offsets, index)[0]
+    expected, magnitude = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    expected.index_add_(0, sources, weight.double())
+    magnitude.index_add_(0, sources, weight.double().abs())
+    assert mine.grad.dtype == dtype
+    if dtype == torch.float32:
+        assert_same_sum(mine.grad, expected, magnitude, terms=len(sources))
+    else:
+        torch.testing.assert_close(mine.grad, expected.to(dtype))
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_compiled(known: bool) -> None:
+    """One graph, whether the total is told or depends on data."""
+
+    def step(values, offsets, index, total):
+        out, bounds = rk.jagged_index_select(values * 2, offsets, index, total=total)
+        return out.square().sum(), bounds
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for size in (5, 12):
+        batch = make_batch(2, size, mean_length=4)
+        index, grads = torch.randint(2 * size, (7,)), []
+        total = int(batch.offsets.diff()[index].sum()) if known else None
+        for function in (step, compiled):
+            values = torch.linspace(-1, 2, len(batch.values), requires_grad=True)
+            loss, bounds = function(values, batch.offsets, index, total)
+            loss.backward()
+            grads.append((values.grad, bounds))
+        assert all(map(same_bits, *grads))
+
+
+IDS, OFFSETS, INDEX = torch.arange(7), torch.tensor([0, 2, 2, 7]), torch.tensor([2, 0])
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
+def test_a_wrong_total(total: int, columns: int | None) -> None:
+    """On a device, what does not fit is left out, and what is missing is zeros."""
+    values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
+    message = f"total = {total}, and the rows that index names have 7 values"
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_index_select(values, OFFSETS, INDEX, total)
+    whole = torch.cat([values[2:], values[:2]])[:total]
+    expected = torch.cat([whole, whole.new_zeros(total - len(whole), *values.shape[1:])])
+    for backend in device_backends():
+        out, offsets, status = backend.ops.jagged_index_select(values, OFFSETS, INDEX, total)
+        assert same_bits(out, expected), backend.name
+        assert offsets.tolist() == [0, min(5, total), min(7, total)], backend.name
+        assert status.tolist() == [2, 0], backend.name
+
+
+@pytest.mark.parametrize("total", [5, 9])
+def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out gets none; the zeros behind the last row give none."""
+    module = importlib.import_module("rec_kernels.ops.jagged_index_select")
+    ctx = SimpleNamespace(saved_tensors=(OFFSETS, INDEX), shape=torch.Size([7]), dtype=torch.float32, total=total)
+    for backend in device_backends():
+        monkeypatch.setattr(module, "_ops", backend.ops)
+        found = module._backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
+        assert found.tolist() == [6.0 * (total > 5), 7.0 * (total > 5), 1, 2, 3, 4, 5], backend.name
+
+
+def test_numbers_out_of_range() -> None:
+    """An error on the CPU; on a device an empty row, and the status has the first and how many."""
+    index = torch.tensor([0, 3, 2, -1, 2**40])
+    with pytest.raises(IndexError, match=r"index\[1\] = 3 must be in \[0, 3\), the rows that offsets describe"):
+        ops.jagged_index_select(IDS, OFFSETS, index)
+    for backend in device_backends():
+        for total in (None, 7):
+            out, offsets, status = backend.ops.jagged_index_select(IDS, OFFSETS, index, total)
+            assert out.tolist() == [0, 1, 2, 3, 4, 5, 6], backend.name
+            assert offsets.tolist() == [0, 2, 2, 7, 7, 7], backend.name
+            assert status.tolist() == [1, 3], backend.name
+        status = backend.ops.jagged_index_select(IDS, OFFSETS[:1], torch.tensor([0]))[2]
+        assert status.tolist() == [0, 1], backend.name
+
+
+@pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
+def test_bad_offsets(bounds: list[int], first: int) -> None:
+    """Noted whether such a row is chosen or not; it is empty."""
+    offsets, index = torch.tensor(bounds), torch.tensor([5, 0, 1, 2, 3, 4, 3])
+    with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
+        ops.jagged_index_select(IDS, offsets, index)
+    rows = good_rows(bounds, 7)
+    expected = torch.cat([IDS[:0], *(IDS[slice(*rows[i])] for i in index)])
+    for backend in device_backends():
+        out, found, status = backend.ops.jagged_index_select(IDS, offsets, index)
+        assert same_bits(out, expected), backend.name
+        assert torch.equal(found.diff(), torch.tensor([rows[i][1] - rows[i][0] for i in index])), backend.name
+        assert status.tolist() == [BAD_LAYOUT + 1 + first, 0], backend.name
+        assert backend.ops.jagged_index_select(IDS, offsets, index[:0])[2].tolist() == [BAD_LAYOUT + 1 + first, 0]
+
+
+def test_too_many_for_the_offsets() -> None:
+    """int32 offsets name 2^31 - 1 values at most."""
+    offsets = torch.tensor([0, 2**15], dtype=torch.int32)
+    for backend in every_backend():
+        with pytest.raises((ValueError, RuntimeError), match=r"2147483648 values, more than int32 offsets can name"):
+            backend.ops.jagged_index_select(
+                torch.zeros(2**15, dtype=torch.bool), offsets, torch.zeros(2**16, dtype=torch.int32)
+            )
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((IDS[None, None], OFFSETS, INDEX), r"values must be \[N\] or \[N, D\], got shape \[1, 1, 7\]"),
+        ((IDS, OFFSETS[None], INDEX), r"offsets must have 1 dimension\(s\), got shape \[1, 4\]"),
+        ((IDS, OFFSETS.short(), INDEX), "offsets must be int32 or int64, got int16"),
+        ((IDS, OFFSETS[:0], INDEX), "offsets must have one element more than there are rows, got none"),
+        ((IDS, OFFSETS.to("meta"), INDEX), "must be on the same device"),
+        ((IDS, OFFSETS, INDEX[None]), r"index must have 1 dimension\(s\), got shape \[1, 2\]"),
+        ((IDS, OFFSETS, INDEX.float()), "index must be int32 or int64, got float32"),
+        ((IDS, OFFSETS, INDEX.to("meta")), "must be on the same device"),
+        ((IDS, OFFSETS, INDEX, -1), "total = -1 must be 0 or more"),
+        ((IDS, OFFSETS.int(), INDEX, 2**31), "the result has 2147483648 values, more than int32 offsets can name"),
+    ],
+)
+def test_bad_input(args: tuple, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_index_select(*args)

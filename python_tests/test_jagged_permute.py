@@ -1,0 +1,182 @@
+"""jagged_permute: reference, gradients of weights, totals that are known or wrong, bad input."""
+
+from __future__ import annotations
+
+import importlib
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from backends import device_backends, every_backend
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_cases import BAD_LAYOUT, BAD_OFFSETS, ODD, Batch, batches, check_tensors, good_rows, make_batch
+
+import rec_kernels as rk
+from rec_kernels.reference.jagged_permute import jagged_permute as reference
+from rec_kernels.testing import assert_same_sum, same_bits
+
+ops = torch.ops.rec_kernels
+
+
+def check_permute(batch: Batch, permute: list[int]) -> None:
+    """With the total and without, with weights and without."""
+    for weights in (None, batch.weights):
+        expected = reference(batch.values, batch.offsets, permute, batch.strides, weights)
+        for backend in every_backend():
+            for total in (None, len(expected[0])):
+                args = (batch.values, batch.offsets, permute, batch.strides, weights, total)
+                check_tensors(backend, backend.ops.jagged_permute(*args), expected)
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_batches(name: str) -> None:
+    """In reverse, some features only, one twice, none."""
+    batch = ODD[name]()
+    features = list(range(len(batch.strides)))
+    for permute in (features[::-1], features[1:], features + features[:1], []):
+        check_permute(batch, permute)
+
+
+@given(batches(strides=True), st.data())
+def test_any_batch(batch: Batch, data: st.DataObject) -> None:
+    """Batch sizes of the features' own; permutations, and any lists of features."""
+    features = list(range(len(batch.strides)))
+    any_list = st.lists(st.sampled_from(features), max_size=7) if features else st.just([])
+    check_permute(batch, data.draw(st.permutations(features)))
+    check_permute(batch, data.draw(any_list))
+
+
+def test_many_features() -> None:
+    """More than one launch takes to a GPU, some without a sample."""
+    batch = make_batch(200, 3, mean_length=1, seed=5)
+    batch.strides = [3, 0, 6, 3] * 50
+    permute = list(range(200))
+    random.Random(0).shuffle(permute)
+    check_permute(batch, permute)
+    check_permute(batch, permute[:150])
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64, torch.complex128], ids=str)
+def test_values_of_any_kind(dtype: torch.dtype) -> None:
+    batch = make_batch(3, 5)
+    batch.values = torch.randint(-9, 9, batch.values.shape).to(dtype)
+    expected = reference(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
+    for backend in every_backend():
+        out = backend.ops.jagged_permute(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
+        assert torch.equal(out, expected), backend.name
+
+
+def test_gradients() -> None:
+    """Of weights, which are summed where a feature is named more than once."""
+    batch = make_batch(4, 6, seed=2)
+    weights, permute = batch.weights.clone().requires_grad_(), [3, 0, 3, 1, 3]
+    _, _, out = rk.jagged_permute(batch.values, batch.offsets, permute, batch.strides, weights)
+    grad = torch.randn(out.shape)
+    (out * grad).sum().backward()
+    places = torch.arange(len(weights))
+    sources = reference(places, batch.offsets, permute, batch.strides)[0]
+    expected, magnitude = (torch.zeros(len(weights), dtype=torch.float64) for _ in range(2))
+    expected.index_add_(0, sources, grad.double())
+    magnitude.index_add_(0, sources, grad.double().abs())
+    assert_same_sum(weights.grad, expected, magnitude, terms=3)
+    assert rk.jagged_permute(batch.values, batch.offsets, permute, batch.strides)[2] is None
+
+
+@pytest.mark.parametrize("permute", [[2, 0, 1], [1, 1]], ids=str)
+def test_compiled(permute: list[int]) -> None:
+    """One graph, whether the total is known from the sizes or depends on data."""
+
+    def step(values, offsets, weights, size):
+        out = rk.jagged_permute(values, offsets, permute, [size] * 3, weights * 2)
+        return out[2].square().sum(), *out[:2]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for size in (4, 9):
+        batch, results = make_batch(3, size), []
+        for function in (step, compiled):
+            weights = batch.weights.clone().requires_grad_()
+            loss, *rest = function(batch.values, batch.offsets, weights, size)
+            loss.backward()
+            results.append((weights.grad, *rest))
+        assert all(map(same_bits, *results))
+
+
+IDS, OFFSETS, WEIGHTS = torch.arange(7), torch.tensor([0, 2, 3, 3, 4, 6, 7]), torch.linspace(1, 2, 7)
+
+
+@pytest.mark.parametrize("total", [0, 1, 3, 5, 100])
+def test_a_wrong_total(total: int) -> None:
+    """On a device, what does not fit is left out, and what is missing is zeros, of weights, too."""
+    with pytest.raises(ValueError, match=f"total = {total}, and the features of permute have 4 values"):
+        ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
+    order = torch.tensor([4, 5, 6, 3])[:total]
+    zeros = torch.zeros(total - len(order))
+    for backend in device_backends():
+        out, offsets, weights, status = backend.ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
+        assert out.tolist() == [*order.tolist(), *zeros.tolist()], backend.name
+        assert same_bits(weights, torch.cat([WEIGHTS[order], zeros])), backend.name
+        assert offsets.tolist() == [min(i, total) for i in [0, 2, 3, 3, 4]], backend.name
+        assert status.tolist() == [4, 0], backend.name
+
+
+def test_the_gradient_with_a_wrong_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The zeros behind the last bag give none."""
+    module = importlib.import_module("rec_kernels.ops.jagged_permute")
+    ctx = SimpleNamespace(saved_tensors=(OFFSETS,), size=7, total=9, permute=[2, 1], strides=[2] * 3)
+    for backend in device_backends():
+        monkeypatch.setattr(module, "_ops", backend.ops)
+        found = module._backward(ctx, None, None, torch.arange(1.0, 10), None)[4]
+        assert found.tolist() == [0, 0, 0, 4, 1, 2, 3], backend.name
+
+
+@pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
+def test_bad_offsets(bounds: list[int], first: int) -> None:
+    """An error on the CPU; on a device such a bag is empty, and the result has the values' size all the same."""
+    offsets = torch.tensor(bounds)
+    with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
+        ops.jagged_permute(IDS, offsets, [1, 0], [3, 3])
+    rows = good_rows(bounds, 7)
+    lengths = torch.tensor([b - a for a, b in rows[3:] + rows[:3]])
+    expected = torch.cat([IDS[a:b] for a, b in rows[3:] + rows[:3]] + [torch.zeros(7, dtype=torch.int64)])[:7]
+    for backend in device_backends():
+        out, found, _, status = backend.ops.jagged_permute(IDS, offsets, [1, 0], [3, 3])
+        assert same_bits(out, expected), backend.name
+        assert torch.equal(found[1:], lengths.cumsum(0).clamp(max=7)), backend.name
+        assert status.tolist() == [BAD_LAYOUT + 1 + first, 0], backend.name
+        some, _, _, status = backend.ops.jagged_permute(IDS, offsets, [1], [3, 3])
+        assert same_bits(some, torch.cat([IDS[a:b] for a, b in rows[3:]])), backend.name
+        assert status.tolist() == [BAD_LAYOUT + 1 + first, 0], backend.name
+
+
+STRIDES = [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((IDS[:, None], OFFSETS, [0], STRIDES), r"values must have 1 dimension\(s\), got shape \[7, 1\]"),
+        ((IDS, OFFSETS[None], [0], STRIDES), r"offsets must have 1 dimension\(s\), got shape \[1, 7\]"),
+        ((IDS, OFFSETS.float(), [0], STRIDES), "offsets must be int32 or int64, got float32"),
+        ((IDS, OFFSETS[:0], [0], STRIDES), "offsets must have one element more than there are rows, got none"),
+        ((IDS, OFFSETS.to("meta"), [0], STRIDES), "must be on the same device"),
+        ((IDS, OFFSETS, [0], STRIDES, WEIGHTS.half()), "weights must be float32, got float16"),
+        ((IDS, OFFSETS, [0], STRIDES, WEIGHTS[:6]), r"weights must have shape \[7\], got \[6\]"),
+        ((IDS, OFFSETS, [0], STRIDES, WEIGHTS.to("meta")), "must be on the same device"),
+        ((IDS, OFFSETS, [0], [2, 3, 2]), "strides are of 7 bags, and offsets of 6"),
+        ((IDS, OFFSETS, [0], [4, -2, 4]), r"strides\[1\] = -2 must be 0 or more"),
+        ((IDS, OFFSETS, [0, 3], STRIDES), r"permute\[1\] = 3 must be in \[0, 3\), the features"),
+        ((IDS, OFFSETS, [-1], STRIDES), r"permute\[0\] = -1 must be in \[0, 3\), the features"),
+        ((IDS, OFFSETS, [0], STRIDES, None, -1), "total = -1 must be 0 or more"),
+        (
+            (IDS, OFFSETS.int(), [0], STRIDES, None, 2**31),
+            "the result has 2147483648 values, more than int32 offsets can name",
+        ),
+    ],
+)
+def test_bad_input(args: tuple, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_permute(*args)

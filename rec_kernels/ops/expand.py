@@ -1,0 +1,67 @@
+"""expand: rows for every sample from those of the distinct ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
+
+_ops = torch.ops.rec_kernels
+
+
+def expand(x: Tensor, inverse: Tensor) -> Tensor:
+    """``x[inverse]``, with a gradient that has the same bits in every run.
+
+    Args:
+        x: [U, ...] float32, float16, bfloat16, int32 or int64.
+        inverse: int32 or int64 of any shape, numbers of rows in [0, U).
+
+    Returns:
+        [*inverse.shape, ...] of x's dtype, a new tensor. Differentiable in ``x``: a row's gradients are summed in
+        float32, in ascending position in ``inverse`` and by the rule of docs/numerics.md ("Row gradients"), and rounded
+        once where x is float16 or bfloat16.
+
+    Raises:
+        IndexError: on the CPU, a number out of range, with its position. On a GPU its row is zeros, and the op's
+        ``status`` (docs/ops.md) tells.
+        ValueError: a dtype, shape or device is not as above.
+    """
+    if x.dim() == 0:
+        raise ValueError("x must be [U, ...], got a tensor without dimensions")
+    shape = (*inverse.shape, *x.shape[1:])
+    # Not reshape(len(x), -1): of no elements, torch cannot tell the columns.
+    columns = x.shape[1:].numel()
+    return _ops.expand(x.reshape(x.shape[0], columns), inverse.reshape(-1))[0].view(shape)
+
+
+@torch.library.register_fake("rec_kernels::expand")
+def _(x, inverse):
+    check_one_device((x, inverse))
+    return x.new_empty((inverse.shape[0], x.shape[1])), x.new_empty((2,), dtype=torch.int64)
+
+
+@torch.library.register_fake("rec_kernels::expand_backward")
+def _(grad, inverse, rows):
+    check_one_device((grad, inverse))
+    return grad.new_empty((rows, grad.shape[1]))
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, inverse = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.rows, ctx.dtype = x.shape[0], x.dtype
+    ctx.save_for_backward(inverse)
+
+
+@once_differentiable
+def _backward(ctx, grad: Tensor | None, _):
+    if grad is None:
+        return None, None
+    (inverse,) = ctx.saved_tensors
+    return _ops.expand_backward(grad.float(), inverse, ctx.rows).to(ctx.dtype), None
+
+
+torch.library.register_autograd("rec_kernels::expand", _backward, setup_context=_setup)

@@ -1,0 +1,95 @@
+"""jagged_bucketize: the ids of a key-major batch, sorted out among the shards of row-wise sharded tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
+
+_ops = torch.ops.rec_kernels
+
+
+class Bucketized(NamedTuple):
+    """What ``jagged_bucketize`` returns.
+
+    Args:
+        values: [N] ids within their bucket's part of the table.
+        offsets: [num_buckets * bags + 1]: bags by bucket, feature and sample.
+        weights: [N] float32, or None.
+        positions: [N] int64: where each id of the input is in ``values``.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    positions: Tensor
+
+
+def jagged_bucketize(
+    values: Tensor,
+    offsets: Tensor,
+    block_sizes: Tensor,
+    num_buckets: int,
+    strides: Sequence[int],
+    weights: Tensor | None = None,
+) -> Bucketized:
+    """Sorts the ids of a key-major batch out among shards that have so many rows of a table each.
+
+    Args:
+        values: [N] ids, int32 or int64; those of feature f are in [0, block_sizes[f] * num_buckets).
+        offsets: [sum(strides) + 1] int32 or int64, from 0 to N.
+        block_sizes: [F] int64, 1 or more: the rows of each feature's table that a bucket has. Id i goes to bucket
+            ``i // block_sizes[f]`` as ``i % block_sizes[f]``.
+        num_buckets: how many there are.
+        strides: F batch sizes.
+        weights: [N] float32, or None.
+
+    Returns:
+        Bucketized. Ids of a bag keep their order in every bucket. Differentiable in ``weights``. A GPU is not waited
+        for.
+
+    Raises:
+        IndexError: on the CPU, an id out of range, with its feature and bag. On a GPU it goes to the first or last
+        bucket with a number that is out of range there.
+        ValueError: sizes, dtypes, devices or offsets do not fit.
+    """
+    out = _ops.jagged_bucketize(values, offsets, block_sizes, num_buckets, list(strides), weights)
+    return Bucketized(out[0], out[1], None if weights is None else out[2], out[3])
+
+
+@torch.library.register_fake("rec_kernels::jagged_bucketize")
+def _(values, offsets, block_sizes, num_buckets, strides, weights=None):
+    check_one_device((values, offsets, block_sizes, weights))
+    new_offsets = offsets.new_empty((num_buckets * (offsets.shape[0] - 1) + 1,))
+    new_weights = values.new_empty((0,) if weights is None else values.shape, dtype=torch.float32)
+    index = {"dtype": torch.int64}
+    return (
+        values.new_empty(values.shape),
+        new_offsets,
+        new_weights,
+        values.new_empty(values.shape, **index),
+        values.new_empty((2,), **index),
+    )
+
+
+def _setup(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(output[0], output[1], output[3], output[4])
+    ctx.set_materialize_grads(False)
+    ctx.weighted = inputs[5] is not None
+    ctx.save_for_backward(output[3])
+
+
+@once_differentiable
+def _backward(ctx, _values, _offsets, grad: Tensor | None, _positions, _status):
+    if grad is None or not ctx.weighted:
+        return None, None, None, None, None, None
+    (positions,) = ctx.saved_tensors
+    return None, None, None, None, None, _ops.expand(grad[:, None], positions)[0].squeeze(1)
+
+
+torch.library.register_autograd("rec_kernels::jagged_bucketize", _backward, setup_context=_setup)

@@ -1,0 +1,85 @@
+"""jagged_permute: features of a key-major batch in another order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.jagged_index_select import dynamic_size
+
+_ops = torch.ops.rec_kernels
+
+
+def jagged_permute(
+    values: Tensor,
+    offsets: Tensor,
+    permute: Sequence[int],
+    strides: Sequence[int],
+    weights: Tensor | None = None,
+    *,
+    total: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Features of a key-major batch in the order that ``permute`` says.
+
+    Args:
+        values: [N] of any dtype; the bags of feature 0, then those of feature 1, and so on.
+        offsets: [sum(strides) + 1] int32 or int64.
+        permute: numbers of features in [0, F), in the order wanted; repeats are allowed, and features may be left out.
+        strides: F batch sizes.
+        weights: [N] float32, or None.
+        total: how many values these features have, if it is known: without it, the host waits for a GPU to learn it,
+            unless ``permute`` names every feature once.
+
+    Returns:
+        values [total], offsets and weights (or None) of these features. Differentiable in ``weights``.
+
+    Raises:
+        ValueError: sizes, dtypes, devices or offsets do not fit, ``permute`` names no feature, or ``total`` is wrong
+        (on the CPU).
+    """
+    out = _ops.jagged_permute(values, offsets, list(permute), list(strides), weights, total)
+    return out[0], out[1], None if weights is None else out[2]
+
+
+def _names_each_once(permute: Sequence[int], features: int) -> bool:
+    return len(permute) == features and len(set(permute)) == features
+
+
+@torch.library.register_fake("rec_kernels::jagged_permute")
+def _(values, offsets, permute, strides, weights=None, total=None):
+    check_one_device((values, offsets, weights))
+    # The op knows its size without data in the same cases.
+    if total is None:
+        total = values.shape[0] if _names_each_once(permute, len(strides)) else dynamic_size()
+    bags = sum(strides[f] for f in permute)
+    new_weights = values.new_empty((0 if weights is None else total,), dtype=torch.float32)
+    status = offsets.new_empty((2,), dtype=torch.int64)
+    return values.new_empty((total,)), offsets.new_empty((bags + 1,)), new_weights, status
+
+
+def _setup(ctx, inputs, output) -> None:
+    _, offsets, permute, strides, weights, _ = inputs
+    ctx.mark_non_differentiable(output[0], output[1], output[3])
+    ctx.set_materialize_grads(False)
+    ctx.permute, ctx.strides = permute, strides
+    ctx.size, ctx.total = None if weights is None else weights.shape[0], output[0].shape[0]
+    ctx.save_for_backward(offsets)
+
+
+@once_differentiable
+def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
+    if grad is None or ctx.size is None:
+        return None, None, None, None, None, None
+    (offsets,) = ctx.saved_tensors
+    # Counted from 1: what a total that is too large leaves empty on a GPU then comes from -1, which is left out.
+    places = torch.arange(1, ctx.size + 1, device=grad.device)
+    sources = _ops.jagged_permute(places, offsets, ctx.permute, ctx.strides, None, ctx.total)[0] - 1
+    summed = _ops.expand_backward(grad[:, None], sources, ctx.size)
+    return None, None, None, None, summed.squeeze(1), None
+
+
+torch.library.register_autograd("rec_kernels::jagged_permute", _backward, setup_context=_setup)
