@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -12,7 +13,8 @@ from backends import ROOT
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
-from bench.gpu import cases, checks, measure, report, subjects, timing
+from bench import peers
+from bench.gpu import cases, checks, jagged, measure, report, subjects, timing
 from bench.gpu import implementations as imp
 from bench.shapes import Workload
 
@@ -313,6 +315,37 @@ def test_grouped_projection_is_checked() -> None:
     case._build(case._by_us, "forward", x, weights).check()
     with pytest.raises(AssertionError):
         case._build(lambda x, w: case._by_us(x, w) * (1 + 1e-4), "forward", x, weights).check()
+
+
+def test_expand_is_checked() -> None:
+    """20 samples of 3 distinct rows of 4 columns."""
+    case = jagged.Expand(20, 4)
+    found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
+    moved = [{"all": 640 + 160, "unique": 23 * 16 + 160}, {"all": 23 * 16 + 160, "unique": 23 * 16 + 160}]
+    assert [row["bytes"] for row in found["results"]] == moved * 2
+    x, inverse = torch.randn(3, 4, requires_grad=True), torch.randint(3, (20,))
+    for operation in ("forward", "backward"):
+        case._build(lambda x, i: x[i], operation, x, inverse).check()
+        with pytest.raises(AssertionError):
+            case._build(lambda x, i: x[i] * (1 + 1e-4), operation, x, inverse).check()
+
+
+def test_jagged_ops_are_checked() -> None:
+    """Every implementation of each; the bytes of dedup: 120 ids, 40 bags, two numbers for each of 20 samples."""
+    case = jagged.Jagged(2, 20, 3, fbgemm=importlib.util.find_spec("fbgemm_gpu") is not None)
+    if case.peers:
+        assert peers.fbgemm_ops() is not None
+    found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
+    rows = found["results"]
+    assert not [row for row in rows if "error" in row]
+    assert [row["operation"] for row in rows[:4]] == ["dedup", "select", "permute", "bucketize"]
+    assert rows[0]["bytes"] == {"all": 2 * 960 + 320 + 320, "unique": 960 + 320 + 320}
+    for operation in ("dedup", "select", "permute", "bucketize"):
+        right = getattr(case, f"_{operation}_by_ours")()
+        wrong = (right[0], right[1].flip(1), right[2]) if operation == "dedup" else right + 1
+        case._build(lambda found=right: found, operation, "ours").check()
+        with pytest.raises(AssertionError):
+            case._build(lambda found=wrong: found, operation, "ours").check()
 
 
 # Clocks

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jagged_fuzz
 import pytest
 import sanitize_cuda
 import torch
-from backends import OnCuda, device_backends, emulated
+from backends import Backend, OnCuda, device_backends, emulated
 from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
 
 import rec_kernels as rk
@@ -117,7 +118,7 @@ def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
     command = [sys.executable, sanitize_cuda.__file__, "--fuzz", "300", "--seed", "1000"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-    assert done.stdout.startswith("300 calls, ")
+    assert done.stdout.startswith("600 calls, ")
 
 
 def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,3 +127,5 @@ def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sanitize_cuda, "emulated", lambda: torch.ops.rec_kernels)
     with pytest.raises(AssertionError, match=r"cuda_emulated: BadCall\(sample=Sample\("):
         sanitize_cuda.fuzz(30, 0)
+    with pytest.raises(AssertionError, match=r"cpu: seed 0 of jagged_fuzz: "):
+        jagged_fuzz.check(0, Backend("cpu", torch.ops.rec_kernels))

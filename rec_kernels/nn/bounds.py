@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.jagged import SelectedKeys
+
 # The first element of a lookup's ``status``: the smallest bad position. Of ids, their position in ``values``; of
 # ``offsets[i]``, BAD_LAYOUT + 1 + i.
 NOTHING_BAD = torch.iinfo(torch.int64).max
@@ -35,13 +37,65 @@ def _copied(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
+class Expansion(NamedTuple):
+    """Rows of a batch that come from those of distinct bags.
+
+    Args:
+        places: [F, B] int64: which bag of its feature each row of the batch has.
+        sizes: how many bags each of the features has.
+        keys: their names.
+        groups: numbers that are the same for features with the same places; None: the batch's bags are as they are.
+    """
+
+    places: Tensor
+    sizes: list[int]
+    keys: list[str]
+    groups: list[int | None]
+
+    def is_good(self) -> Tensor:
+        """[F, B]: whether the feature has such a bag."""
+        sizes = torch.tensor(self.sizes, device=self.places.device)[:, None]
+        return (self.places >= 0) & (self.places < sizes)
+
+    def index(self) -> Tensor:
+        """[B * F], row after row of the batch: numbers of bags among those of all features.
+
+        Of several features, a place out of range is -1: nothing else tells it from a bag of a neighbour.
+        """
+        if len(self.sizes) == 1:
+            return self.places[0]
+        starts = torch.tensor([0, *self.sizes[:-1]], device=self.places.device).cumsum(0)[:, None]
+        return torch.where(self.is_good(), self.places + starts, -1).t().reshape(-1)
+
+    def of_feature(self, f: int) -> Expansion:
+        """That of one feature, among the bags of its own."""
+        return Expansion(*(x[f : f + 1] for x in self))
+
+    def together(self) -> list[list[int]]:
+        """The features of each group."""
+        found: dict[int, list[int]] = {}
+        for f, group in enumerate(self.groups):
+            if group is not None:
+                found.setdefault(group, []).append(f)
+        return list(found.values())
+
+    def message(self, f: int, row: int) -> str | None:
+        """What is wrong with a place; None: nothing."""
+        place, size = int(self.places[f, row]), self.sizes[f]
+        if 0 <= place < size:
+            return None
+        return (
+            f"inverse_indices of {self.keys[f]!r} have {place} at row {row}: they must be in [0, {size}), the "
+            "feature's bags"
+        )
+
+
 class _Lookup(NamedTuple):
     """A lookup whose status is on its way: ``status`` is on the CPU, and valid once ``event`` is done."""
 
     status: Tensor
     event: torch.cuda.Event | None
-    values: Tensor
-    offsets: Tensor
+    given: SelectedKeys | Expansion
     bag_starts: Tensor | None
 
     def is_done(self, *, wait: bool) -> bool:
@@ -67,20 +121,30 @@ class Reports:
         # A copy has made no lookups, and those of the original are told by the original.
         return Reports, (self._num_embeddings, self._check_ids)
 
-    def add(self, status: Tensor, values: Tensor, offsets: Tensor, bag_starts: Tensor | None = None) -> None:
+    def add(
+        self,
+        status: Tensor,
+        unseen: Tensor,
+        given: SelectedKeys | Expansion,
+        bag_starts: Tensor | None = None,
+    ) -> None:
         """Takes up a lookup, after raising what earlier ones have found as far as it has arrived. Never waits.
 
         Args:
-            status: [2] int64; values: [N]; offsets: [F * B + 1]; bag_starts: [F + 1], or None for B bags of each
-                feature. All but ``status`` are read if there is an error to tell.
+            status: [2] int64. unseen: as ``check``'s, of lookups whose status the host does not see.
+            given: the bags, or what the rows of a batch were made of. bag_starts: [F + 1], or None for B bags of each
+                feature. Tensors other than ``status`` are read if there is an error to tell.
 
         Raises:
             IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
         """
+        if cannot_copy(status):
+            unseen.copy_(torch.minimum(unseen, status[0]))
+            return
         self._raise_arrived(wait=False)
         # torch makes the target of a copy that does not block page-locked, without which it would block.
         host = status.to("cpu", non_blocking=True)
-        self._lookups.append(_Lookup(host, _copied(status.device), values, offsets, bag_starts))
+        self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts))
 
     def check(self, position: Tensor) -> None:
         """Waits for all lookups and raises the first error that has not been told.
@@ -124,6 +188,10 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
         if lookup.bag_starts is not None:
             wrong = "the offsets where features begin must ascend from 0 to the number of values or bags"
         return ValueError(wrong + _LATER)
+    if isinstance(lookup.given, Expansion):
+        row, f = divmod(position, len(lookup.given.keys))
+        text = lookup.given.message(f, row)
+        return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
     describe, place = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
     text = describe(place, lookup, num_embeddings)
     if text is None:
@@ -136,16 +204,16 @@ def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
     """A bag's feature, and its number there."""
     starts = lookup.bag_starts
     if starts is None:
-        return divmod(bag, (len(lookup.offsets) - 1) // features)
+        return divmod(bag, (len(lookup.given.offsets) - 1) // features)
     feature = int(torch.searchsorted(starts, bag, right=True)) - 1
     return feature, bag - int(starts[feature])
 
 
 def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     """None: ids or offsets are not those of the lookup any more."""
-    place = int(torch.searchsorted(lookup.offsets.long(), i, right=True)) - 1
+    place = int(torch.searchsorted(lookup.given.offsets.long(), i, right=True)) - 1
     feature, bag = _place(place, lookup, len(num_embeddings))
-    value = int(lookup.values[i])
+    value = int(lookup.given.values[i])
     if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
         return None
     return (
@@ -156,7 +224,7 @@ def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
 
 def _offset(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     """None: offsets are not those of the lookup any more."""
-    values, offsets = lookup.values, lookup.offsets
+    values, offsets = lookup.given.values, lookup.given.offsets
     feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
     value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
     where = f"offsets[{i}] = {value} (feature {feature}, bag {bag})"

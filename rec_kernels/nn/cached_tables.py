@@ -10,7 +10,7 @@ from torch import Tensor
 from rec_kernels.nn.accumulate import Pending
 from rec_kernels.nn.ahead import Ahead, Bags
 from rec_kernels.nn.host_memory import host_zeros, pinned
-from rec_kernels.nn.jagged import SelectedKeys, select_keys
+from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.table_file import TableFile
@@ -30,6 +30,10 @@ class CachedTables(Layout):
 
     def _rounding(self) -> dict[str, object]:
         """How rows are encoded: arguments of the ops."""
+        raise NotImplementedError
+
+    def _select(self, features) -> SelectedKeys:
+        """The bags of a batch, in the order of the features."""
         raise NotImplementedError
 
     def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
@@ -141,7 +145,7 @@ class CachedTables(Layout):
         """
         if self._file is None and not (self._in_host and self.training):
             return
-        given, starts = self._bags_of(select_keys(features, self.feature_names))
+        given, starts = self._bags_of(self._select(features))
         bags = (given.values, given.offsets)
         if self._file is not None:
             plan = self.row_cache.plan(bags, self._layout(starts), self._seed, inserts=self.training)

@@ -285,11 +285,8 @@ class TableCollection(CachedTables):
             output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], bag_starts))
         return output
 
-    def _note(self, status: Tensor, given: SelectedKeys, bag_starts: Tensor | None) -> None:
-        if bounds.cannot_copy(status):
-            self._bad_position.copy_(torch.minimum(self._bad_position, status[0]))
-        else:
-            self._reports.add(status, given.values, given.offsets, bag_starts)
+    def _note(self, status: Tensor, given: SelectedKeys | bounds.Expansion, bag_starts: Tensor | None = None) -> None:
+        self._reports.add(status, self._bad_position, given, bag_starts)
 
     def freeze(self, *features: str) -> None:
         """From now on, ids of these features give their tables no gradient; outputs stay as they are.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, check_offsets, select_keys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingConfig
@@ -32,7 +33,7 @@ class SequenceLookups:
             As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature. On a GPU, of
             the offsets only those where features begin are looked at.
         """
-        given = select_keys(features, self.feature_names)
+        given = self._select(features)
         rows = self._rows(given)
         bags = given.bag_starts(len(self.feature_names))
         bounds = _bounds(features, self.feature_names, given, bags)
@@ -49,7 +50,15 @@ class SequenceLookups:
         For ``torch.compile`` and CUDA graphs: it asks the device for nothing if the keys of ``features`` are the
         collection's ``feature_names`` in their order, and all of one batch size.
         """
-        return self._rows(select_keys(features, self.feature_names))
+        return self._rows(self._select(features))
+
+    def _select(self, features) -> SelectedKeys:
+        if isinstance(features, InverseKeyedJaggedTensor):
+            raise TypeError(
+                "lookups that are not pooled take no rk.InverseKeyedJaggedTensor: give them features.to_kjt(), or wrap "
+                "the module in rk.deduplicated if its features are in one group"
+            )
+        return select_keys(features, self.feature_names)
 
     def _rows(self, given: SelectedKeys) -> Tensor:
         return self._lookup(*self._bags_of(given))

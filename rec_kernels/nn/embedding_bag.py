@@ -6,9 +6,12 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn import bounds
+from rec_kernels.nn.bounds import Expansion
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.distinct import select_distinct
 from rec_kernels.nn.features import FeatureLookup
-from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, has_data, select_keys
+from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -23,9 +26,10 @@ class PooledLookups:
         """Looks up a batch.
 
         Args:
-            features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order;
-                its weights are the per-sample weights. Features with batch sizes of their own need inverse indices,
-                which say what the rows of the full batch are; each distinct bag is looked up once.
+            features: ``rk.KeyedJaggedTensor``, ``rk.InverseKeyedJaggedTensor`` or TorchRec's, with at least the
+                collection's features, in any order; its weights are the per-sample weights. Features with batch sizes
+                of their own need inverse indices, which say what the rows of the full batch are. Each distinct bag is
+                looked up, combined and projected once.
 
         Returns:
             KeyedTensor, values [B, sum of D] of ``output_dtype``: one block of columns per feature, in table order. A
@@ -36,27 +40,36 @@ class PooledLookups:
             bad shapes, dtypes, devices or offsets. RuntimeError: fused tables inside DistributedDataParallel. Nothing
             has changed when one is raised. On a GPU, bad ids and offsets of earlier lookups are raised, see ``check``.
         """
-        given = select_keys(features, self.feature_names)
-        if given.strides is None:
-            pooled = self._finish(self._lookup(*self._bags_of(given)))
+        given, expansion = select_distinct(features, self.feature_names)
+        if given.strides is not None and expansion is None:
+            raise ValueError(
+                "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
+                "outputs could be rows of: use by_feature()"
+            )
+        pooled = self._lookup(*self._bags_of(given))
+        if given.strides is not None:
+            pooled = self._expand_each(pooled, expansion)
         else:
-            inverse = features.inverse_indices_or_none()
-            if inverse is None:
-                raise ValueError(
-                    "the features have batch sizes of their own and no inverse indices, so there is no batch that "
-                    "their outputs could be rows of: use by_feature()"
-                )
-            pooled = self._expand(self._lookup(*self._bags_of(given)), given.strides, inverse)
+            pooled = self._finish(pooled)
+            if expansion is not None:
+                pooled = self._expand(pooled, expansion)
         return KeyedTensor(self._output_keys, self._output_dims, pooled)
 
     def by_feature(self, features) -> dict[str, Tensor]:
-        """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ."""
-        given = select_keys(features, self.feature_names)
+        """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ.
+
+        Of an ``rk.InverseKeyedJaggedTensor``, [B, D_f].
+        """
+        if isinstance(features, InverseKeyedJaggedTensor):
+            return self.forward(features).to_dict()
+        given = self._select(features)
         pooled = self._lookup(*self._bags_of(given))
         if given.strides is None:
             return KeyedTensor(self._output_keys, self._output_dims, self._finish(pooled)).to_dict()
-        named = zip(self._output_keys, self._features, pooled.split(given.strides), strict=True)
-        return {key: self._finish_feature(feature, block) for key, feature, block in named}
+        return dict(zip(self._output_keys, self._finish_each(pooled, given.strides), strict=True))
+
+    def _select(self, features) -> SelectedKeys:
+        return select_distinct(features, self.feature_names)[0]
 
     def _finish(self, pooled: Tensor) -> Tensor:
         """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
@@ -68,6 +81,11 @@ class PooledLookups:
             return pooled.to(self.output_dtype)
         flat = torch.cat([matrix.reshape(-1) for matrix in matrices])
         return grouped_projection(pooled, flat, self._combined_dims, self._output_dims).to(self.output_dtype)
+
+    def _finish_each(self, rows: Tensor, strides: list[int]) -> list[Tensor]:
+        """The same of bags of all features: one [bags, D] for each."""
+        blocks = zip(self._features, rows.split(strides), strict=True)
+        return [self._finish_feature(feature, block) for feature, block in blocks]
 
     def _finish_feature(self, feature: FeatureLookup, block: Tensor) -> Tensor:
         """The same of one feature's columns."""
@@ -84,35 +102,29 @@ class PooledLookups:
             return given, None
         return given, torch.tensor(given.bag_starts(len(self.feature_names)), device=given.offsets.device)
 
-    def _expand(self, rows: Tensor, strides: list[int], inverse: tuple[list[str], Tensor]) -> Tensor:
-        """[B, sum of D]: the row of ``rows`` that ``inverse`` names for each feature and row of the full batch.
-
-        A lookup of ``rows`` as a table, for the sake of its backward: a bag that many rows of the batch share has its
-        gradient summed in the order of docs/numerics.md.
-        """
-        names, given = inverse
-        places = given[[names.index(f) for f in self.feature_names]].to(rows.device)
-        sizes = torch.tensor(strides, device=rows.device)[:, None]
-        good = (places >= 0) & (places < sizes)
-        _check_inverse(good, places, strides, self.feature_names)
-        # -1 where a GPU must not wait to raise: left out there, and reported as an id.
-        ids = torch.where(good, places + sizes.cumsum(0) - sizes, -1).reshape(-1)
-        each = torch.arange(len(ids) + 1, device=rows.device)
-        wide, status = _ops.embedding_bag(rows.float(), ids, each)
+    def _expand(self, rows: Tensor, expansion: Expansion) -> Tensor:
+        """[B, F * D]: of the rows [bags, D] of F features, those that the rows of the batch have."""
+        features, batch = expansion.places.shape
+        wide, status = _ops.expand(rows, expansion.index())
         if bounds.reports_late(status):
-            self._note(status, SelectedKeys(ids, each, None, None), None)
-        blocks = zip(wide.to(rows.dtype).view(*places.shape, rows.shape[1]).unbind(), self._features, strict=True)
-        return torch.cat([self._finish_feature(feature, block) for block, feature in blocks], dim=1)
+            self._note(status, expansion)
+        return wide.view(batch, features * rows.shape[1])
 
-
-def _check_inverse(good: Tensor, places: Tensor, strides: list[int], keys: list[str]) -> None:
-    if not has_data(places) or good.all():
-        return
-    f, b = (~good).nonzero()[0].tolist()
-    raise IndexError(
-        f"inverse_indices of {keys[f]!r} have {int(places[f, b])} at row {b}: they must be in [0, {strides[f]}), the "
-        "feature's bags"
-    )
+    def _expand_each(self, rows: Tensor, expansion: Expansion) -> Tensor:
+        """[B, sum of D] of the ops' output for bags of all features, which are combined and projected first."""
+        is_wide = len(set(self._output_dims)) > 1
+        if not (is_wide or self._combines_later or self._projected):
+            return self._expand(rows, expansion)  # as wide as every feature
+        blocks = self._finish_each(rows, expansion.sizes)
+        if not is_wide:
+            return self._expand(torch.cat(blocks), expansion)
+        for group in expansion.together():
+            distinct = torch.cat([blocks[f] for f in group], dim=1)
+            wide = self._expand(distinct, expansion.of_feature(group[0]))
+            widths = [self._output_dims[f] for f in group]
+            for f, block in zip(group, wide.split(widths, dim=1), strict=True):
+                blocks[f] = block
+        return torch.cat(blocks, dim=1)
 
 
 class ServedEmbeddingBags(PooledLookups, ServedTables):

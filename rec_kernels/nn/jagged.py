@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.jagged_permute import jagged_permute
+
 
 def _to_offsets(lengths: Tensor) -> Tensor:
     offsets = lengths.new_zeros(lengths.shape[0] + 1)
@@ -133,7 +135,7 @@ class KeyedJaggedTensor:
         self._offsets = _to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
         self._inverse_keys, self._inverse = inverse_indices or (None, None)
-        self._offset_per_key: tuple[int | None, list[int]] | None = None
+        self._offset_per_key: tuple[int, list[int]] | None = None
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
@@ -175,11 +177,25 @@ class KeyedJaggedTensor:
 
     def offset_per_key(self) -> list[int]:
         """[F + 1]: where each feature's ids start. Read from the device, and kept until the offsets change."""
-        version = None if self._offsets.is_inference() else self._offsets._version
-        if self._offset_per_key is None or self._offset_per_key[0] != version or version is None:
+        found = self.known_offset_per_key()
+        if found is None:
             bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-            self._offset_per_key = version, self._offsets[bounds].tolist() if self._keys else [0]
-        return self._offset_per_key[1]
+            found = self._offsets[bounds].tolist() if self._keys else [0]
+            self.keep_offset_per_key(found)
+        return found
+
+    def known_offset_per_key(self) -> list[int] | None:
+        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
+        known = self._offset_per_key
+        if known is None or torch.compiler.is_compiling():  # compiled code cannot see whether the offsets have changed
+            return None
+        return known[1] if known[0] == self._offsets._version else None
+
+    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
+        """Keeps what was learned of the offsets as they are now."""
+        # Nobody counts changes of an inference tensor, and compiled code has no object that it could be kept in.
+        if not torch.compiler.is_compiling() and not self._offsets.is_inference():
+            self._offset_per_key = self._offsets._version, offset_per_key
 
     def __getitem__(self, key: str) -> JaggedTensor:
         i, strides = _place(key, self._keys), self.stride_per_key()
@@ -198,8 +214,9 @@ class KeyedJaggedTensor:
             stride_per_key=self._strides,
             inverse_indices=inverse,
         )
-        if self._offset_per_key is not None and not moved._offsets.is_inference():
-            moved._offset_per_key = moved._offsets._version, self.offset_per_key()
+        known = self.known_offset_per_key()
+        if known is not None:
+            moved.keep_offset_per_key(known)
         return moved
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
@@ -254,40 +271,40 @@ class SelectedKeys(NamedTuple):
         return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
 
 
-def select_keys(kjt, keys: list[str]) -> SelectedKeys:
+def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -> SelectedKeys:
     """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
 
-    No copy when the keys are already these. Raises KeyError naming a key that is missing.
+    No copy when the keys are already these. ``offset_per_key``: where the ids of ``kjt``'s features start, if it is
+    known; a GPU need not be waited for then. Raises KeyError naming a key that is missing.
     """
     have = list(kjt.keys())
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
     variable = getattr(kjt, "variable_stride_per_key", bool)()
-    strides = list(kjt.stride_per_key()) if variable else None
+    strides = list(kjt.stride_per_key()) if variable and have else None
     if have == keys:
         return SelectedKeys(values, offsets, weights, strides)
-    missing = [k for k in keys if k not in have]
+    check_keys(keys, have)
+    places = {k: f for f, k in enumerate(have)}
+    order = [places[k] for k in keys]
+    if not order:
+        return SelectedKeys(values[:0], offsets.new_zeros(1), None if weights is None else weights[:0], None)
+    sizes = [(offsets.shape[0] - 1) // len(have)] * len(have) if strides is None else strides
+    # The op takes float32; which others a lookup takes is for the lookup to say.
+    wide = None if weights is None else weights.float()
+    if offset_per_key is None and isinstance(kjt, KeyedJaggedTensor):
+        offset_per_key = kjt.known_offset_per_key()
+    total = offset_per_key and sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
+    chosen = jagged_permute(values, offsets, order, sizes, wide, total=total)
+    strides = None if strides is None else [strides[f] for f in order]
+    return SelectedKeys(*chosen[:2], None if weights is None else chosen[2].to(weights.dtype), strides)
+
+
+def check_keys(keys: list[str], have: list[str]) -> None:
+    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``."""
+    known = set(have)
+    missing = [k for k in keys if k not in known]
     if missing:
         raise KeyError(f"features {missing} are not among the input's keys {have}")
-    bags = _bags_of([have.index(k) for k in keys], len(have), offsets, strides)
-    lengths = offsets.diff()[bags]
-    new_offsets = _to_offsets(lengths)
-    # Position i of the output comes from its bag's start plus its place within the bag.
-    within = torch.arange(int(new_offsets[-1]), device=offsets.device)
-    source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
-    if strides is not None:
-        strides = [strides[have.index(k)] for k in keys]
-    return SelectedKeys(values[source], new_offsets, None if weights is None else weights[source], strides)
-
-
-def _bags_of(order: list[int], features: int, offsets: Tensor, strides: list[int] | None) -> Tensor:
-    """Numbers of the bags of features, one feature after the other."""
-    device = offsets.device
-    if strides is None:
-        batch = (offsets.shape[0] - 1) // features
-        first = torch.tensor(order, dtype=torch.int64, device=device)
-        return (first[:, None] * batch + torch.arange(batch, device=device)).reshape(-1)
-    starts = list(itertools.accumulate(strides, initial=0))
-    return torch.cat([torch.arange(starts[f], starts[f + 1], device=device) for f in order])
 
 
 class KeyedTensor:

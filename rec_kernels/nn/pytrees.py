@@ -5,18 +5,21 @@ from __future__ import annotations
 import torch
 from torch.utils import _pytree
 
+from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-# Attributes that are tensors or None; the others are the same for every batch.
+# Attributes that are tensors, None or trees of tensors; the others are plain values.
 _TENSORS = {
     JaggedTensor: ("_values", "_offsets", "_weights"),
     KeyedJaggedTensor: ("_values", "_offsets", "_weights", "_inverse"),
     KeyedTensor: ("_values",),
+    InverseKeyedJaggedTensor: ("_unique", "_inverse"),
 }
 _OTHERS = {
     JaggedTensor: (),
     KeyedJaggedTensor: ("_keys", "_strides", "_inverse_keys"),
     KeyedTensor: ("_keys", "_lengths"),
+    InverseKeyedJaggedTensor: ("_groups", "_keys"),
 }
 
 

@@ -1,0 +1,301 @@
+"""InverseKeyedJaggedTensor: from batches and from parts, and back."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from inverse_jagged_cases import OtherJagged, assert_same_batch, grouped_batches, sessions
+from torch import Tensor
+from torch.utils import _pytree
+
+import rec_kernels as rk
+from rec_kernels.nn.jagged import select_keys
+from rec_kernels.testing import same_bits
+
+KEYS = ["a", "b", "c", "d"]
+Grouped = tuple[rk.KeyedJaggedTensor, list[list[str]]]
+
+
+@settings(max_examples=150)
+@given(grouped_batches())
+def test_round_trip(case: Grouped) -> None:
+    """The batch comes back to the bit, and nothing of it was written to."""
+    batch, groups = case
+    before = [batch.values().clone(), batch.offsets().clone()]
+    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
+    assert_same_batch(few.to_kjt(), batch)
+    assert all(map(same_bits, before, [batch.values(), batch.offsets()]))
+    assert few.keys() == batch.keys()
+    assert few.groups() == groups
+    assert few.stride() == batch.stride()
+
+
+@settings(max_examples=60)
+@given(grouped_batches())
+def test_groups_have_distinct_samples(case: Grouped) -> None:
+    """In the order of their first samples, each once; the rest is what it was."""
+    batch, groups = case
+    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
+    for g, group in enumerate(groups):
+        unique, inverse = few.unique(g), few.inverse(group[-1])
+        assert unique.keys() == group
+        assert same_bits(few.unique(group[0]).values(), unique.values())
+        looks = list(zip(*[_bags(unique, key) for key in group], strict=True))
+        assert len(set(looks)) == len(looks) == unique.stride()
+        assert [looks[u] for u in inverse.tolist()] == list(zip(*[_bags(batch, key) for key in group], strict=True))
+        firsts = [inverse.tolist().index(u) for u in range(unique.stride())]
+        assert firsts == sorted(firsts)
+        assert unique.offset_per_key() == unique.offsets()[:: max(unique.stride(), 1)].tolist() or not unique.stride()
+    alone = [key for key, g in few.group_of_keys().items() if g is None]
+    if alone:
+        assert few.rest().keys() == alone
+        assert all(_bags(few.rest(), key) == _bags(batch, key) for key in alone)
+    else:
+        assert few.rest() is None
+
+
+def _bags(kjt: rk.KeyedJaggedTensor, key: str) -> list[tuple]:
+    jagged = kjt[key]
+    weights = jagged.weights_or_none()
+    factors = rk.JaggedTensor(jagged.values() if weights is None else weights, jagged.offsets()).to_dense()
+    return [tuple(zip(b.tolist(), w.tolist(), strict=True)) for b, w in zip(jagged.to_dense(), factors, strict=True)]
+
+
+@settings(max_examples=60)
+@given(grouped_batches())
+def test_dedup_factor(case: Grouped) -> None:
+    """Ids of the batch for each that is kept."""
+    batch, groups = case
+    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
+    before = after = 0
+    for key, g in few.group_of_keys().items():
+        counts = len(batch[key].values()), 0 if g is None else len(few.unique(g)[key].values())
+        if g is not None:
+            before, after = before + counts[0], after + counts[1]
+        assert few.dedup_factor(key) == (counts[0] / counts[1] if counts[1] else 1.0)
+    assert few.dedup_factor() == (before / after if after else 1.0)
+
+
+def test_views_of_a_group() -> None:
+    """No ids are copied for a group, and each knows where its features' ids start."""
+    few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS, weighted=True), [["c"], ["a", "d"]])
+    kept = few.bags()
+    for part in (few.unique("c"), few.unique("d"), few.rest()):
+        for mine, whole in ((part.values(), kept.values()), (part.weights_or_none(), kept.weights_or_none())):
+            assert mine.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+        assert part.known_offset_per_key() == part.offsets()[:: part.stride()].tolist()
+    assert kept.stride_per_key() == [few.unique(0).stride(), *[few.unique(1).stride()] * 2, 9]
+
+
+def test_all_equal_and_all_distinct() -> None:
+    """One sample, or as many as before."""
+    same = rk.InverseKeyedJaggedTensor.from_kjt(sessions(["a"], 1, 8, seed=1), [["a"]])
+    assert same.unique(0).stride() == 1
+    assert same.inverse(0).tolist() == [0] * 8
+    assert same.dedup_factor() == 8
+    ids = rk.KeyedJaggedTensor(["a"], torch.arange(8), lengths=torch.ones(8).long())
+    other = rk.InverseKeyedJaggedTensor.from_kjt(ids, [["a"]])
+    assert other.inverse("a").tolist() == list(range(8))
+    assert other.dedup_factor("a") == 1
+
+
+def test_weights_tell_samples_apart() -> None:
+    """The same ids with other weights are another bag; so is -0."""
+    weights = torch.tensor([1.0, 1.0, 2.0, 0.0, -0.0])
+    batch = rk.KeyedJaggedTensor(["a"], torch.zeros(5).long(), lengths=torch.ones(5).long(), weights=weights)
+    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
+    assert few.inverse(0).tolist() == [0, 0, 1, 2, 3]
+    assert_same_batch(few.to_kjt(), batch)
+
+
+def parts(**changes) -> rk.InverseKeyedJaggedTensor:
+    """Two groups, of 2 and 3 distinct samples, and a feature of a batch of 4."""
+    options = {"lengths": torch.tensor([1, 2, 0, 1, 1, 0, 1, 1, 1, 2, 0]), "stride_per_key": [2, 2, 3, 4]}
+    bags = changes.pop("unique", None) or rk.KeyedJaggedTensor(["c", "a", "d", "b"], torch.arange(10), **options)
+    given = {"groups": [["c", "a"], ["d"]], "inverse": torch.tensor([[1, 1, 0, 1], [2, 0, 0, 1]]), "keys": KEYS}
+    return rk.InverseKeyedJaggedTensor(bags, **(given | changes))
+
+
+def test_from_parts() -> None:
+    """What a data set knows of its sessions makes the batch that is meant."""
+    whole = parts().to_kjt()
+    assert whole.keys() == KEYS
+    assert [b.tolist() for b in whole["a"].to_dense()] == [[3], [3], [], [3]]
+    assert [b.tolist() for b in whole["b"].to_dense()] == [[6], [7], [8, 9], []][: whole.stride()]
+    assert [b.tolist() for b in whole["c"].to_dense()] == [[1, 2], [1, 2], [0], [1, 2]]
+    assert [b.tolist() for b in whole["d"].to_dense()] == [[5], [4], [4], []]
+    assert parts(keys=None).keys() == ["c", "a", "d", "b"]
+    assert parts().dedup_factor("c") == 7 / 3
+    assert parts().dedup_factor("b") == 1
+    one = rk.KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([1, 2]))  # one batch size for all
+    assert rk.InverseKeyedJaggedTensor(one, [["a"]], torch.tensor([[1, 0, 1]])).to_kjt().values().tolist() == [
+        *[1, 2],
+        0,
+        *[1, 2],
+    ]
+
+
+def _kjt(keys: list[str], strides: list[int], **options) -> rk.KeyedJaggedTensor:
+    lengths = torch.ones(sum(strides)).long()
+    return rk.KeyedJaggedTensor(keys, torch.arange(sum(strides)), lengths=lengths, stride_per_key=strides, **options)
+
+
+def _inverse(place: tuple[int, int], value: int) -> Tensor:
+    inverse = torch.tensor([[1, 1, 0, 1], [2, 0, 0, 1]])
+    inverse[place] = value
+    return inverse
+
+
+BAD_PARTS = [
+    (TypeError, {"unique": {"a": 1}}, "unique must be an rk.KeyedJaggedTensor, got dict"),
+    (KeyError, {"groups": [["c", "a"], ["x"]]}, r"groups\[1\] names 'x', which is not among the keys \['c', 'a'"),
+    (ValueError, {"groups": [["c", "a"], ["c"]]}, r"'c' is in groups\[0\] = \['c', 'a'\] and in groups\[1\] = \['c'\]"),
+    (ValueError, {"groups": [["c", "a"], []]}, r"groups\[1\] is empty"),
+    (ValueError, {"groups": ["ca", "d"]}, r"groups must be lists of feature names, .* got \['ca', 'd'\]"),
+    (ValueError, {"groups": [["a", "c"], ["d"]]}, r"features of groups first, \['a', 'c', 'd'\], in this order"),
+    (ValueError, {"inverse": torch.zeros(1, 4).long()}, r"inverse must be int64 \[2, B\] .* torch.int64 \[1, 4\]"),
+    (ValueError, {"inverse": torch.zeros(2, 4)}, r"inverse must be int64 \[2, B\] .* got torch.float32"),
+    (ValueError, {"inverse": torch.zeros(2, 4, device="meta").long()}, "inverse must be on unique's device, cpu"),
+    (ValueError, {"inverse": torch.zeros(2, 5).long()}, "'b' is in no group, .* that of inverse, 5, got 4"),
+    (ValueError, {"keys": ["a", "b", "c"]}, "keys must be those of unique"),
+    (
+        ValueError,
+        {"unique": _kjt(["c", "a", "d", "b"], [2, 3, 3, 4])},
+        r"one batch size, got \[\('c', 2\), \('a', 3\)\]",
+    ),
+    (IndexError, {"inverse": _inverse((1, 2), 3)}, r"inverse\[1, 2\] = 3 is out of range: .* \[0, 3\), .* \['d'\]"),
+    (IndexError, {"inverse": _inverse((0, 3), -1)}, r"inverse\[0, 3\] = -1 is out of range: .* \[0, 2\)"),
+    (
+        ValueError,
+        {"unique": _kjt(list("cadb"), [2, 2, 3, 4], inverse_indices=(list("cadb"), torch.zeros(4, 4).long()))},
+        "unique must have no inverse_indices",
+    ),
+]
+
+
+@pytest.mark.parametrize(("error", "changes", "message"), BAD_PARTS)
+def test_bad_parts(error: type[Exception], changes: dict, message: str) -> None:
+    """Each is refused by name."""
+    with pytest.raises(error, match=message):
+        parts(**changes)
+
+
+def test_bad_batches() -> None:
+    """What from_kjt refuses."""
+    make, batch = rk.InverseKeyedJaggedTensor.from_kjt, sessions(KEYS)
+    with pytest.raises(KeyError, match=r"groups\[0\] names 'x', which is not among the keys \['a', 'b', 'c', 'd'\]"):
+        make(batch, [["x"]])
+    with pytest.raises(ValueError, match=r"'a' is in groups\[0\] = \['a', 'b'\] and in groups\[2\] = \['a'\]"):
+        make(batch, [["a", "b"], ["c"], ["a"]])
+    with pytest.raises(ValueError, match=r"'a' is in groups\[0\] = \['a', 'a'\]"):
+        make(batch, [["a", "a"]])
+    with pytest.raises(ValueError, match=r"groups\[1\] is empty"):
+        make(batch, [["a"], []])
+    with pytest.raises(ValueError, match=r"have batch sizes of their own \(stride_per_key\)"):
+        make(_kjt(KEYS, [1, 2, 1, 1]), [["a"]])
+    weighted = sessions(KEYS, weighted=True)
+    weighted.weights_or_none().requires_grad_()
+    with pytest.raises(ValueError, match="weights require a gradient"):
+        make(weighted, [["a"]])
+    with torch.no_grad():
+        make(weighted, [["a"]])
+
+
+def test_names_of_groups() -> None:
+    """By number or by feature."""
+    few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS), [["c"], ["a"]])
+    for call in (few.unique, few.inverse):
+        with pytest.raises(KeyError, match=r"'b' is in no group: the groups are \[\['c'\], \['a'\]\]"):
+            call("b")
+        with pytest.raises(KeyError, match="'x' is not among the keys"):
+            call("x")
+        for number in (2, -1):
+            with pytest.raises(IndexError, match=rf"group {number} must be in \[0, 2\)"):
+                call(number)
+    with pytest.raises(KeyError, match="'x' is not among the keys"):
+        few.dedup_factor("x")
+    shown = repr(few)
+    assert shown.startswith(
+        "InverseKeyedJaggedTensor(keys=['a', 'b', 'c', 'd'], groups=[['c'], ['a']], batch=9, values="
+    )
+
+
+@pytest.mark.parametrize(
+    "move", [lambda x: x.to("cpu", non_blocking=True), lambda x: _pytree.tree_map_only(Tensor, torch.clone, x)]
+)
+def test_moves(move: Callable) -> None:
+    """Whole, and as a tree of tensors."""
+    batch = sessions(KEYS, weighted=True)
+    few = move(rk.InverseKeyedJaggedTensor.from_kjt(batch, [["c", "a"]]))
+    assert_same_batch(few.to_kjt(), batch)
+    assert few.unique("a").keys() == ["c", "a"]
+
+
+def test_meta() -> None:
+    """What is known of sizes stays known where there is no data."""
+    few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS), [["c", "a"]]).to("meta")
+    assert few.unique(0).values().is_meta
+    assert few.rest().offset_per_key()[0] == 0
+    assert few.inverse(0).shape == (9,)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
+def test_pin_memory() -> None:
+    """Every tensor."""
+    few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS, weighted=True), [["c", "a"]]).pin_memory()
+    assert all(t.is_pinned() for t in _pytree.tree_leaves(few) if t is not None)
+
+
+def test_a_tree_that_is_saved() -> None:
+    """Leaves are tensors or None; torch.save and a safe load bring it back."""
+    batch = sessions(KEYS, weighted=True)
+    few = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["c", "a"]])
+    assert all(t is None or isinstance(t, Tensor) for t in _pytree.tree_leaves(few))
+    file = io.BytesIO()
+    torch.save(few, file)
+    file.seek(0)
+    assert_same_batch(torch.load(file, weights_only=True).to_kjt(), batch)
+
+
+def test_duck_typed_input() -> None:
+    """Anything with TorchRec's methods is taken, and left as it is."""
+    batch = sessions(KEYS, weighted=True)
+    other = OtherJagged(batch)
+    assert_same_batch(rk.InverseKeyedJaggedTensor.from_kjt(other, [["b", "a"]]).to_kjt(), batch)
+    assert vars(other) == {"_kjt": batch}
+
+
+def test_torchrecs() -> None:
+    """The real one, where it is installed."""
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    batch = sessions(KEYS, weighted=True)
+    tensors = [batch.values(), batch.lengths(), batch.weights_or_none()]
+    theirs = sparse.KeyedJaggedTensor(KEYS, tensors[0].clone(), lengths=tensors[1], weights=tensors[2].clone())
+    assert_same_batch(rk.InverseKeyedJaggedTensor.from_kjt(theirs, [["b", "a"], ["d"]]).to_kjt(), batch)
+    found = [theirs.values(), theirs.lengths(), theirs.weights()]
+    assert all(map(torch.equal, found, tensors))
+
+
+@pytest.mark.parametrize("weighted", [None, torch.float32, torch.bfloat16])
+def test_select_keys_of_any_batch(weighted: torch.dtype | None) -> None:
+    """Features with batch sizes of their own, repeated, none at all; weights of half precision keep their dtype."""
+    bags, weights = parts().bags(), None if weighted is None else torch.arange(10).to(weighted)
+    bags = rk.KeyedJaggedTensor(
+        bags.keys(), bags.values(), offsets=bags.offsets(), weights=weights, stride_per_key=bags.stride_per_key()
+    )
+    for known in (False, True):
+        if known:
+            bags.offset_per_key()
+        chosen = select_keys(bags, ["d", "c", "d"])
+        assert chosen.values.tolist() == [4, 5, 0, 1, 2, 4, 5]
+        assert chosen.offsets.tolist() == [0, 1, 1, 2, 3, 5, 6, 6, 7]
+        assert chosen.strides == [3, 2, 3]
+        assert chosen.weights is None if weights is None else same_bits(chosen.weights, chosen.values.to(weighted))
+        nothing = select_keys(bags, [])
+        assert (nothing.values.tolist(), nothing.offsets.tolist(), nothing.strides) == ([], [0], None)
+    with pytest.raises(KeyError, match=r"features \['x'\] are not among the input's keys \['c', 'a', 'd', 'b'\]"):
+        select_keys(bags, ["x", "c"])

@@ -1,0 +1,82 @@
+"""Modules that see every distinct sample of a batch once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.ops.expand import expand
+from rec_kernels.ops.jagged_index_select import jagged_index_select
+
+
+def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
+    """Has a module compute on the distinct samples of a batch, and its outputs be those of the whole batch.
+
+    Of an ``rk.InverseKeyedJaggedTensor``, ``module`` gets ``features.unique(group)``, U samples, and every tensor that
+    it returns, [U, ...], is expanded to the batch's B samples (``rk.expand``, whose gradient sums what the samples of
+    one distinct sample get). Lookups, projections and layers on top of them are computed U times in place of B. Any
+    other input goes to ``module`` as it is.
+
+    What is true of a module only when samples do not see each other stays true: statistics of batch norm count each
+    distinct sample once, and the noise of dropout is the same for samples that are.
+
+    Args:
+        module: called with the features alone. It returns a tensor [U, ...] of a dtype of ``rk.expand``, an
+            ``rk.KeyedTensor``, an ``rk.JaggedTensor`` of U rows, or tuples, lists and dicts of these.
+        group: the number of the group, or the name of one of its features.
+
+    Returns:
+        A module with ``module`` as its submodule of that name. Its ``forward`` raises as ``InverseKeyedJaggedTensor
+        .unique``, and ValueError where a tensor that ``module`` returns has not a row for each distinct sample.
+    """
+    return Deduplicated(module, group)
+
+
+class Deduplicated(nn.Module):
+    """What ``rk.deduplicated`` returns."""
+
+    def __init__(self, module: nn.Module, group: int | str) -> None:
+        super().__init__()
+        self.module, self.group = module, group
+
+    def forward(self, features):
+        """As ``rk.deduplicated`` says."""
+        if not isinstance(features, InverseKeyedJaggedTensor):
+            return self.module(features)
+        unique, inverse = features.unique(self.group), features.inverse(self.group)
+        rows = unique.stride()
+        return _pytree.tree_map(
+            lambda x: _expanded(x, inverse, rows), self.module(unique), is_leaf=lambda x: isinstance(x, _JAGGED)
+        )
+
+    def extra_repr(self) -> str:
+        """The group, for printing."""
+        return f"group={self.group!r}"
+
+
+_JAGGED = (JaggedTensor, KeyedJaggedTensor, InverseKeyedJaggedTensor)
+
+
+def _expanded(x: object, inverse: Tensor, rows: int) -> object:
+    if isinstance(x, JaggedTensor):
+        _check_rows(x.offsets().shape[0] - 1, rows)
+        values, offsets = jagged_index_select(x.values(), x.offsets(), inverse)
+        weights = x.weights_or_none()
+        if weights is not None:
+            weights, _ = jagged_index_select(weights, x.offsets(), inverse, total=values.shape[0])
+        return JaggedTensor(values, offsets, weights)
+    if isinstance(x, _JAGGED):
+        raise ValueError(f"the module returned a {type(x).__name__}, which is of features and not of samples")
+    if not isinstance(x, torch.Tensor):
+        return x
+    _check_rows(x.shape[0] if x.dim() else None, rows)
+    return expand(x, inverse)
+
+
+def _check_rows(found: int | None, rows: int) -> None:
+    if found != rows:
+        got = "a tensor without dimensions" if found is None else f"{found} rows"
+        raise ValueError(f"what the module returns must have a row for each of the {rows} distinct samples, got {got}")

@@ -1,0 +1,341 @@
+"""InverseKeyedJaggedTensor: a batch whose repeated bags are kept once."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
+from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
+from rec_kernels.ops.jagged_index_select import jagged_index_select
+
+_ops = torch.ops.rec_kernels
+
+
+class InverseKeyedJaggedTensor:
+    """Ids of several features for a batch, those of samples that have the same bags kept once.
+
+    Features are in *groups*. A group has U distinct samples, each a bag of every feature of it, and ``inverse`` says
+    which of them each of the B samples of the batch has. Features in no group, the *rest*, have a bag for each sample.
+    ``from_kjt`` finds the distinct samples of a batch; data that knows its sessions gives them here. Nobody writes to
+    the tensors afterwards.
+
+    Args:
+        unique: the bags, those of groups first, group after group, then the rest; ``stride_per_key`` is U for features
+            of a group, and B for the rest.
+        groups: names of the features of each group, in the order of ``unique``.
+        inverse: [G, B] int64: which distinct sample of each group each sample of the batch is.
+        keys: all feature names in the order of the batch; None: that of ``unique``.
+
+    Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training
+    Infrastructure", MLSys 2023, arXiv:2211.05239.
+
+    Raises:
+        ValueError: an empty group, features that are in two groups or not where they must be, batch sizes, dtypes or
+            devices that do not fit. KeyError: a group names a feature that is not there. IndexError: ``inverse`` is out
+            of range (on the CPU; on a GPU a lookup tells, see ``rk.EmbeddingBagCollection.check``).
+    """
+
+    def __init__(
+        self,
+        unique: KeyedJaggedTensor,
+        groups: Sequence[Sequence[str]],
+        inverse: Tensor,
+        keys: list[str] | None = None,
+    ) -> None:
+        if not isinstance(unique, KeyedJaggedTensor):
+            raise TypeError(f"unique must be an rk.KeyedJaggedTensor, got {type(unique).__name__}")
+        groups = _checked_groups(groups, unique.keys())
+        _check_parts(unique, groups, inverse)
+        keys = list(unique.keys() if keys is None else keys)
+        if sorted(keys) != sorted(unique.keys()):
+            raise ValueError(f"keys must be those of unique, {unique.keys()}, in the batch's order, got {keys}")
+        if has_data(unique.offsets()):
+            unique.offset_per_key()  # is known from now on, when it has been moved, too
+        self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, keys
+
+    @classmethod
+    def from_kjt(cls, kjt, groups: Sequence[Sequence[str]]) -> InverseKeyedJaggedTensor:
+        """Finds what is repeated in a batch.
+
+        Two samples are the same in a group if all their bags of its features are: as many ids, the same in the same
+        order, and the same bits of their weights (``rk.jagged_dedup``). Put features that change together in one group.
+        On a GPU the host waits once, for the sizes.
+
+        Args:
+            kjt: ``rk.KeyedJaggedTensor`` or TorchRec's, which stays as it is.
+            groups: names of the features of each group; features in none are the rest.
+
+        Raises:
+            KeyError: a group names a feature that is not there. ValueError: an empty group, a feature in two groups,
+            features with batch sizes of their own, weights that require a gradient (samples that share a bag would
+            share it), bad dtypes or offsets.
+        """
+        keys = list(kjt.keys())
+        groups = _checked_groups(groups, keys)
+        if getattr(kjt, "variable_stride_per_key", bool)():
+            raise ValueError("the features have batch sizes of their own (stride_per_key): their bags are distinct")
+        values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+        if weights is not None and weights.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "weights require a gradient, which would be that of all samples that share a bag: compute them from "
+                "unique(), or detach them"
+            )
+        group_of = {key: g for g, group in enumerate(groups) for key in group}
+        numbers = [group_of.get(key, -1) for key in keys]
+        batch = kjt.stride()
+        kept, inverse, status = _kept(values, offsets, numbers, weights, batch)
+        ordered = [*group_of, *(key for key in keys if key not in group_of)]
+        places = {key: f for f, key in enumerate(keys)}
+        unique = _select(kjt, [places[key] for key in ordered], numbers, kept, ordered, status)
+        return cls._of(unique, groups, inverse, keys)
+
+    @classmethod
+    def _of(
+        cls, unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Tensor, keys: list[str]
+    ) -> InverseKeyedJaggedTensor:
+        """From parts that fit."""
+        new = cls.__new__(cls)
+        new._unique, new._groups, new._inverse, new._keys = unique, groups, inverse, keys
+        return new
+
+    def keys(self) -> list[str]:
+        """F feature names, in the batch's order."""
+        return self._keys
+
+    def groups(self) -> list[list[str]]:
+        """The feature names of each group."""
+        return self._groups
+
+    def stride(self) -> int:
+        """Batch size B: samples of the whole batch."""
+        return self._inverse.shape[1]
+
+    def bags(self) -> KeyedJaggedTensor:
+        """All bags that are kept, as the constructor has them: groups first, batch sizes of their own."""
+        return self._unique
+
+    def known_offset_per_key(self) -> list[int] | None:
+        """[F + 1]: where the ids of each feature of ``bags()`` start, if the host knows it."""
+        known = self._unique._offset_per_key
+        if torch.compiler.is_compiling():  # which cannot see that nobody has written to the offsets
+            return None if known is None else known[1]
+        return self._unique.known_offset_per_key()
+
+    def unique(self, group: int | str) -> KeyedJaggedTensor:
+        """The distinct samples of a group: U bags of each of its features.
+
+        Ids and weights are views. On a GPU the host waits if it does not know where the group's ids begin; of batches
+        of ``from_kjt``, and those that were made on the CPU, it does.
+
+        Args:
+            group: its number, or the name of one of its features.
+
+        Raises:
+            KeyError: no group has the feature. IndexError: there is no such group.
+        """
+        g = self._number(group)
+        first = sum(map(len, self._groups[:g]))
+        return self._features(first, first + len(self._groups[g]))
+
+    def inverse(self, group: int | str) -> Tensor:
+        """[B] int64: which distinct sample of the group each sample is. ``group`` and errors: as of ``unique``."""
+        return self._inverse[self._number(group)]
+
+    def rest(self) -> KeyedJaggedTensor | None:
+        """The features in no group, B bags each; None if there are none."""
+        first = sum(map(len, self._groups))
+        return self._features(first, len(self._keys)) if first < len(self._keys) else None
+
+    def group_of_keys(self) -> dict[str, int | None]:
+        """The number of each feature's group; None: it is of the rest."""
+        return dict.fromkeys(self._keys) | {key: g for g, group in enumerate(self._groups) for key in group}
+
+    def places(self, keys: list[str]) -> Tensor:
+        """[F, B] int64: for at least one feature, the number of each sample's bag among those of its feature."""
+        every, groups = torch.arange(self.stride(), device=self._inverse.device), self.group_of_keys()
+        return torch.stack([every if (g := groups[key]) is None else self._inverse[g] for key in keys])
+
+    def _bags_of(self, keys: list[str]) -> Tensor:
+        """The same among all bags that are kept."""
+        names, strides = self._unique.keys(), self._unique.stride_per_key()
+        starts = dict(zip(names, itertools.accumulate(strides, initial=0), strict=False))
+        first = torch.tensor([starts[key] for key in keys], device=self._inverse.device)
+        return self.places(keys) + first[:, None]
+
+    def to_kjt(self) -> KeyedJaggedTensor:
+        """The whole batch: keys, ids, offsets and weights as they were. On a GPU the host waits for their number."""
+        index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
+        offsets, weights = self._unique.offsets(), self._unique.weights_or_none()
+        values, new_offsets = jagged_index_select(self._unique.values(), offsets, index)
+        if weights is not None:
+            weights, _ = jagged_index_select(weights, offsets, index, total=values.shape[0])
+        return KeyedJaggedTensor(self._keys, values, offsets=new_offsets, weights=weights)
+
+    def dedup_factor(self, key: str | None = None) -> float:
+        """Ids of the batch for each id that is kept, 1.0 where there are none. On a GPU the host waits.
+
+        Args:
+            key: a feature; None: all features that are in groups.
+
+        Raises:
+            KeyError: there is no such feature.
+        """
+        groups, ids = self.group_of_keys(), self._unique.offset_per_key()
+        if key is not None:
+            _entry(groups, key)
+        names = [name for name, g in groups.items() if g is not None and key in (None, name)]
+        counts = dict(zip(self._unique.keys(), (b - a for a, b in itertools.pairwise(ids)), strict=True))
+        kept = sum(counts[name] for name in names)
+        return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> InverseKeyedJaggedTensor:
+        """The same on another device."""
+        return self._mapped(
+            lambda kjt: kjt.to(device, non_blocking), lambda t: t.to(device=device, non_blocking=non_blocking)
+        )
+
+    def pin_memory(self) -> InverseKeyedJaggedTensor:
+        """The same in page-locked host memory."""
+        return self._mapped(KeyedJaggedTensor.pin_memory, Tensor.pin_memory)
+
+    def _mapped(self, bags: Callable, tensor: Callable[[Tensor], Tensor]) -> InverseKeyedJaggedTensor:
+        return self._of(bags(self._unique), self._groups, tensor(self._inverse), self._keys)
+
+    def _number(self, group: int | str) -> int:
+        if isinstance(group, str):
+            number = _entry(self.group_of_keys(), group)
+            if number is None:
+                raise KeyError(f"{group!r} is in no group: the groups are {self._groups}")
+            return number
+        if not 0 <= group < len(self._groups):
+            raise IndexError(f"group {group} must be in [0, {len(self._groups)}): the groups are {self._groups}")
+        return group
+
+    def _features(self, first: int, last: int) -> KeyedJaggedTensor:
+        """Features ``first`` up to ``last`` of the kept bags, which have one batch size."""
+        unique, strides = self._unique, self._unique.stride_per_key()
+        bags = list(itertools.accumulate(strides, initial=0))
+        values, offsets, weights = unique.values(), unique.offsets(), unique.weights_or_none()
+        if last - first == len(strides):  # all of them: where they begin need not be known
+            found = KeyedJaggedTensor(unique.keys(), values, offsets=offsets, weights=weights)
+            known = unique.known_offset_per_key()
+        else:
+            known = self.known_offset_per_key() or unique.offset_per_key()
+            part, offsets = slice(known[first], known[last]), offsets[bags[first] : bags[last] + 1]
+            if first:
+                offsets = offsets - known[first]
+            weights = None if weights is None else weights[part]
+            found = KeyedJaggedTensor(unique.keys()[first:last], values[part], offsets=offsets, weights=weights)
+        if known is not None:
+            found.keep_offset_per_key([i - known[first] for i in known[first : last + 1]])
+        return found
+
+    def __repr__(self) -> str:
+        return (
+            f"InverseKeyedJaggedTensor(keys={self._keys}, groups={self._groups}, batch={self.stride()}, "
+            f"values={self._unique.values().shape[0]})"
+        )
+
+
+def _entry(groups: dict[str, int | None], key: str) -> int | None:
+    if key not in groups:
+        raise KeyError(f"{key!r} is not among the keys {list(groups)}")
+    return groups[key]
+
+
+def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[list[str]]:
+    if isinstance(groups, str) or any(isinstance(group, str) for group in groups):
+        raise ValueError(f"groups must be lists of feature names, one for each group, got {groups!r}")
+    groups, seen, known = [list(group) for group in groups], {}, set(keys)
+    for g, group in enumerate(groups):
+        if not group:
+            raise ValueError(f"groups[{g}] is empty: it must name a feature at least")
+        for key in group:
+            if key not in known:
+                raise KeyError(f"groups[{g}] names {key!r}, which is not among the keys {keys}")
+            if key in seen:
+                other = groups[seen[key]]
+                raise ValueError(f"{key!r} is in groups[{seen[key]}] = {other} and in groups[{g}] = {group}")
+            seen[key] = g
+    return groups
+
+
+def _check_parts(unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Tensor) -> None:
+    names, strides = unique.keys(), unique.stride_per_key()
+    grouped = [key for group in groups for key in group]
+    if names[: len(grouped)] != grouped:
+        raise ValueError(f"unique must have the features of groups first, {grouped}, in this order, got {names}")
+    if unique.inverse_indices_or_none() is not None:
+        raise ValueError("unique must have no inverse_indices: inverse says which bags samples have")
+    if inverse.dtype != torch.int64 or inverse.dim() != 2 or inverse.shape[0] != len(groups):
+        raise ValueError(
+            f"inverse must be int64 [{len(groups)}, B] for the {len(groups)} groups, got {inverse.dtype} "
+            f"{list(inverse.shape)}"
+        )
+    if inverse.device != unique.offsets().device:
+        raise ValueError(f"inverse must be on unique's device, {unique.offsets().device}, got {inverse.device}")
+    sizes = dict(zip(names, strides, strict=True))
+    for g, group in enumerate(groups):
+        if len({sizes[key] for key in group}) > 1:
+            raise ValueError(f"features of groups[{g}] must have one batch size, got {[(k, sizes[k]) for k in group]}")
+        _check_range(inverse[g], g, group, sizes[group[0]])
+    for key in names[len(grouped) :]:
+        if sizes[key] != inverse.shape[1]:
+            raise ValueError(
+                f"{key!r} is in no group, so its batch size must be that of inverse, {inverse.shape[1]}, got "
+                f"{sizes[key]}"
+            )
+
+
+def _check_range(inverse: Tensor, g: int, group: list[str], size: int) -> None:
+    if not has_data(inverse):
+        return
+    bad = ((inverse < 0) | (inverse >= size)).nonzero()
+    if len(bad):
+        b = int(bad[0])
+        raise IndexError(
+            f"inverse[{g}, {b}] = {int(inverse[b])} is out of range: it must be in [0, {size}), the distinct samples "
+            f"of groups[{g}] = {group}"
+        )
+
+
+def _kept(
+    values: Tensor, offsets: Tensor, groups: list[int], weights: Tensor | None, batch: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[G + 1, B]: samples whose bags are kept, then -1; of the rest, in the last row, all. Inverse [G, B]; status."""
+    every = torch.arange(batch, device=offsets.device)[None]
+    if max(groups, default=-1) < 0:
+        return every, every[:0], every.new_full((2,), NOTHING_BAD)
+    rows, inverse, _, status = _ops.jagged_dedup(values, offsets, groups, weights)
+    return torch.cat([rows, every]), inverse, status
+
+
+def _select(
+    kjt, order: list[int], groups: list[int], kept: Tensor, names: list[str], status: Tensor
+) -> KeyedJaggedTensor:
+    """The bags of features ``order`` that are ``kept``, for the groups of the batch's features."""
+    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+    if not order:
+        return KeyedJaggedTensor(names, values, offsets=offsets, weights=weights, stride_per_key=[])
+    device, batch = offsets.device, kept.shape[1]
+    kept = kept[[groups[f] for f in order]]  # -1, no group, is the last
+    bags = kept + torch.tensor(order, device=device)[:, None] * batch
+    is_kept = kept >= 0
+    ids = torch.where(is_kept, offsets.diff()[bags.clamp(min=0)], 0).sum(1)
+    # The one read: sizes of everything, and what a GPU found bad, which it could not raise.
+    *sizes, bad = torch.cat([is_kept.sum(1), ids, status[:1]]).tolist()
+    if bad != NOTHING_BAD:
+        raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise from 0 to {len(values)}")
+    strides, totals = sizes[: len(order)], sizes[len(order) :]
+    index = torch.cat([bags[f, :stride] for f, stride in enumerate(strides)])
+    total = sum(totals)
+    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
+    if weights is not None:
+        weights, _ = jagged_index_select(weights, offsets, index, total=total)
+    unique = KeyedJaggedTensor(names, chosen, offsets=new_offsets, weights=weights, stride_per_key=strides)
+    unique.keep_offset_per_key(list(itertools.accumulate(totals, initial=0)))
+    return unique
