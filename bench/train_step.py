@@ -3,13 +3,14 @@
 Three implementations train the same model from the same initial weights on the same batches, in interleaved
 rounds:
 
-ours    fused lookups and row-wise Adagrad of rec_kernels; one history bag per basket
+ours    fused lookups and row-wise Adagrad of rec_kernels; every distinct history once
 recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history bag per row, torch's Adagrad
-tuned   one concatenated table, one history bag per basket, torch's Adagrad
+tuned   one concatenated table, every distinct history once, torch's Adagrad
 
-The batch builder, the MLPs, the interaction and Adam are shared. torch's sparse Adagrad is element-wise:
-it keeps D numbers of state per row where the row-wise one keeps one. Batches are built inline, not on the
-trainer's background thread, so that every part of a step can be timed.
+Finding the distinct histories is part of building a batch. The batch builder, the MLPs, the interaction and
+Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
+one keeps one. Batches are built inline, not on the trainer's background thread, so that every part of a step can
+be timed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import shlex
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -32,6 +34,7 @@ from tqdm import tqdm
 
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
+from rec_kernels.dlrm.dedup import deduplicated
 
 PARTS = ("batch", "forward", "backward", "optimizer")
 RESULTS = Path(__file__).parent / "results"
@@ -60,7 +63,7 @@ class RecipeDLRM(DLRM):
                 for feature, weight in weights.items()
             }
         )
-        del self.embeddings, self.shared
+        self.embeddings = self.shared = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Weights of the tables, for an optimizer that takes sparse gradients."""
@@ -72,8 +75,6 @@ class RecipeDLRM(DLRM):
         one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
         values, offsets = batch.shared.values(), batch.shared.offsets()
         history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
-        if batch.inverse is not None:
-            history = history.index_select(0, batch.inverse)
         return torch.cat([*one_hot, history], dim=1)
 
 
@@ -86,7 +87,7 @@ class TunedDLRM(DLRM):
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
         self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
-        del self.embeddings, self.shared
+        self.embeddings = self.shared = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The one table, for an optimizer that takes sparse gradients."""
@@ -95,19 +96,25 @@ class TunedDLRM(DLRM):
     def pooled(self, batch: Batch) -> torch.Tensor:
         ids = batch.features.values().view(len(FEATURES), -1) + self.shift
         one_hot = embedding(ids.T, self.table, sparse=True).flatten(1)
-        values = batch.shared.values().long() + self.history_shift
-        offsets = batch.shared.offsets()[:-1].long()
+        unique = batch.shared.unique(HISTORY)
+        values = unique.values().long() + self.history_shift
+        offsets = unique.offsets()[:-1].long()
         history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
-        return torch.cat([one_hot, history.index_select(0, batch.inverse)], dim=1)
+        return torch.cat([one_hot, history.index_select(0, batch.shared.inverse(HISTORY))], dim=1)
 
 
 class Stepper:
-    """One implementation and its optimizers."""
+    """One implementation, its optimizers, and what it makes of a batch."""
 
     def __init__(
-        self, model: DLRM, data: CompleteJourney, batch_size: int, table_optimizer: torch.optim.Optimizer | None
+        self,
+        model: DLRM,
+        data: CompleteJourney,
+        batch_size: int,
+        table_optimizer: torch.optim.Optimizer | None,
+        read: Callable[[Batch], Batch],
     ):
-        self.model, self.data, self.batch_size = model, data, batch_size
+        self.model, self.data, self.batch_size, self.read = model, data, batch_size, read
         self.num_batches = -(-data.num_rows("train") // batch_size)
         dense_optimizer = torch.optim.Adam(model.dense_parameters(), lr=0.001, fused=True)
         self.optimizers = [dense_optimizer] + ([table_optimizer] if table_optimizer else [])
@@ -115,7 +122,7 @@ class Stepper:
     def step(self, index: int) -> list[float]:
         """Train on batch ``index``; returns the seconds of each of ``PARTS``."""
         ticks = [time.perf_counter()]
-        batch = self.data.batch("train", self.batch_size, index)
+        batch = self.read(self.data.batch("train", self.batch_size, index))
         ticks.append(time.perf_counter())
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
         ticks.append(time.perf_counter())
@@ -131,16 +138,20 @@ class Stepper:
 
 def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: str | None) -> dict[str, Stepper]:
     """The three implementations, from the same initial weights."""
-    prepared = load_completejourney(weeks, data_dir, progress=True)
-    unique, repeated = (CompleteJourney(prepared, unique_history=flag) for flag in (True, False))
+    data = CompleteJourney(load_completejourney(weeks, data_dir, progress=True))
     ours, recipe, tuned = (
-        model(unique.features, unique.num_dense, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
+        model(data.features, data.num_dense, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
     )
+    recipes, tunes = (torch.optim.Adagrad(model.table_parameters(), lr=0.05) for model in (recipe, tuned))
     return {
-        "ours": Stepper(ours, unique, batch_size, None),
-        "recipe": Stepper(recipe, repeated, batch_size, torch.optim.Adagrad(recipe.table_parameters(), lr=0.05)),
-        "tuned": Stepper(tuned, unique, batch_size, torch.optim.Adagrad(tuned.table_parameters(), lr=0.05)),
+        "ours": Stepper(ours, data, batch_size, None, _distinct),
+        "recipe": Stepper(recipe, data, batch_size, recipes, lambda batch: batch),
+        "tuned": Stepper(tuned, data, batch_size, tunes, _distinct),
     }
+
+
+def _distinct(batch: Batch) -> Batch:
+    return deduplicated(batch)[0]
 
 
 def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dict[str, list[list[float]]]:

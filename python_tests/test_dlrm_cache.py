@@ -19,7 +19,7 @@ from rec_kernels.testing import same_bits
 
 skip_without_host()
 
-TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes", "tiers"}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes", "tiers"}
 OPTIONS = {
     "data": "synthetic",
     "rows": 1_500,

@@ -162,7 +162,7 @@ def test_batches_are_the_rows_in_order(tmp_path):
         np.testing.assert_array_equal(np.concatenate([b.dense for b in batches]), data.dense[rows])
         ids = np.concatenate([b.features.values().view(26, -1) for b in batches], axis=1)
         np.testing.assert_array_equal(ids, data.ids[:, rows])
-        assert all(b.shared is None and b.inverse is None for b in batches)
+        assert all(b.shared is None for b in batches)
     assert [len(batch.label) for batch in data.batches("train", 10, 7)] == [10, 5]
     with pytest.raises(ValueError, match="split is 'valid', allowed are 'train' and 'test'"):
         data.num_rows("valid")

@@ -210,10 +210,33 @@ def test_weeks_out_of_range(weeks, tmp_path):
         load_completejourney(weeks, tmp_path)
 
 
+@pytest.mark.parametrize("history", [9, 201])
+def test_histories_out_of_range(history, tmp_path):
+    with pytest.raises(ValueError, match=f"history is {history}, allowed are 10 to 200 products"):
+        load_completejourney(WEEKS, tmp_path, history=history)
+
+
+def test_another_history_is_another_data_set(source, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(completejourney, "read_source", lambda weeks: source)
+    names = []
+    for history in (10, 50, 120):
+        made = load_completejourney(WEEKS, tmp_path, history=history)
+        names.append(CompleteJourney(made).name)
+        whole = np.diff(data.history_offsets)
+        np.testing.assert_array_equal(np.minimum(np.diff(made.history_offsets), 50), np.minimum(whole, history))
+        last = [made.history_products[end - 1] for end in made.history_offsets[1:][whole > 0]]
+        assert last == [data.history_products[end - 1] for end in data.history_offsets[1:][whole > 0]]
+        assert np.diff(made.history_offsets).max() == history
+        for name in set(ARRAYS) - {"history_offsets", "history_products"}:
+            np.testing.assert_array_equal(getattr(made, name), getattr(data, name))
+    assert names == [f"completejourney-weeks{WEEKS}{suffix}" for suffix in ("-history10", "", "-history120")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+
+
 @pytest.fixture
 def prepared_dir(data, tmp_path):
     directory = tmp_path / f"completejourney-weeks{WEEKS}"
-    prepared.write_prepared(data, directory, WEEKS)
+    prepared.write_prepared(data, directory)
     return directory
 
 
@@ -287,6 +310,7 @@ def edit_manifest(key, value):
         (edit_manifest("format", 0), r"format is 0, expected 1"),
         (edit_manifest("package_version", "0.0.9"), r"package_version is '0\.0\.9', expected '0\.1\.0'"),
         (edit_manifest("weeks", None), rf"weeks is None, expected {WEEKS}"),
+        (edit_manifest("history", 10), r"history is 10, expected 50"),
     ],
 )
 def test_unusable_prepared_data_is_rebuilt_with_a_message(damage, message, prepared_dir, count_builds, capsys):
@@ -314,7 +338,7 @@ def test_an_interrupted_write_leaves_the_old_data(prepared_dir, data, monkeypatc
 
     monkeypatch.setattr(prepared.np, "save", fail)
     with pytest.raises(OSError, match="disk full"):
-        prepared.write_prepared(data, prepared_dir, WEEKS)
+        prepared.write_prepared(data, prepared_dir)
     read_prepared(prepared_dir, WEEKS)
     assert list(prepared_dir.parent.iterdir()) == [prepared_dir]
 
@@ -340,14 +364,11 @@ def test_batches_start_anywhere(data):
 
 @pytest.mark.parametrize("index", [0, 17])
 def test_history_of_a_row_is_that_of_its_basket(data, index):
-    unique = CompleteJourney(data).batch("train", 500, index)
-    repeated = CompleteJourney(data, unique_history=False).batch("train", 500, index)
-    assert len(unique.shared.offsets()) - 1 == len(unique.inverse.unique()) < 500
-    assert repeated.inverse is None
-    assert len(repeated.shared.offsets()) == 501
+    batch = CompleteJourney(data).batch("train", 500, index)
+    assert batch.shared.stride() == 500
     for row, basket in enumerate(data.basket[index * 500 : (index + 1) * 500]):
         expected = data.history_products[slice(*data.history_offsets[basket : basket + 2])].tolist()
-        assert bag(unique.shared, unique.inverse[row]) == bag(repeated.shared, row) == expected
+        assert bag(batch.shared, row) == expected
 
 
 def bag(kjt, number):

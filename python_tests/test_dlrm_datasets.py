@@ -39,6 +39,12 @@ def module(tmp_path, monkeypatch):
         ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, but data is 'criteo': weeks is for completejour"),
         ({"data": "synthetic", "path": "x"}, r"path is 'x', but data is 'synthetic'"),
         ({"data": "synthetic", "weeks": 3}, r"weeks is 3, but data is 'synthetic'"),
+        (
+            {"data": "criteo", "path": "x", "history": 20},
+            r"history is 20, .*: history is for completejourney and synth",
+        ),
+        ({"unchanged": 0.5}, r"unchanged is 0.5, but data is 'completejourney': unchanged is for synthetic"),
+        ({"data": "synthetic", "samples_per_session": 1e6}, r"samples_per_session is 1000000.0, allowed are 1 to 8192"),
         ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, but data is 'math:sqrt': table_rows is for criteo"),
         ({"data": "criteo"}, r"data is 'criteo', which needs path: a file in Criteo's format"),
         ({"data": "criteo", "path": "nowhere"}, r"nowhere does not exist"),
@@ -81,6 +87,8 @@ def test_a_name_that_cannot_be_a_folder_is_refused(module, name):
 def test_synthetic_takes_its_options():
     data = open_data(TrainConfig(data="synthetic", rows=70, table_rows=30))
     assert (data.num_rows("train"), data.num_rows("test"), data.features[0].num_embeddings) == (70, 10, 30)
+    data = open_data(TrainConfig(data="synthetic", samples_per_session=3, unchanged=0.0, history=5))
+    assert data.name == "synthetic-session3-unchanged0-history5"
     data = open_data(TrainConfig(data="synthetic"))
     assert (data.num_rows("train"), data.features[0].num_embeddings) == (1_000_000, 100_000)
 

@@ -72,7 +72,7 @@ def test_nothing_of_a_step_stays_behind() -> None:
     data = Synthetic(3000, 200)
     model = DLRM(data.features, data.num_dense).to("meta")
     batch = batch_of(data).to("meta")
-    tensors = [batch.dense, batch.label, batch.inverse, batch.features.values(), batch.shared.offsets()]
+    tensors = [batch.dense, batch.label, batch.features.values(), batch.shared.offsets()]
     assert all(tensor.is_meta for tensor in tensors)
     logits = model(batch)
     assert logits.is_meta

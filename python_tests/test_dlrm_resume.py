@@ -24,7 +24,7 @@ from rec_kernels.dlrm.train import Run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROOT = Path(__file__).parents[1]
-TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
 # Two passes with an evaluation between, so that every kind of state has to survive.
 OPTIONS = {"weeks": 1, "batch_size": 128, "epochs": 2, "accumulate": 2, "eval_every": 7, "valid_fraction": 0.2}
 OPTIONS |= {"warmup_steps": 9, "decay_start": 12, "decay_steps": 30}

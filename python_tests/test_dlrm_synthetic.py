@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -19,11 +21,11 @@ from rec_kernels.dlrm.train import train
 
 
 def rows_of(batches: list[Batch]) -> dict[str, np.ndarray | list[list[int]]]:
-    """All rows, the history repeated for every one."""
+    """All rows."""
     histories = []
     for batch in batches:
         offsets, values = batch.shared.offsets().tolist(), batch.shared.values().tolist()
-        histories += [values[offsets[bag] : offsets[bag + 1]] for bag in batch.inverse.tolist()]
+        histories += [values[first:last] for first, last in itertools.pairwise(offsets)]
     return {
         "dense": np.concatenate([b.dense for b in batches]),
         "label": np.concatenate([b.label for b in batches]),
@@ -105,15 +107,59 @@ def test_ids_follow_zipfs_law():
 
 
 def test_sessions_share_a_history(data):
-    batch = next(data.batches("train", BLOCK))
-    sessions = len(batch.shared.offsets()) - 1
-    assert sorted(set(batch.inverse.tolist())) == list(range(sessions))
-    assert (batch.inverse.diff() >= 0).all()
-    assert BLOCK / sessions == pytest.approx(synthetic.MEAN_SESSION, rel=0.15)
-    lengths = batch.shared.offsets().diff().float()
-    assert lengths.mean() == pytest.approx(synthetic.MEAN_HISTORY, rel=0.15)
-    assert lengths.min() == 0
-    assert 50 < lengths.max() <= synthetic.LONGEST_HISTORY
+    rows = rows_of([next(data.batches("train", BLOCK))])
+    bags = [bag for bag, _ in itertools.groupby(rows["history"])]
+    assert BLOCK / len(bags) == pytest.approx(synthetic.MEAN_SESSION, rel=0.15)
+    lengths = [len(bag) for bag in bags]
+    assert np.mean(lengths) == pytest.approx(synthetic.MEAN_HISTORY, rel=0.15)
+    assert min(lengths) == 0
+    assert 50 < max(lengths) <= synthetic.LONGEST_HISTORY * synthetic.MEAN_HISTORY
+
+
+def factor(data: Synthetic, batch_size: int) -> float:
+    """Ids of the training rows over those of distinct bags, in batches."""
+    before = stored = 0
+    for batch in data.batches("train", batch_size):
+        histories = rows_of([batch])["history"]
+        before += sum(map(len, histories))
+        stored += sum(map(len, set(map(tuple, histories))))
+    return before / stored
+
+
+@pytest.mark.parametrize("samples", [1, 3.5, 9, 40])
+@pytest.mark.parametrize("unchanged", [0.0, 0.5, 0.9, 1.0])
+def test_factor_of_sessions(samples, unchanged):
+    """S / (1 + (S - 1) (1 - d)) but for chance. Blocks and batches that cut sessions give a bag more to each."""
+    size = 2 * BLOCK
+    data = Synthetic(rows=4 * BLOCK, samples_per_session=samples, unchanged=unchanged, history=30)
+    bags = BLOCK * (1 + (samples - 1) * (1 - unchanged)) / samples  # of a block
+    new = bags / BLOCK
+    expected = BLOCK / (bags + 1 - new)
+    # Rows of a bag vary as its ids do, both about geometrically.
+    spread = (2 / (4 * bags)) ** 0.5
+    assert factor(data, size) == pytest.approx(expected, rel=max(4 * spread, 0.005))
+    if unchanged == 0 or samples == 1:
+        assert factor(data, size) == pytest.approx(1, abs=0.005)  # short bags are the same by chance
+
+
+def test_histories_change_within_sessions_and_nothing_else_does():
+    """Of rows whose history is the one before, all are of one bag; with d = 0, rows have their own."""
+    same = rows_of(list(Synthetic(rows=BLOCK, unchanged=1.0).batches("train", BLOCK)))
+    assert_same(same, rows_of(list(Synthetic(rows=BLOCK).batches("train", BLOCK))))
+    own = rows_of(list(Synthetic(rows=BLOCK, unchanged=0.0, history=50).batches("train", BLOCK)))
+    long = [tuple(bag) for bag in own["history"] if len(bag) > 3]
+    assert len(set(long)) == len(long) > BLOCK * 0.9
+    one = rows_of(list(Synthetic(rows=BLOCK, samples_per_session=BLOCK).batches("train", 64)))
+    assert len(set(map(tuple, one["history"][:64]))) == 1
+    assert 0 < np.mean([len(bag) for bag in own["history"]]) == pytest.approx(50, rel=0.1)
+
+
+def test_other_sessions_are_another_data_set():
+    names = [
+        Synthetic(**options).name
+        for options in ({}, {"history": 20}, {"samples_per_session": 2.5}, {"unchanged": 0.5, "history": 7})
+    ]
+    assert names == ["synthetic", "synthetic", "synthetic-session2.5", "synthetic-unchanged0.5-history7"]
 
 
 def test_label_is_drawn_from_the_oracle(data, whole):
@@ -149,7 +195,19 @@ def test_a_model_learns_it(tmp_path):
     assert scores["examples"] == 100_000 // 7
 
 
-@pytest.mark.parametrize("options", [{"rows": 6}, {"table_rows": 0}, {"table_rows": 2**31}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rows": 6},
+        {"table_rows": 0},
+        {"table_rows": 2**31},
+        {"samples_per_session": 0.5},
+        {"samples_per_session": 8193},
+        {"unchanged": -0.1},
+        {"unchanged": 1.5},
+        {"history": 0},
+    ],
+)
 def test_options_out_of_range(options):
     ((name, value),) = options.items()
     with pytest.raises(DataError, match=f"{name} is {value}, allowed are"):

@@ -24,6 +24,7 @@ from rec_kernels.dlrm import (
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, HeldOut
+from rec_kernels.dlrm.dedup import Deduplicated, decide
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import WINDOWS, Run, predict
@@ -31,7 +32,7 @@ from rec_kernels.dlrm.window import PARTS
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WEEKS = 3
-TIMES = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,8 @@ def test_same_seed_same_bits(command, tmp_path):
 def make_run(data, directory, **options):
     directory.mkdir()
     config = TrainConfig(**options)
-    return Run(config, HeldOut(data, config.batch_size, config.valid_fraction), directory)
+    rows = HeldOut(data, config.batch_size, config.valid_fraction)
+    return Run(config, Deduplicated(rows, decide(config.dedup, rows).on), directory)
 
 
 def test_same_seed_same_weights(data, tmp_path):
@@ -326,14 +328,6 @@ def test_dot_interaction_is_the_lower_triangle():
     pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(6) for j in range(i)]
     torch.testing.assert_close(out, torch.cat([dense, torch.stack(pairs, dim=1)], dim=1))
     assert torch.autograd.gradcheck(dot_interaction, (dense, sparse))
-
-
-def test_history_per_basket_or_per_row_gives_the_same_logits(data):
-    model = DLRM(data.features, data.num_dense, 8, bottom=(16,), top=(16,))
-    per_row = CompleteJourney(data.prepared, unique_history=False)
-    logits = [model(journey.batch("train", 600, 9)) for journey in (data, per_row)]
-    assert logits[0].shape == (600,)
-    torch.testing.assert_close(*logits)
 
 
 def test_tables_start_uniform_within_one_over_root_rows(data):

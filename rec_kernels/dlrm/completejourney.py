@@ -25,6 +25,7 @@ ROWS, BASKETS, TRAIN_ROWS = 1_469_307, 155_848, 1_269_533  # of PACKAGE_VERSION
 LAST_TRAIN_WEEK = 46
 LAST_WEEK = 53
 HISTORY_LENGTH = 50
+HISTORY_LENGTHS = (10, 200)  # the shortest and the longest that may be asked for
 
 # Column of the products file behind each product feature.
 PRODUCT_COLUMNS = {
@@ -59,10 +60,10 @@ class Prepared:
         label: float32 [N], 1 for a purchase on a loyalty discount.
         basket: int32 [N], non-decreasing basket number of each row.
         history_offsets: int64 [baskets + 1]; basket b reads history_products[offsets[b]:offsets[b + 1]].
-        history_products: int32, ids as of "product": the household's last 50 purchases before, oldest first.
+        history_products: int32, ids as of "product": the household's last purchases before, oldest first.
         num_embeddings: rows of the table of each feature, row 0 included.
         train_rows: first test row.
-        weeks: as given to ``build``.
+        weeks, history: as given to ``build``.
     """
 
     ids: np.ndarray
@@ -74,6 +75,7 @@ class Prepared:
     num_embeddings: dict[str, int]
     train_rows: int
     weeks: int | None = None
+    history: int = HISTORY_LENGTH
 
     def __len__(self) -> int:
         return len(self.label)
@@ -114,8 +116,19 @@ def _check_columns(name: str, frame: pd.DataFrame, expected: tuple[str, ...]) ->
         raise DataError(f"{name} of {PACKAGE}: missing columns {missing}, found {list(frame.columns)}")
 
 
+def folder_name(weeks: int | None, history: int) -> str:
+    """Of the data set and its prepared folder: other rows or other histories are another one."""
+    suffix = "" if history == HISTORY_LENGTH else f"-history{history}"
+    return ("completejourney" if weeks is None else f"completejourney-weeks{weeks}") + suffix
+
+
 def build(
-    transactions: pd.DataFrame, products: pd.DataFrame, *, weeks: int | None = None, progress: bool = False
+    transactions: pd.DataFrame,
+    products: pd.DataFrame,
+    *,
+    weeks: int | None = None,
+    history: int = HISTORY_LENGTH,
+    progress: bool = False,
 ) -> Prepared:
     """Turn the source frames into arrays.
 
@@ -124,6 +137,7 @@ def build(
         products: frame with ``product_id`` (unique) and the columns of ``PRODUCT_COLUMNS``.
         weeks: None trains on weeks 1-46 and tests on 47-53; else the frame is a slice of that many weeks
             and the last quarter of its rows, cut between two baskets, is the test split.
+        history: ids of the longest histories.
         progress: show a progress bar.
     """
     with tqdm(total=len(FEATURES) + 3, desc="preparing", unit="step", disable=not progress) as bar:
@@ -140,10 +154,10 @@ def build(
         dense = _dense(rows, basket, starts)
         bar.update()
         product_ids = ids[FEATURES.index("product")]
-        offsets, history = _history(rows["household_id"].to_numpy(), product_ids, starts)
+        offsets, purchases = _history(rows["household_id"].to_numpy(), product_ids, starts, history)
         bar.update()
     label = (rows["retail_disc"].to_numpy() > 0).astype(np.float32)
-    return Prepared(ids, dense, label, basket, offsets, history, num_embeddings, train_rows, weeks)
+    return Prepared(ids, dense, label, basket, offsets, purchases, num_embeddings, train_rows, weeks, history)
 
 
 def _in_time_order(transactions: pd.DataFrame) -> pd.DataFrame:
@@ -218,8 +232,10 @@ def _earlier_sales(product: np.ndarray, basket: np.ndarray) -> np.ndarray:
     return earlier
 
 
-def _history(household: np.ndarray, product_ids: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets int64 [baskets + 1] and ids int32 of the household's last 50 purchases before each basket."""
+def _history(
+    household: np.ndarray, product_ids: np.ndarray, starts: np.ndarray, longest: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets int64 [baskets + 1] and ids int32 of the household's last purchases before each basket."""
     order = np.argsort(household, kind="stable")
     purchases = product_ids[order]
     place = np.empty(len(order), dtype=np.int64)
@@ -229,7 +245,7 @@ def _history(household: np.ndarray, product_ids: np.ndarray, starts: np.ndarray)
     first[1:] = household[1:] != household[:-1]
     group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
     end = place[starts]  # a basket's rows are neighbours among its household's purchases, too
-    length = np.minimum(end - group[end], HISTORY_LENGTH)
+    length = np.minimum(end - group[end], longest)
     offsets = np.concatenate([[0], np.cumsum(length)])
     gather = np.arange(offsets[-1]) + np.repeat(end - length - offsets[:-1], length)
     return offsets, purchases[gather]

@@ -21,6 +21,7 @@ from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
+DEDUP = ("auto", "on", "off")
 DEVICES = ("cpu", "cuda")
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
@@ -124,6 +125,29 @@ class TrainConfig:
     )
     table_rows: int | None = _count(
         None, "criteo: hash ids into so many rows per table (default: a row per value); synthetic: rows of a table"
+    )
+    history: int | None = _count(
+        None, "completejourney: the longest history (default: 50, allowed: 10 to 200); synthetic: the mean one (20)"
+    )
+    samples_per_session: float | None = _option(
+        None,
+        float,
+        "synthetic: rows of a session, in the mean (default: 9)",
+        "1 or more",
+        lambda v: v is None or 1 <= v < math.inf,
+    )
+    unchanged: float | None = _option(
+        None,
+        float,
+        "synthetic: probability that a row has the history of the row before it in its session (default: 1)",
+        "0 to 1",
+        lambda v: v is None or 0 <= v <= 1,
+    )
+    dedup: str = _choice(
+        "auto",
+        "look up and update once what rows of a batch have in common in shared features: on, off, or auto, which turns "
+        "it on if that saves a quarter of the ids in the first batches, or more",
+        DEDUP,
     )
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
 

@@ -30,7 +30,7 @@ class Feature(NamedTuple):
         name: its key in the batches.
         num_embeddings: rows E of its table; ids are below it.
         pooling: of its bags, "sum" or "mean".
-        shared: its bags are in ``Batch.shared``, because neighbouring rows have them in common.
+        shared: its bags are in ``Batch.shared``, because neighbouring rows often have the same one.
     """
 
     name: str
@@ -46,15 +46,14 @@ class Batch(NamedTuple):
         dense: float32 [B, num_dense].
         features: KeyedJaggedTensor of the features that are not shared, B bags each.
         label: float32 [B], 0 or 1.
-        shared: KeyedJaggedTensor of the shared features, U bags each, or None without any.
-        inverse: int64 [B], the shared bag of each row; None: U is B.
+        shared: the shared features, a bag for every row: a KeyedJaggedTensor of B bags each, or an
+            InverseKeyedJaggedTensor of B rows, if the data set knows which have the same bags; None without any.
     """
 
     dense: Tensor
     features: rk.KeyedJaggedTensor
     label: Tensor
-    shared: rk.KeyedJaggedTensor | None = None
-    inverse: Tensor | None = None
+    shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""
@@ -63,6 +62,17 @@ class Batch(NamedTuple):
     def pin_memory(self) -> Batch:
         """The same in page-locked host memory."""
         return Batch(*(None if part is None else part.pin_memory() for part in self))
+
+    def tensors(self) -> dict:
+        """Its tensors by name, for ``torch.save``: the shared features with a bag for every row."""
+        tensors: dict = {"dense": self.dense, "label": self.label}
+        for name, jagged in (("features", self.features), ("shared", self.shared)):
+            if isinstance(jagged, rk.InverseKeyedJaggedTensor):
+                jagged = jagged.to_kjt()
+            if jagged is not None:
+                tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
+                tensors[f"{name}.keys"] = list(jagged.keys())
+        return tensors
 
 
 class DataSet(Protocol):

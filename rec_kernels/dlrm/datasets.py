@@ -10,10 +10,10 @@ from rec_kernels.dlrm.runs import RUN_NAMES, is_run_name
 
 # The options that only some of the data sets have. ``data_dir`` goes with all: it only says where prepared data is.
 OPTIONS = {
-    "completejourney": ("weeks",),
+    "completejourney": ("weeks", "history"),
     "criteo": ("path", "rows", "table_rows"),
     "movielens": ("path",),
-    "synthetic": ("rows", "table_rows"),
+    "synthetic": ("rows", "table_rows", "samples_per_session", "unchanged", "history"),
 }
 MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
 
@@ -31,7 +31,8 @@ def open_data(config: TrainConfig) -> DataSet:
         from rec_kernels.dlrm.batches import CompleteJourney
         from rec_kernels.dlrm.prepared import load_completejourney
 
-        return CompleteJourney(load_completejourney(config.weeks, config.data_dir, progress=True))
+        history = {} if config.history is None else {"history": config.history}
+        return CompleteJourney(load_completejourney(config.weeks, config.data_dir, **history, progress=True))
     if config.data == "criteo":
         from rec_kernels.dlrm.criteo import Criteo
 
@@ -47,9 +48,10 @@ def open_data(config: TrainConfig) -> DataSet:
             raise DataError("data is 'movielens', which needs path: the folder of a MovieLens data set")
         return MovieLens(config.path, data_dir=config.data_dir, progress=True)
     if config.data == "synthetic":
-        from rec_kernels.dlrm import synthetic
+        from rec_kernels.dlrm.synthetic import Synthetic
 
-        return synthetic.Synthetic(config.rows or synthetic.ROWS, config.table_rows or synthetic.TABLE_ROWS)
+        given = {option: getattr(config, option) for option in OPTIONS["synthetic"]}
+        return Synthetic(**{option: value for option, value in given.items() if value is not None})
     return _call(config.data)
 
 

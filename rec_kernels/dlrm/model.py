@@ -22,8 +22,8 @@ _SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
 class DLRM(nn.Module):
     """Logit of a row.
 
-    Features whose bags are shared by neighbouring rows (``Feature.shared``) have a collection of their own: a bag is
-    looked up once, not once per row.
+    Features whose bags neighbouring rows share (``Feature.shared``) have a collection of their own: from an
+    ``rk.InverseKeyedJaggedTensor`` a bag is looked up once, not once per row.
 
     Args:
         features: the categorical features, a table each.
@@ -103,8 +103,7 @@ class DLRM(nn.Module):
         if self.embeddings is not None:
             parts.append(self.embeddings(batch.features).values())
         if self.shared is not None:
-            shared = self.shared(batch.shared).values()
-            parts.append(shared if batch.inverse is None else shared.index_select(0, batch.inverse))
+            parts.append(self.shared(batch.shared).values())
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def prefetch(self, batch: Batch) -> None:

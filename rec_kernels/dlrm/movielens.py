@@ -104,6 +104,7 @@ class MovieLens:
         self.features = [Feature(name, count) for name, count in rows.items() if name not in (GENRE, HISTORY)]
         self._one_hot = [feature.name for feature in self.features]
         self.features.append(Feature(GENRE, rows[GENRE], pooling="mean"))
+        # Ratings of one user in one second are neighbours, and have one past.
         self.features.append(Feature(HISTORY, rows[HISTORY], pooling="mean", shared=True))
 
     def num_rows(self, split: str) -> int:
@@ -130,11 +131,7 @@ class MovieLens:
         movie = data.movie[rows]
         ends, genres = _bags(data.genre_offsets[movie], data.genre_offsets[movie + 1], data.genres)
         offsets = np.concatenate([np.arange(len(ids)), len(ids) + ends])
-        # Ratings of one user in one second are neighbours, and have one past.
-        begin, end = data.past[:, rows]
-        new = np.ones(len(begin), dtype=bool)
-        new[1:] = (begin[1:] != begin[:-1]) | (end[1:] != end[:-1])
-        past_ends, past = _bags(begin[new], end[new], data.seen)
+        past_ends, past = _bags(*data.past[:, rows], data.seen)
         return Batch(
             dense=torch.from_numpy(data.dense[rows].copy()),
             features=rk.KeyedJaggedTensor(
@@ -144,7 +141,6 @@ class MovieLens:
             ),
             label=torch.from_numpy(data.label[rows].copy()),
             shared=rk.KeyedJaggedTensor([HISTORY], torch.from_numpy(past), offsets=torch.from_numpy(past_ends)),
-            inverse=torch.from_numpy(np.cumsum(new) - 1),
         )
 
 

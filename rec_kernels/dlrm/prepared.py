@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from rec_kernels.dlrm import completejourney
-from rec_kernels.dlrm.completejourney import LAST_WEEK, Prepared
+from rec_kernels.dlrm.completejourney import HISTORY_LENGTH, HISTORY_LENGTHS, LAST_WEEK, Prepared, folder_name
 
 FORMAT = 1  # raise it whenever completejourney.build gives other arrays
 MANIFEST = "manifest.json"
@@ -118,38 +118,46 @@ def read_directory(directory: Path, contents: Contents) -> dict[str, Any]:
 
 
 def load_completejourney(
-    weeks: int | None = None, data_dir: str | Path | None = None, *, progress: bool = False
+    weeks: int | None = None,
+    data_dir: str | Path | None = None,
+    *,
+    history: int = HISTORY_LENGTH,
+    progress: bool = False,
 ) -> Prepared:
     """Complete Journey as prepared arrays, built on the first call (seconds) and memory-mapped afterwards.
 
     Args:
         weeks: None for the whole year, or 1 to 52, the first weeks only (``completejourney.build``).
         data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default (125 MB for all weeks).
+        history: ids of the longest histories, 10 to 200; every choice has a folder of its own.
         progress: show a progress bar while building.
 
     Raises:
-        ValueError: ``weeks`` is out of range.
+        ValueError: ``weeks`` or ``history`` is out of range.
         DataError: the data package is missing or not the supported version.
     """
     if weeks is not None and not 1 <= weeks < LAST_WEEK:
         raise ValueError(f"weeks is {weeks}, allowed are 1 to {LAST_WEEK - 1}, or None for the whole year")
-    directory = base_directory(data_dir) / ("completejourney" if weeks is None else f"completejourney-weeks{weeks}")
+    shortest, longest = HISTORY_LENGTHS
+    if not shortest <= history <= longest:
+        raise ValueError(f"history is {history}, allowed are {shortest} to {longest} products")
+    directory = base_directory(data_dir) / folder_name(weeks, history)
 
     def build(folder: Path) -> dict[str, Any]:
         source = completejourney.read_source(weeks)
-        return _save(completejourney.build(*source, weeks=weeks, progress=progress), folder)
+        return _save(completejourney.build(*source, weeks=weeks, history=history, progress=progress), folder)
 
-    return Prepared(**open_directory(directory, _contents(weeks), build), weeks=weeks)
+    return Prepared(**open_directory(directory, _contents(weeks, history), build), weeks=weeks, history=history)
 
 
-def write_prepared(data: Prepared, directory: Path, weeks: int | None) -> None:
+def write_prepared(data: Prepared, directory: Path) -> None:
     """Write Complete Journey as ``directory``, as ``write_directory``."""
-    write_directory(directory, _contents(weeks), lambda folder: _save(data, folder))
+    write_directory(directory, _contents(data.weeks, data.history), lambda folder: _save(data, folder))
 
 
-def read_prepared(directory: Path, weeks: int | None) -> Prepared:
+def read_prepared(directory: Path, weeks: int | None, history: int = HISTORY_LENGTH) -> Prepared:
     """Complete Journey from ``directory``, as ``read_directory``."""
-    return Prepared(**read_directory(directory, _contents(weeks)), weeks=weeks)
+    return Prepared(**read_directory(directory, _contents(weeks, history)), weeks=weeks, history=history)
 
 
 def _save(data: Prepared, folder: Path) -> dict[str, Any]:
@@ -158,12 +166,13 @@ def _save(data: Prepared, folder: Path) -> dict[str, Any]:
     return {"train_rows": data.train_rows, "num_embeddings": data.num_embeddings}
 
 
-def _contents(weeks: int | None) -> Contents:
+def _contents(weeks: int | None, history: int) -> Contents:
     identity = {
         "format": FORMAT,
         "package": completejourney.PACKAGE,
         "package_version": completejourney.PACKAGE_VERSION,
         "weeks": weeks,
+        "history": history,
     }
     return Contents(identity, ARRAYS, ("train_rows", "num_embeddings"))
 

@@ -69,6 +69,7 @@ def summary(test: dict) -> str:
             f"{test['examples_per_second']:,.0f} examples/s",
             f"tables              {page.memory(test['tables'])}",
             *([f"tiers               {page.tiers(test['tiers'])}"] if page.has_tiers(test) else []),
+            *([f"shared bags         {page.dedup(test)}"] if "dedup" in test else []),
             f"device              {test.get('device', 'cpu')}",
             f"peak memory         {test['peak_memory_bytes'] / 2**20:,.0f} MiB",
         ]

@@ -48,13 +48,15 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
     raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
 
 
-def write_config(directory: Path, config: dict, gpu: str | None = None) -> None:
-    """Write ``config.json``: the options of the run, the versions it began with, and the GPU it began on, if any."""
+def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:
+    """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
+    its option ``dedup`` came to."""
     packages = ("rec_kernels", "torch", "numpy", "scikit-learn")
     versions = {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
     versions |= {} if gpu is None else {"gpu": gpu}
     fresh = directory / f".{CONFIG}.new"
-    fresh.write_text(json.dumps({"config": config, "versions": versions}, indent=2) + "\n")
+    settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
+    fresh.write_text(json.dumps(settings, indent=2) + "\n")
     fresh.replace(directory / CONFIG)
 
 

@@ -1,7 +1,8 @@
 """Generated click logs of any size, with a label that can be learnt: for trying out, and for benches of big tables.
 
 Every one-hot id and every id of a history follows Zipf's law; frequent ids lie scattered over the table. Neighbouring
-rows form a session and share its history, a bag. The label is drawn from a logistic model of hidden weights: one per
+rows form a session. A row has the history of the row before it in its session with a given probability, by default 1,
+and else a new one. The label is drawn from a logistic model of hidden weights: one per
 dense column, and one per id of a feature, made by hashing so that none are stored; a history counts with its mean.
 
 Rows are made in blocks of BLOCK rows, each from a generator of its own, so that any row can be had without those before
@@ -27,8 +28,9 @@ TABLE_ROWS = 100_000
 BLOCK = 8192
 EXPONENT = 1.05  # of Zipf's law
 MEAN_SESSION = 9  # rows, geometric
+UNCHANGED = 1.0  # probability of the history of the session's row before
 MEAN_HISTORY = 20  # ids, geometric from 0 on
-LONGEST_HISTORY = 100
+LONGEST_HISTORY = 5  # times the mean
 NUM_DENSE = 8
 BIAS = -1.5  # of the logit; a quarter of the labels is 1
 DENSE_WEIGHT, ID_WEIGHT, HISTORY_WEIGHT = 0.25, 0.5, 2.0  # standard deviations of the hidden weights
@@ -50,13 +52,13 @@ MOST_TABLE_ROWS = 2**31 - 1  # ids are int32, and rank * SCATTER must fit into 6
 
 
 class _Rows(NamedTuple):
-    """n rows in S sessions.
+    """n rows with U histories.
 
     Args:
         dense: float32 [n, 8].
         ids: int32 [8, n].
-        session: int64 [n], non-decreasing, from 0.
-        offsets: int64 [S + 1] of the sessions' bags.
+        bag: int64 [n], the history of each row: non-decreasing, from 0.
+        offsets: int64 [U + 1] of the histories.
         history: int32 [offsets[-1]], the ids in them.
         logit: float64 [n], of which the label was drawn.
         label: float32 [n].
@@ -64,7 +66,7 @@ class _Rows(NamedTuple):
 
     dense: np.ndarray
     ids: np.ndarray
-    session: np.ndarray
+    bag: np.ndarray
     offsets: np.ndarray
     history: np.ndarray
     logit: np.ndarray
@@ -77,19 +79,41 @@ class Synthetic:
     Args:
         rows: for training, 7 or more; a seventh as many for the test.
         table_rows: of the largest tables; the others have a fixed share of it.
+        samples_per_session: mean rows S of a session, geometric, 1 or more.
+        unchanged: probability d that a row has the history of the row before it in its session. A history is shared by
+            S / (1 + (S - 1) (1 - d)) rows in the mean.
+        history: mean ids of a history, 1 or more.
 
     Raises:
         DataError: an argument is out of range.
     """
 
-    name = "synthetic"
     num_dense = NUM_DENSE
 
-    def __init__(self, rows: int = ROWS, table_rows: int = TABLE_ROWS):
+    def __init__(
+        self,
+        rows: int = ROWS,
+        table_rows: int = TABLE_ROWS,
+        *,
+        samples_per_session: float = MEAN_SESSION,
+        unchanged: float = UNCHANGED,
+        history: int = MEAN_HISTORY,
+    ):
         if rows < TEST_SHARE:
             raise DataError(f"rows is {rows}, allowed are {TEST_SHARE} or more, so that one is for the test")
         if not 1 <= table_rows <= MOST_TABLE_ROWS:
             raise DataError(f"table_rows is {table_rows}, allowed are 1 to {MOST_TABLE_ROWS}")
+        if not 1 <= samples_per_session <= BLOCK:
+            raise DataError(f"samples_per_session is {samples_per_session}, allowed are 1 to {BLOCK}")
+        if not 0 <= unchanged <= 1:
+            raise DataError(f"unchanged is {unchanged}, allowed are 0 to 1")
+        if history < 1:
+            raise DataError(f"history is {history}, allowed are 1 or more")
+        self._session, self._unchanged, self._history = samples_per_session, unchanged, history
+        # Other sessions are other rows, and so another data set.
+        parts = (("session", samples_per_session, MEAN_SESSION), ("unchanged", unchanged, UNCHANGED))
+        parts += (("history", history, MEAN_HISTORY),)
+        self.name = "-".join(["synthetic", *(f"{name}{value:g}" for name, value, usual in parts if value != usual)])
         self._rows = {"train": rows, "test": rows // TEST_SHARE}
         self.features = [Feature(name, max(table_rows // divisor, 2)) for name, divisor in DIVISORS.items()]
         self.features.append(Feature(HISTORY, max(table_rows, 2), pooling="mean", shared=True))
@@ -121,10 +145,9 @@ class Synthetic:
         return np.concatenate(logits)[:total]
 
     def _batch(self, parts: list[_Rows]) -> Batch:
-        sessions = np.cumsum([0] + [len(part.offsets) - 1 for part in parts])
-        bags = np.cumsum([0] + [len(part.history) for part in parts])
-        offsets = [part.offsets[:-1] + start for part, start in zip(parts, bags, strict=False)]
-        inverse = [part.session + start for part, start in zip(parts, sessions, strict=False)]
+        histories = [
+            rk.jagged_index_select(*map(torch.from_numpy, (part.history, part.offsets, part.bag))) for part in parts
+        ]
         ids = torch.from_numpy(np.concatenate([part.ids for part in parts], axis=1).ravel())
         return Batch(
             dense=torch.from_numpy(np.concatenate([part.dense for part in parts])),
@@ -132,19 +155,21 @@ class Synthetic:
             label=torch.from_numpy(np.concatenate([part.label for part in parts])),
             shared=rk.KeyedJaggedTensor(
                 [HISTORY],
-                torch.from_numpy(np.concatenate([part.history for part in parts])),
-                offsets=torch.from_numpy(np.concatenate([*offsets, bags[-1:]])),
+                torch.cat([values for values, _ in histories]),
+                lengths=torch.cat([offsets.diff() for _, offsets in histories]),
             ),
-            inverse=torch.from_numpy(np.concatenate(inverse)),
         )
 
     def _block(self, split: str, number: int) -> _Rows:
         """Rows [number * BLOCK, (number + 1) * BLOCK) of a split, also those beyond its end."""
         rng = np.random.default_rng([SEED, list(self._rows).index(split), number])
-        new_session = rng.random(BLOCK) < 1 / MEAN_SESSION
-        new_session[0] = True
-        session = np.cumsum(new_session) - 1
-        lengths = np.minimum(rng.geometric(1 / (MEAN_HISTORY + 1), session[-1] + 1) - 1, LONGEST_HISTORY)
+        new = rng.random(BLOCK) < 1 / self._session
+        new[0] = True
+        if self._unchanged < 1:  # else the generator is not asked, and the rows are those of sessions with one history
+            new |= rng.random(BLOCK) >= self._unchanged
+        bag = np.cumsum(new) - 1
+        lengths = rng.geometric(1 / (self._history + 1), bag[-1] + 1) - 1
+        lengths = np.minimum(lengths, LONGEST_HISTORY * self._history)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         *one_hot, history_feature = self.features
         ids = np.stack([_zipf(rng, BLOCK, feature, f.num_embeddings) for feature, f in enumerate(one_hot)])
@@ -156,19 +181,19 @@ class Synthetic:
         for feature, column in enumerate(ids):
             logit += ID_WEIGHT * _hidden_weight(column, feature)
         sums = np.concatenate([[0], np.cumsum(_hidden_weight(history, len(one_hot)))])[offsets]
-        logit += HISTORY_WEIGHT * (np.diff(sums) / np.maximum(lengths, 1))[session]
+        logit += HISTORY_WEIGHT * (np.diff(sums) / np.maximum(lengths, 1))[bag]
         label = (rng.random(BLOCK) < 1 / (1 + np.exp(-logit))).astype(np.float32)
-        return _Rows(dense, ids, session, offsets, history, logit, label)
+        return _Rows(dense, ids, bag, offsets, history, logit, label)
 
 
 def _slice(rows: _Rows, first: int, last: int) -> _Rows:
-    """Rows [first, last), at least one, and the sessions that they have a part in."""
-    begin, end = rows.session[first], rows.session[last - 1] + 1
+    """Rows [first, last), at least one, and the histories that they have."""
+    begin, end = rows.bag[first], rows.bag[last - 1] + 1
     offsets = rows.offsets[begin : end + 1]
     return _Rows(
         rows.dense[first:last],
         rows.ids[:, first:last],
-        rows.session[first:last] - begin,
+        rows.bag[first:last] - begin,
         offsets - offsets[0],
         rows.history[offsets[0] : offsets[-1]],
         rows.logit[first:last],

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import signal
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from itertools import islice
@@ -24,10 +23,12 @@ from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.dedup import Deduplicated, Tally, decide
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
+from rec_kernels.dlrm.stopping import StopAtSignal
 from rec_kernels.dlrm.window import Clock, Window
 
 TEST_BATCH_SIZE = 8192
@@ -113,22 +114,18 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     if resume is not None:
-        differences = TrainConfig.read(resume).differences(config)
-        if differences:
-            raise TrainingError(
-                f"{resume} cannot be resumed with another config: {'; '.join(differences)}: a run goes on as it began, "
-                "so leave that out, or train anew without --resume"
-            )
+        _refuse_differences(config, resume)
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
     data = _split(config, data)
+    decision = decide(config.dedup, data, resume)
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
-        runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device))
-    run = Run(config, data, directory, resume=resume is not None)
+        runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
+    run = Run(config, Deduplicated(data, decision.on), directory, resume=resume is not None)
     run.progress = progress
     try:
-        with _StopAtSignal() as stop:
+        with StopAtSignal() as stop:
             run.fit(stop)
         test = run.test()
     except (TrainingError, MemoryError) as error:
@@ -147,6 +144,14 @@ def train(
         run.model.close()
     report.write(directory)
     return test | {"directory": str(directory)}
+
+
+def _refuse_differences(config: TrainConfig, resume: Path) -> None:
+    if differences := TrainConfig.read(resume).differences(config):
+        raise TrainingError(
+            f"{resume} cannot be resumed with another config: {'; '.join(differences)}: a run goes on as it began, so "
+            "leave that out, or train anew without --resume"
+        )
 
 
 def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test", device: str | None = None) -> dict:
@@ -170,6 +175,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     if data is None:
         refuse_to_run_code(config, directory)
     data = _split(config, data)
+    data = Deduplicated(data, decide(config.dedup, data, directory).on)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
@@ -193,7 +199,7 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
 
-    def __init__(self, config: TrainConfig, data: HeldOut, directory: Path, *, resume: bool = False):
+    def __init__(self, config: TrainConfig, data: Deduplicated, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
         self.model = build_model(config, data, directory, generations(directory) if resume else None)
         self.hit_rates = HitRates(self.model.collections())
@@ -205,7 +211,7 @@ class Run:
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
-        self.window = Window()
+        self.window, self.dedup = Window(), Tally()
         self.progress = True
         if resume:
             self._restore()
@@ -253,6 +259,7 @@ class Run:
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
+            **({"dedup": self.data.on} | self.dedup.record() if self.model.shared is not None else {}),
         }
         self.records.append(test)
         return test
@@ -269,6 +276,7 @@ class Run:
                 "worse": self.worse,
                 "stopped_early": self.stopped_early,
                 "window": self.window.state(),
+                "dedup": self.dedup.state(),
                 "records": self.records.mark(),
                 "row_format": self.model.format,
                 "model": self.model.state_dict(),
@@ -282,7 +290,7 @@ class Run:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
-            self.window = Window(state["window"])
+            self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
@@ -298,10 +306,14 @@ class Run:
         c = self.config
         while self.step < self.steps:
             before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
-            batches = ahead(devices.moved(self.data.batches("train", c.batch_size, start), self.model.device))
+            tallies: deque[Tally] = deque()
+            batches = self.data.batches("train", c.batch_size, start, tallies)
+            batches = ahead(devices.moved(batches, self.model.device))
             group = self._next_group(batches)
             while group:
                 following = self._next_group(batches)
+                for _ in group:  # not before: the reader is ahead, and the window is that of this step
+                    self.window.dedup.add(tallies.popleft())
                 yield group, following[0] if following else None
                 group = following
             if self.step % self.steps_per_epoch or self.step == before:
@@ -349,7 +361,7 @@ class Run:
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
-        torch.save({"step": self.step + 1, "loss": loss, "batch": batch_tensors(batch.to("cpu"))}, path)
+        torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, path)
         raise TrainingError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
@@ -363,6 +375,7 @@ class Run:
             record["hit_rates"] = rates
         record["lr"] = self.schedule.rate(self.config.lr, self.step - 1)
         self.records.append(record)
+        self.dedup.add(self.window.dedup)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]
         self.window = Window()
         return record["loss"]
@@ -415,35 +428,3 @@ def _check_labels(labels: torch.Tensor, where: str) -> None:
     if len(wrong):
         row = int(wrong[0])
         raise DataError(f"label {labels[row].item()} at row {row} of {where}, allowed are 0 and 1")
-
-
-def batch_tensors(batch: Batch) -> dict:
-    """The tensors of a batch by name, for ``torch.save``."""
-    tensors = {"dense": batch.dense, "label": batch.label, "inverse": batch.inverse}
-    for name, jagged in (("features", batch.features), ("shared", batch.shared)):
-        if jagged is not None:
-            tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
-            tensors[f"{name}.keys"] = list(jagged.keys())
-    return tensors
-
-
-class _StopAtSignal:
-    """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
-
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-    def __enter__(self) -> threading.Event:
-        self.event, self.before = threading.Event(), {}
-        if threading.current_thread() is threading.main_thread():
-            self.before = {number: signal.signal(number, self._set) for number in self.SIGNALS}
-        return self.event
-
-    def __exit__(self, *_) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-    def _set(self, number: int, frame) -> None:
-        if self.event.is_set():
-            raise KeyboardInterrupt
-        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
-        self.event.set()

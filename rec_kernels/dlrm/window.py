@@ -7,6 +7,7 @@ import time
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.scores import auc
 
 #: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
@@ -27,12 +28,17 @@ class Clock:
 
 
 class Window:
-    """Logits, labels and times of the steps since the last record."""
+    """Logits, labels and times of the steps since the last record.
+
+    Attributes:
+        dedup: of their batches. Its time is the reader's, which passes beside ``seconds`` and not in them.
+    """
 
     def __init__(self, state: dict | None = None):
         self.steps = state["steps"] if state else 0
         self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
+        self.dedup = Tally(state.get("dedup") if state else None)
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -42,13 +48,13 @@ class Window:
 
     def state(self) -> dict:
         """For a checkpoint: what a new window is made from."""
-        state = {"steps": self.steps, "seconds": self._all_seconds()}
+        state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": self.dedup.state()}
         if not self.steps:
             return state
         return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
 
     def record(self) -> dict:
-        """Loss, AUC, sizes and seconds of each of ``PARTS``."""
+        """Loss, AUC, sizes, seconds of each of ``PARTS``, and what was deduplicated."""
         logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
         return {
             "steps": self.steps,
@@ -57,6 +63,7 @@ class Window:
             "examples": len(labels),
             "examples_per_second": len(labels) / (sum(seconds.values()) - seconds["evaluation"]),
             "seconds": seconds,
+            **self.dedup.record(),
         }
 
     def _all_seconds(self) -> dict[str, float]:

@@ -1,0 +1,390 @@
+"""Deduplication in the trainer's reader: the same forward bits, the same learning, a decision that a run remembers."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import deque
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dlrm_stops import StopAfter
+
+pytest.importorskip("pyarrow")
+
+import rec_kernels as rk
+from rec_kernels.dlrm import (
+    DLRM,
+    Batch,
+    CompleteJourney,
+    TrainConfig,
+    checkpoint,
+    completejourney,
+    dedup,
+    evaluate,
+    prepared,
+    train,
+)
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError, HeldOut
+from rec_kernels.dlrm.dedup import Deduplicated, Tally, decide, deduplicated, expanded
+from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
+from rec_kernels.dlrm.train import Run, TrainingError, predict
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+ROWS, SIZE = 3000, 500
+SESSIONS = {"table_rows": 200, "samples_per_session": 12, "unchanged": 0.9}
+TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
+
+
+def config(runs_dir: Path, **options) -> TrainConfig:
+    given = {"data": "synthetic", "rows": ROWS, "batch_size": SIZE, "threads": 1, "run": "run"} | SESSIONS
+    return TrainConfig(**given | {"runs_dir": str(runs_dir), "lr": 0.1} | options)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+class Given:
+    """Another data set's batches, changed."""
+
+    def __init__(self, data: Synthetic, change=lambda batch: batch):
+        self.data, self.change = data, change
+        self.name, self.num_dense, self.features, self.num_rows = (
+            data.name,
+            data.num_dense,
+            data.features,
+            data.num_rows,
+        )
+
+    def batches(self, split, batch_size, start=0):
+        return map(self.change, self.data.batches(split, batch_size, start))
+
+
+def knows(batch: Batch) -> Batch:
+    """As a data set that knows its sessions gives it."""
+    return deduplicated(batch)[0]
+
+
+def without_past(batch: Batch) -> Batch:
+    """With empty histories."""
+    empty = rk.KeyedJaggedTensor(
+        [HISTORY], torch.zeros(0, dtype=torch.int32), lengths=torch.zeros(len(batch.label), dtype=torch.int64)
+    )
+    return batch._replace(shared=empty)
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    return Synthetic(ROWS, **SESSIONS)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, Path]:
+    """Of both kinds, with an evaluation between."""
+    made = {}
+    for mode in ("on", "off"):
+        made[mode] = Path(
+            train(config(tmp_path_factory.mktemp(mode), dedup=mode, eval_every=4), progress=False)["directory"]
+        )
+    return made
+
+
+def test_forward_bits_are_the_same(data: Synthetic) -> None:
+    model = DLRM(data.features, data.num_dense, 8, bottom=(16,), top=(16,), seed=3)
+    with torch.no_grad():
+        model.shared.embedding_bags[HISTORY].weight.normal_()
+    for batch in data.batches("train", SIZE):
+        once, tally = deduplicated(batch)
+        assert isinstance(once.shared, rk.InverseKeyedJaggedTensor)
+        assert once.shared.groups() == [[HISTORY]]
+        stored = once.shared.unique(HISTORY)
+        assert tally.ids == {HISTORY: (len(batch.shared.values()), len(stored.values()))}
+        assert tally.factor() == tally.factors()[HISTORY] == pytest.approx(once.shared.dedup_factor(HISTORY))
+        assert torch.equal(model(batch), model(once))
+
+
+def test_expanded_is_what_it_was(data: Synthetic) -> None:
+    batch = next(data.batches("train", SIZE))
+    again, tally = expanded(knows(batch))
+    assert torch.equal(again.shared.values(), batch.shared.values())
+    assert torch.equal(again.shared.offsets(), batch.shared.offsets())
+    assert tally.seconds > 0
+    assert tally.record() == {}
+    assert expanded(batch)[0].shared is batch.shared
+    plain, other = batch.tensors(), knows(batch).tensors()
+    assert plain.keys() == other.keys()
+    assert all(np.array_equal(plain[name], other[name]) for name in plain)
+    alone = batch._replace(shared=None)
+    assert deduplicated(alone)[0] is alone
+    assert "shared.values" not in alone.tensors()
+
+
+def test_learning_is_the_same_but_for_the_order_of_sums(runs: dict[str, Path]) -> None:
+    on, off = (records(runs[mode]) for mode in ("on", "off"))
+    assert [r["kind"] for r in on] == [r["kind"] for r in off]
+    for one, other in zip(on, off, strict=True):
+        for key in {"loss", "log_loss", "auc"} & one.keys():
+            assert one[key] == pytest.approx(other[key], rel=1e-4), key
+    assert on[0]["loss"] == off[0]["loss"]  # of the first step, before any update
+    scores = [evaluate(runs[mode]) for mode in ("on", "off")]
+    assert scores[0]["log_loss"] == on[-1]["log_loss"]
+    assert scores[1]["log_loss"] == off[-1]["log_loss"]
+
+
+def test_accumulated_and_deduplicated(tmp_path: Path) -> None:
+    """Micro-batches have distinct bags of their own, and the rows of a step are updated once."""
+    options = {"batch_size": 125, "accumulate": 4, "optimizer": "adagrad"}
+    one, other = (train(config(tmp_path, run=mode, dedup=mode, **options), progress=False) for mode in ("on", "off"))
+    assert one["log_loss"] == pytest.approx(other["log_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"backing": "disk", "cache": 0.1, "format": "int8", "batch_size": 100},
+        {"embedding": "qr", "threshold": 20},
+        {"embedding": "mixed", "threshold": 20},
+    ],
+    ids=["disk", "qr", "mixed"],
+)
+def test_other_tables(options: dict, tmp_path: Path) -> None:
+    """Rows on disk, which are read ahead, and compressed ones: on and off score the same at the beginning."""
+    on, off = (
+        records(Path(train(config(tmp_path, run=mode, dedup=mode, **options), progress=False)["directory"]))
+        for mode in ("on", "off")
+    )
+    assert on[0]["loss"] == off[0]["loss"]
+    assert on[-1]["log_loss"] == pytest.approx(off[-1]["log_loss"], rel=0.01)
+
+
+def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, runs: dict[str, Path]) -> None:
+    """Its bags stay as they are with "on", and are repeated with "off"."""
+    given = Given(data, knows)
+    for mode in ("on", "off"):
+        train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
+        found, expected = (
+            [{k: v for k, v in r.items() if k not in TIMES} for r in records(run)]
+            for run in (tmp_path / mode, runs[mode])
+        )
+        assert found == expected
+    held_out = HeldOut(given, SIZE, 0.0)
+    assert decide("auto", held_out).on
+    batch = knows(next(data.batches("train", SIZE)))
+    assert deduplicated(batch)[0].shared is batch.shared
+
+
+@pytest.mark.parametrize("size", [16, 500, 2048])
+def test_auto_deduplicates_what_is_clustered(size: int) -> None:
+    clustered, own = (HeldOut(Synthetic(ROWS, samples_per_session=12, unchanged=d), size, 0.0) for d in (1.0, 0.0))
+    found = decide("auto", clustered)
+    assert found.on
+    assert found.factor == pytest.approx(12, rel=0.4) if size > 16 else found.factor > 2
+    assert decide("auto", own) == (False, pytest.approx(1.0, abs=0.01))
+    assert decide("auto", clustered) == found
+    for mode in ("on", "off"):
+        assert decide(mode, own) == decide(mode, clustered) == (mode == "on", None)
+
+
+@pytest.mark.parametrize(("unchanged", "on"), [(0.1, False), (0.4, True)])
+def test_auto_has_a_threshold(unchanged: float, on: bool) -> None:
+    """With sessions of 9 rows, d = 0.1 and 0.4 give factors of 1.10 and 1.55."""
+    data = HeldOut(Synthetic(20_000, unchanged=unchanged, history=30), 2048, 0.0)
+    assert 1.1 < dedup.THRESHOLD < 1.55
+    assert decide("auto", data).on == on
+
+
+def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
+    seen = []
+
+    def change(batch: Batch) -> Batch:
+        seen.append(len(seen))
+        return without_past(batch) if len(seen) <= 20 else batch
+
+    assert decide("auto", HeldOut(Given(data, change), 50, 0.0)).on
+    assert len(seen) == 20 + dedup.MEASURED
+    seen.clear()
+    endless = HeldOut(Given(data, lambda batch: seen.append(0) or without_past(batch)), 20, 0.0)
+    assert decide("auto", endless) == (False, 1.0)
+    assert len(seen) == dedup.LOOKED_AT
+
+
+def test_data_without_shared_features(tmp_path: Path) -> None:
+    class Plain(Given):
+        def __init__(self, data):
+            super().__init__(data, lambda batch: batch._replace(shared=None))
+            self.features = [feature for feature in data.features if not feature.shared]
+
+    data = Plain(Synthetic(ROWS, 200))
+    assert decide("auto", HeldOut(data, SIZE, 0.0)) == (False, None)
+    for mode in ("auto", "on"):
+        test = train(config(tmp_path, run=mode, dedup=mode), data, progress=False)
+        assert "dedup" not in test
+        assert not any("dedup_factors" in record for record in records(tmp_path / mode))
+        assert "shared bags" not in (tmp_path / mode / "report.html").read_text()
+
+
+def interrupted(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit = Run.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop, **options: fit(run, StopAfter(2), **options))
+        with pytest.raises(Exception, match="interrupted after step 3 of"):
+            train(config, progress=False)
+
+
+def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = train(config(tmp_path, run="whole", epochs=2), progress=False)
+    interrupted(config(tmp_path, epochs=2), monkeypatch)
+    run = tmp_path / "run"
+    settings = json.loads((run / "config.json").read_text())
+    assert settings["config"]["dedup"] == "auto"
+    assert settings["dedup"] == {"on": True, "factor": pytest.approx(7, rel=0.3)}
+    monkeypatch.setattr(dedup, "THRESHOLD", 1e9)  # of a later version
+    train(config(tmp_path, epochs=2), resume=run, progress=False)
+    found, expected = (
+        [{k: v for k, v in r.items() if k not in TIMES} for r in records(path)] for path in (run, tmp_path / "whole")
+    )
+    assert found == expected
+    assert found[-1]["dedup"]
+    assert found[-1]["dedup_factors"] == whole["dedup_factors"]
+    for name, tensor in checkpoint.load(run)["model"].items():
+        assert torch.equal(tensor, checkpoint.load(tmp_path / "whole")["model"][name])
+    (run / "config.json").write_text(json.dumps(settings | {"dedup": True}))
+    with pytest.raises(DataError, match=r"config\.json has dedup True, allowed are 'on' and 'factor'"):
+        evaluate(run)
+    # One that was written before the decision was: it is made anew.
+    (run / "config.json").write_text(json.dumps({name: settings[name] for name in ("config", "versions")}))
+    assert decide("auto", HeldOut(Synthetic(ROWS, **SESSIONS), SIZE, 0.0), run).on is False
+
+
+def test_another_choice_is_another_run(tmp_path: Path) -> None:
+    train(config(tmp_path, dedup="on"), progress=False)
+    with pytest.raises(TrainingError, match="another config: dedup is 'off', was 'on'"):
+        train(config(tmp_path, dedup="off"), resume=tmp_path / "run", progress=False)
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["dedup"] == {"on": True, "factor": None}
+
+
+def test_wrong_choices_are_refused(capsys: pytest.CaptureFixture) -> None:
+    with pytest.raises(ValueError, match="dedup is 'maybe', allowed is auto, on or off"):
+        TrainConfig(dedup="maybe")
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", "--dedup", "maybe"])
+    assert "dedup is 'maybe'" in capsys.readouterr().err
+
+
+def test_records_and_report(runs: dict[str, Path], capsys: pytest.CaptureFixture) -> None:
+    *curve, test = records(runs["on"])
+    curve = [record for record in curve if record["kind"] == "train"]
+    for record in (*curve, test):
+        assert record["dedup_factors"].keys() == {HISTORY}
+        assert 2 < record["dedup_factors"][HISTORY] < 12
+        assert record["dedup_seconds"] > 0
+    assert test["dedup"] is True
+    assert test["dedup_seconds"] == pytest.approx(sum(record["dedup_seconds"] for record in curve))
+    steps = sum(record["steps"] for record in curve)
+    assert steps == ROWS // SIZE
+    text = f"once: history {test['dedup_factors'][HISTORY]:.1f}x fewer ids; "
+    assert f"Shared bags: {text}" in (runs["on"] / "report.html").read_text()
+    *curve, test = records(runs["off"])
+    assert test["dedup"] is False
+    assert not any("dedup_factors" in record for record in (*curve, test))
+    assert "Shared bags: one for every row." in (runs["off"] / "report.html").read_text()
+
+
+def test_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    command = ["train", "--data", "synthetic", "--rows", "3000", "--table-rows", "200", "--batch-size", "500"]
+    command += ["--threads", "1", "--runs-dir", str(tmp_path)]
+    assert main([*command, "--samples-per-session", "4", "--history", "10"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"^shared bags +once: history \d\.\dx fewer ids; \d\.\d s on the reader's thread$", text, re.M)
+    assert re.search(r"^training .* examples/s$", text, re.M)
+    assert "synthetic-session4-history10-d16" in text
+    assert main([*command, "--unchanged", "0"]) == 0
+    assert re.search(r"^shared bags +one for every row$", capsys.readouterr().out, re.M)
+
+
+def test_the_window_counts_its_own_batches(data: Synthetic, tmp_path: Path) -> None:
+    """The reader is ahead; a record has the factor of its steps, whichever batches have been read by then."""
+    train(config(tmp_path, dedup="on"), progress=False)
+    expected = [deduplicated(batch)[1].factors() for batch in data.batches("train", SIZE)]
+    assert [record["dedup_factors"] for record in records(tmp_path / "run")[:-1]] == expected
+
+
+def test_it_runs_on_the_reader_s_thread(data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, make = set(), rk.InverseKeyedJaggedTensor.from_kjt
+
+    def noted(*arguments):
+        threads.add(threading.current_thread().name.split("_")[0])
+        return make(*arguments)
+
+    monkeypatch.setattr(rk.InverseKeyedJaggedTensor, "from_kjt", noted)
+    train(config(tmp_path, dedup="on"), data, progress=False)
+    assert threads == {"data"}
+
+
+def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) -> None:
+    def change(batch: Batch) -> Batch:
+        return batch._replace(shared=next(data.batches("test", 7)).shared)
+
+    message = (
+        rf"'{data.name}' gave a batch of {SIZE} rows whose shared features have 7 bags: allowed is a bag for every"
+    )
+    for mode in ("auto", "on", "off"):
+        with pytest.raises(DataError, match=message):
+            train(config(tmp_path, run=mode, dedup=mode), Given(data, change), progress=False)
+
+
+def test_tallies_add_up() -> None:
+    one, other = Tally(), Tally({"seconds": 1.5, "ids": {"a": [10, 4], "b": [0, 0]}})
+    assert (one.factor(), one.factors(), one.record()) == (1.0, {}, {})
+    for _ in range(2):
+        one.add(other)
+    assert one.state() == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}}
+    assert (one.factor(), one.factors()) == (2.5, {"a": 2.5, "b": 1.0})
+    assert Tally(json.loads(json.dumps(one.state()))).state() == one.state()
+
+
+def test_batches_of_every_split(data: Synthetic) -> None:
+    rows = Deduplicated(HeldOut(data, SIZE, 0.34), on=True)
+    tallies: deque[Tally] = deque()
+    for split in ("train", "valid", "test"):
+        batches = list(rows.batches(split, SIZE, tallies=tallies))
+        assert sum(len(batch.label) for batch in batches) == rows.num_rows(split)
+        assert len(tallies) == len(batches)
+        assert all(isinstance(batch.shared, rk.InverseKeyedJaggedTensor) for batch in batches)
+        tallies.clear()
+    model = DLRM(data.features, data.num_dense)
+    scores = [predict(model, made, "test")[1] for made in (rows, Deduplicated(rows.data, on=False))]
+    np.testing.assert_array_equal(*scores)
+
+
+def test_several_shared_features_are_one_group() -> None:
+    keys, ids = ["a", "b"], torch.tensor([1, 2, 1, 2, 1, 2, 5, 5, 6])
+    shared = rk.KeyedJaggedTensor(keys, ids, lengths=torch.tensor([2, 2, 2, 1, 1, 1]))
+    batch = Batch(
+        torch.zeros(3, 1), rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4)), torch.zeros(3), shared
+    )
+    once, tally = deduplicated(batch)
+    assert once.shared.groups() == [keys]
+    assert once.shared.inverse(0).tolist() == [0, 0, 1]
+    assert tally.ids == {"a": (6, 4), "b": (3, 2)}
+    assert torch.equal(once.shared.to_kjt().values(), ids)
+
+
+def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
+    """Over the whole training, in batches of 2048 rows, with the default history."""
+    try:
+        year = prepared.read_prepared(prepared.base_directory(None) / "completejourney", None)
+    except prepared.PreparedError as error:
+        pytest.skip(f"no prepared data of Complete Journey: {error}")
+    assert completejourney.HISTORY_LENGTH == 50
+    data, total = CompleteJourney(year), Tally()
+    for number in range(10, data.num_rows("train") // 2048, 40):
+        total.add(deduplicated(data.batch("train", 2048, number))[1])
+    assert total.factor() >= 9
+    assert decide("auto", HeldOut(data, 2048, 0.0)).on

@@ -1,0 +1,199 @@
+"""Whole-bag deduplication: the bags that rows of a batch have in common are moved, looked up and updated once.
+
+A stage of the reader, behind the data set and on its thread: a step does not wait for it while it takes less time than
+the step. Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training
+Infrastructure", MLSys 2023, arXiv:2211.05239.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import rec_kernels as rk
+from rec_kernels.dlrm.data import Batch, DataError, HeldOut
+from rec_kernels.dlrm.runs import CONFIG
+
+#: Ids before over ids stored from which "auto" deduplicates. Below it, handing out pooled rows takes longer than the
+#: lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 in batches of 8,192 rows and at
+#: 1.3 in those of 2,048 (docs/results.md, "Deduplicated batches").
+THRESHOLD = 4 / 3
+#: Batches that "auto" looks at: so many with ids in shared features, among so many from the beginning of the training.
+#: The first rows of a log may have no past.
+MEASURED, LOOKED_AT = 8, 64
+
+
+class Tally:
+    """Time of the stage and ids before and after it, added up over batches.
+
+    Args:
+        state: of another one, as ``state()`` gives it.
+
+    Attributes:
+        seconds: on the reader's thread.
+        ids: by feature, those of all rows and those of the distinct bags.
+    """
+
+    def __init__(self, state: dict | None = None):
+        self.seconds: float = state["seconds"] if state else 0.0
+        self.ids: dict[str, tuple[int, int]] = {k: tuple(v) for k, v in state["ids"].items()} if state else {}
+
+    def add(self, other: Tally) -> None:
+        """Adds what another one has."""
+        self.seconds += other.seconds
+        for name, (before, stored) in other.ids.items():
+            so_far = self.ids.get(name, (0, 0))
+            self.ids[name] = so_far[0] + before, so_far[1] + stored
+
+    def factors(self) -> dict[str, float]:
+        """By feature, ids before over ids stored; 1 of none."""
+        return {name: before / stored if stored else 1.0 for name, (before, stored) in self.ids.items()}
+
+    def factor(self) -> float:
+        """The same of all features together."""
+        before, stored = (sum(counts) for counts in zip(*self.ids.values(), strict=True)) if self.ids else (0, 0)
+        return before / stored if stored else 1.0
+
+    def state(self) -> dict:
+        """For a checkpoint."""
+        return {"seconds": self.seconds, "ids": {name: list(counts) for name, counts in self.ids.items()}}
+
+    def record(self) -> dict:
+        """For ``metrics.jsonl``; empty if nothing was counted."""
+        return {"dedup_factors": self.factors(), "dedup_seconds": self.seconds} if self.ids else {}
+
+
+class Decision(NamedTuple):
+    """Whether a run deduplicates.
+
+    Args:
+        on: yes or no.
+        factor: what "auto" has measured; None without "auto", and of data without shared features.
+    """
+
+    on: bool
+    factor: float | None = None
+
+
+class Deduplicated:
+    """The rows of a data set with equal shared bags once (on), or with a bag for every row (off).
+
+    Args:
+        data: the data set and its split.
+        on: whether bags are given once.
+    """
+
+    def __init__(self, data: HeldOut, on: bool):
+        self.data, self.on = data, on
+        self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
+        self.batch_size = data.batch_size
+
+    def num_rows(self, split: str) -> int:
+        """Rows of "train", "valid" or "test"."""
+        return self.data.num_rows(split)
+
+    def batches(
+        self, split: str, batch_size: int, start: int = 0, tallies: deque[Tally] | None = None
+    ) -> Iterator[Batch]:
+        """As ``HeldOut.batches``; a batch's tally is appended to ``tallies`` before the batch is there.
+
+        Raises:
+            DataError: a batch's shared features have not a bag for every row.
+        """
+        for batch in self.data.batches(split, batch_size, start):
+            check_shared(batch, self.name)
+            batch, tally = deduplicated(batch) if self.on else expanded(batch)
+            if tallies is not None:
+                tallies.append(tally)
+            yield batch
+
+
+def check_shared(batch: Batch, name: str) -> None:
+    """Raise DataError unless the shared features of a batch of data set ``name`` have a bag for every row."""
+    if batch.shared is not None and batch.shared.stride() != len(batch.label):
+        raise DataError(
+            f"data set {name!r} gave a batch of {len(batch.label)} rows whose shared features have "
+            f"{batch.shared.stride()} bags: allowed is a bag for every row"
+        )
+
+
+def deduplicated(batch: Batch) -> tuple[Batch, Tally]:
+    """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay."""
+    tally = Tally()
+    if batch.shared is None:
+        return batch, tally
+    started = time.perf_counter()
+    shared = batch.shared
+    if not isinstance(shared, rk.InverseKeyedJaggedTensor):
+        shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
+    tally.seconds = time.perf_counter() - started
+    tally.ids = _count(shared)
+    return batch._replace(shared=shared), tally
+
+
+def expanded(batch: Batch) -> tuple[Batch, Tally]:
+    """The batch with a bag for every row."""
+    tally = Tally()
+    if not isinstance(batch.shared, rk.InverseKeyedJaggedTensor):
+        return batch, tally
+    started = time.perf_counter()
+    batch = batch._replace(shared=batch.shared.to_kjt())
+    tally.seconds = time.perf_counter() - started
+    return batch, tally
+
+
+def _count(shared: rk.InverseKeyedJaggedTensor) -> dict[str, tuple[int, int]]:
+    """By feature, ids of all rows and of the distinct bags."""
+    counts = {}
+    for group, keys in enumerate(shared.groups()):
+        lengths = shared.unique(group).lengths().view(len(keys), -1)
+        before = lengths.index_select(1, shared.inverse(group)).sum(1).tolist()
+        counts |= dict(zip(keys, zip(before, lengths.sum(1).tolist(), strict=True), strict=True))
+    return counts
+
+
+def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
+    """Whether a run deduplicates.
+
+    Args:
+        mode: "on", "off" or "auto", which measures the first batches of the training.
+        data: of the run.
+        run: folder of one that is gone on with: what "auto" has decided there holds.
+
+    Raises:
+        DataError: as ``Deduplicated.batches``, or the run's ``config.json`` has something else there.
+    """
+    if mode != "auto":
+        return Decision(mode == "on")
+    return _recorded(run) or _measured(data)
+
+
+def _recorded(run: Path | None) -> Decision | None:
+    if run is None:
+        return None
+    found = json.loads((run / CONFIG).read_text()).get("dedup")
+    if found is None:  # of a run before there was this
+        return None
+    try:
+        return Decision(bool(found["on"]), found["factor"])
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{run / CONFIG} has dedup {found!r}, allowed are 'on' and 'factor'") from error
+
+
+def _measured(data: HeldOut) -> Decision:
+    if not any(feature.shared for feature in data.features):
+        return Decision(False)
+    total, counted = Tally(), 0
+    for batch in islice(data.batches("train", data.batch_size), LOOKED_AT):
+        check_shared(batch, data.name)
+        _, tally = deduplicated(batch)
+        total.add(tally)
+        counted += any(before for before, _ in tally.ids.values())
+        if counted == MEASURED:
+            break
+    return Decision(total.factor() >= THRESHOLD, total.factor())

@@ -1,0 +1,29 @@
+"""Ctrl-C and SIGTERM during a training run."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+
+
+class StopAtSignal:
+    """An event that Ctrl-C and SIGTERM set, so that a step ends before the run does. A second one ends it at once."""
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+    def __enter__(self) -> threading.Event:
+        self.event, self.before = threading.Event(), {}
+        if threading.current_thread() is threading.main_thread():
+            self.before = {number: signal.signal(number, self._set) for number in self.SIGNALS}
+        return self.event
+
+    def __exit__(self, *_) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _set(self, number: int, frame) -> None:
+        if self.event.is_set():
+            raise KeyboardInterrupt
+        print("\nstopping after this step; once more to stop at once", file=sys.stderr)
+        self.event.set()
