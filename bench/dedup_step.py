@@ -27,7 +27,7 @@ from train_step import RESULTS, environment, positive
 import rec_kernels as rk
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, DataSet, load_completejourney
 from rec_kernels.dlrm.completejourney import HISTORY
-from rec_kernels.dlrm.dedup import deduplicated
+from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import Synthetic
 
 WAYS = ("without", "with")
@@ -84,7 +84,7 @@ def some_batches(data: DataSet, size: int) -> list[Batch]:
 def measure(data: DataSet, size: int, dim: int, turns: int, seconds: float) -> dict:
     """All figures of one data set and batch size."""
     plain = some_batches(data, size)
-    made = [deduplicated(batch) for batch in plain]
+    made = [dedup_batch(batch) for batch in plain]
     ways = {"without": Way(data, plain, dim), "with": Way(data, [batch for batch, _ in made], dim)}
     check(*ways.values())
     tallies = [tally.ids[HISTORY] for _, tally in made]
@@ -94,7 +94,7 @@ def measure(data: DataSet, size: int, dim: int, turns: int, seconds: float) -> d
         "ids_per_row": before / sum(len(batch.label) for batch in plain),
         "factor": before / stored,
         "bytes": {name: sum(num_bytes(b.shared) for b in way.batches) / INPUTS for name, way in ways.items()},
-        "dedup_ms": times({"dedup": lambda i: deduplicated(plain[i])}, turns, seconds)["dedup"],
+        "dedup_ms": times({"dedup": lambda i: dedup_batch(plain[i])}, turns, seconds)["dedup"],
     }
     for part in ("embedding", "step"):
         result[f"{part}_ms"] = times({name: getattr(way, part) for name, way in ways.items()}, turns, seconds)

@@ -19,7 +19,7 @@ from train_step import RESULTS, RecipeDLRM, environment, positive
 
 from rec_kernels.dlrm import DLRM, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import HeldOut, ahead
-from rec_kernels.dlrm.dedup import Deduplicated
+from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.train import predict
 
@@ -69,7 +69,7 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
     if implementation == "torch":
         optimizer = Together(optimizer, RowwiseAdagrad(model.table_parameters(), lr=config.lr))
-    rows = Deduplicated(HeldOut(data, config.batch_size, 0.0), on=implementation == "ours")
+    rows = DedupReader(HeldOut(data, config.batch_size, 0.0), on=implementation == "ours")
     for batch in ahead(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)
         optimizer.zero_grad()

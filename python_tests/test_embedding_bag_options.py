@@ -42,6 +42,8 @@ def test_by_feature() -> None:
     with pytest.raises(ValueError, match=r"no inverse indices.*by_feature"):
         collection(bare)
     assert torch.equal(collection.by_feature(bare)["g"], found["g"])
+    few.inverse_indices_or_none()[1][0, 0] = 99  # which is not asked for
+    assert torch.equal(collection.by_feature(few)["g"], found["g"])
 
 
 def test_strides_in_another_order() -> None:

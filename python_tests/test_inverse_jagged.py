@@ -7,12 +7,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from backends import device_backends
 from hypothesis import given, settings
 from inverse_jagged_cases import OtherJagged, assert_same_batch, grouped_batches, sessions
 from torch import Tensor
 from torch.utils import _pytree
 
 import rec_kernels as rk
+from rec_kernels.nn import inverse_jagged
 from rec_kernels.nn.jagged import select_keys
 from rec_kernels.testing import same_bits
 
@@ -125,7 +127,8 @@ def test_from_parts() -> None:
     whole = parts().to_kjt()
     assert whole.keys() == KEYS
     assert [b.tolist() for b in whole["a"].to_dense()] == [[3], [3], [], [3]]
-    assert [b.tolist() for b in whole["b"].to_dense()] == [[6], [7], [8, 9], []][: whole.stride()]
+    assert [b.tolist() for b in whole["b"].to_dense()] == [[6], [7], [8, 9], []]
+    assert whole.stride() == 4
     assert [b.tolist() for b in whole["c"].to_dense()] == [[1, 2], [1, 2], [0], [1, 2]]
     assert [b.tolist() for b in whole["d"].to_dense()] == [[5], [4], [4], []]
     assert parts(keys=None).keys() == ["c", "a", "d", "b"]
@@ -195,6 +198,10 @@ def test_bad_batches() -> None:
         make(batch, [["a", "a"]])
     with pytest.raises(ValueError, match=r"groups\[1\] is empty"):
         make(batch, [["a"], []])
+    with pytest.raises(ValueError, match="groups must be lists of feature names"):
+        make(batch, [["a"], 3])
+    with pytest.raises(TypeError, match=r"give kjt.to_kjt\(\) to group it in another way"):
+        make(make(batch, [["a"]]), [["b"]])
     with pytest.raises(ValueError, match=r"have batch sizes of their own \(stride_per_key\)"):
         make(_kjt(KEYS, [1, 2, 1, 1]), [["a"]])
     weighted = sessions(KEYS, weighted=True)
@@ -205,6 +212,18 @@ def test_bad_batches() -> None:
         make(weighted, [["a"]])
 
 
+@pytest.mark.parametrize(("bounds", "first"), [([0, 3, 2, 4], 2), ([-1, 1, 2, 4], 0), ([0, 1, 2, 5], 3)])
+def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[int], first: int) -> None:
+    """Its kernels cannot raise: from_kjt does, when it learns the sizes."""
+    batch = rk.KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor(bounds))
+    with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in"):
+        rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
+    for backend in device_backends():
+        monkeypatch.setattr(inverse_jagged, "_ops", backend.ops)
+        with pytest.raises(ValueError, match=rf"offsets\[{first}\] is bad: offsets must rise, in \[0, 4\]"):
+            rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
+
+
 def test_names_of_groups() -> None:
     """By number or by feature."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS), [["c"], ["a"]])
@@ -213,6 +232,8 @@ def test_names_of_groups() -> None:
             call("b")
         with pytest.raises(KeyError, match="'x' is not among the keys"):
             call("x")
+        with pytest.raises(TypeError, match="group must be a group's number or the name of a feature, got None"):
+            call(None)
         for number in (2, -1):
             with pytest.raises(IndexError, match=rf"group {number} must be in \[0, 2\)"):
                 call(number)

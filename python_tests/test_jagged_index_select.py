@@ -215,6 +215,7 @@ def test_too_many_for_the_offsets() -> None:
         ((IDS, OFFSETS, INDEX.float()), "index must be int32 or int64, got float32"),
         ((IDS, OFFSETS, INDEX.to("meta")), "must be on the same device"),
         ((IDS, OFFSETS, INDEX, -1), "total = -1 must be 0 or more"),
+        ((torch.empty(2**62, 0), torch.tensor([0, 2**62]), INDEX * 0), r"could have more than 2\^63"),
         ((IDS, OFFSETS.int(), INDEX, 2**31), "the result has 2147483648 values, more than int32 offsets can name"),
     ],
 )
@@ -222,3 +223,12 @@ def test_bad_input(args: tuple, message: str) -> None:
     """The message names the argument and what is allowed."""
     with pytest.raises(ValueError, match=message):
         ops.jagged_index_select(*args)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64], ids=str)
+def test_gradients_of_other_dtypes(dtype: torch.dtype) -> None:
+    """Refused: they would be those of float32."""
+    values = torch.ones(7, dtype=dtype)
+    assert ops.jagged_index_select(values, OFFSETS, INDEX)[0].dtype == dtype
+    with pytest.raises(ValueError, match="require a gradient, which is of float32, float16 and bfloat16 only"):
+        ops.jagged_index_select(values.requires_grad_(), OFFSETS, INDEX)

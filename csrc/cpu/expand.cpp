@@ -50,7 +50,7 @@ Occurrences sort_by_row(const Integer* inverse, int64_t count, int64_t rows) {
   bool rises = true;
   for (int64_t i = 0; i < count; ++i) {
     rises &= i == 0 || inverse[i] >= inverse[i - 1];
-    ++starts[inverse[i] + 2];
+    ++starts[int64_t{inverse[i]} + 2];
   }
   for (int64_t u = 2; u < rows + 2; ++u) starts[u] += starts[u - 1];
   if (rises) {
@@ -58,7 +58,7 @@ Occurrences sort_by_row(const Integer* inverse, int64_t count, int64_t rows) {
     return out;
   }
   out.order = Scratch<int64_t>(count);
-  for (int64_t i = 0; i < count; ++i) out.order[starts[inverse[i] + 1]++] = i;
+  for (int64_t i = 0; i < count; ++i) out.order[starts[int64_t{inverse[i]} + 1]++] = i;
   return out;
 }
 

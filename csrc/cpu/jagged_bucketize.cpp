@@ -36,6 +36,7 @@ struct Input {
   const std::vector<int64_t>& starts;
   const std::vector<Block>& blocks;
   int64_t buckets;
+  int64_t at_once;  // bags
 
   // body(block, first bag, behind the last) for bags [begin, end), feature by feature.
   template <class Body>
@@ -49,8 +50,9 @@ struct Input {
   }
 };
 
-// Bags whose counts a worker has beside each other: bucket after bucket, they lie far apart.
-constexpr int64_t kBagsAtOnce = 64;
+// The most bags whose counts a worker has beside each other: bucket after bucket, they lie far apart. Fewer of so many
+// buckets that the counts would leave the cache.
+constexpr int64_t kBagsAtOnce = 64, kCountsAtOnce = 1 << 15;
 
 // Where `count` bags from `first` on begin, and the last one ends.
 struct Bounds {
@@ -79,19 +81,19 @@ int64_t count_ids(const Input& in, int64_t workers, int64_t piece, uint32_t* buc
   const int64_t bags = in.rows.num_bags;
   FirstBad bad(workers);
   parallel_pieces(bags, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
-    const Scratch<int64_t> counts(in.buckets * kBagsAtOnce);
+    const Scratch<int64_t> counts(in.buckets * in.at_once);
     in.by_feature(begin, end, [&](const Block& block, int64_t from, int64_t to) {
       if (in.rows.ids64) find_buckets<int64_t>(in, block, from, to, bucket_of, &bad, worker);
       else find_buckets<int32_t>(in, block, from, to, bucket_of, &bad, worker);
     });
-    for (int64_t first = begin; first < end; first += kBagsAtOnce) {
-      const int64_t here = std::min(kBagsAtOnce, end - first);
+    for (int64_t first = begin; first < end; first += in.at_once) {
+      const int64_t here = std::min(in.at_once, end - first);
       const Bounds bounds(in.rows, first, here);
       int64_t* count = counts.get();
-      std::fill_n(count, in.buckets * kBagsAtOnce, int64_t{0});
+      std::fill_n(count, in.buckets * in.at_once, int64_t{0});
       for (int64_t j = 0; j < here; ++j)
-        for (int64_t i = bounds.at[j]; i < bounds.at[j + 1]; ++i) ++count[bucket_of[i] * kBagsAtOnce + j];
-      for (int64_t k = 0; k < in.buckets; ++k) std::copy_n(count + k * kBagsAtOnce, here, lengths + k * bags + first);
+        for (int64_t i = bounds.at[j]; i < bounds.at[j + 1]; ++i) ++count[bucket_of[i] * in.at_once + j];
+      for (int64_t k = 0; k < in.buckets; ++k) std::copy_n(count + k * in.at_once, here, lengths + k * bags + first);
     }
   });
   return bad.position();
@@ -114,8 +116,8 @@ struct Output {
   int64_t* positions;
 };
 
-// Puts the ids of bags [from, to) of a feature, at most kBagsAtOnce, where their bucket's next one of the bag goes;
-// next[bucket * kBagsAtOnce + bag - from] are those places.
+// Puts the ids of bags [from, to) of a feature, at most `at_once`, where their bucket's next one of the bag goes;
+// next[bucket * at_once + bag - from] are those places.
 template <class Id>
 void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, const uint32_t* bucket_of, int64_t* next,
                const Output& out) {
@@ -123,10 +125,10 @@ void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, co
   auto* values = static_cast<Id*>(out.values);
   const Bounds bounds(in.rows, from, to - from);
   const Output to_write = out;
-  const int64_t rows = block.rows.value;
+  const int64_t rows = block.rows.value, stride = in.at_once;
   for (int64_t j = 0; j < to - from; ++j)
     for (int64_t i = bounds.at[j]; i < bounds.at[j + 1]; ++i) {
-      const int64_t place = next[bucket_of[i] * kBagsAtOnce + j]++;
+      const int64_t place = next[bucket_of[i] * stride + j]++;
       values[place] = static_cast<Id>(ids[i] - bucket_of[i] * rows);
       to_write.positions[i] = place;
       if (to_write.weights) to_write.new_weights[place] = to_write.weights[i];
@@ -136,12 +138,12 @@ void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, co
 void place_bags(const Input& in, int64_t begin, int64_t end, const uint32_t* bucket_of, const int64_t* places,
                 const Output& out) {
   const int64_t bags = in.rows.num_bags;
-  const Scratch<int64_t> next(in.buckets * kBagsAtOnce);
+  const Scratch<int64_t> next(in.buckets * in.at_once);
   in.by_feature(begin, end, [&](const Block& block, int64_t from, int64_t to) {
-    for (; from < to; from += kBagsAtOnce) {
-      const int64_t stop = std::min(to, from + kBagsAtOnce);
+    for (; from < to; from += in.at_once) {
+      const int64_t stop = std::min(to, from + in.at_once);
       for (int64_t k = 0; k < in.buckets; ++k)
-        std::copy_n(places + k * bags + from, stop - from, next.get() + k * kBagsAtOnce);
+        std::copy_n(places + k * bags + from, stop - from, next.get() + k * in.at_once);
       if (in.rows.ids64) place_ids<int64_t>(in, block, from, stop, bucket_of, next.get(), out);
       else place_ids<int32_t>(in, block, from, stop, bucket_of, next.get(), out);
     }
@@ -162,7 +164,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cpu(const Te
   rows.ids64 = values.scalar_type() == ScalarType::Long;
   check_cover(rows);
   const std::vector<Block> blocks = blocks_of(as_contiguous(block_sizes_in), buckets);
-  const Input in{rows, starts, blocks, buckets};
+  const Input in{rows, starts, blocks, buckets, std::clamp(kCountsAtOnce / buckets, int64_t{1}, kBagsAtOnce)};
   const int64_t bags = rows.num_bags, count = rows.num_ids, cost = 4 * count + buckets * bags;
   const int64_t workers = workers_for(cost, kFewItems), piece = 1 + bags / pieces_for(cost, kFewItems, workers);
   const Scratch<int64_t> places(buckets * bags);

@@ -46,6 +46,7 @@ struct Group {
       const int64_t first = rows.offset(f * batch + a), other = rows.offset(f * batch + b);
       const int64_t count = rows.offset(f * batch + a + 1) - first;
       if (rows.offset(f * batch + b + 1) - other != count) return false;
+      if (count == 0) continue;
       if (std::memcmp(ids + first * width, ids + other * width, static_cast<size_t>(count * width)) != 0) return false;
       if (weights && std::memcmp(weights + first, weights + other, static_cast<size_t>(4 * count)) != 0) return false;
     }

@@ -37,6 +37,9 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cpu(const Tensor& values_
   check_numbers(given, rows.num_bags, "index", "the rows that offsets describe");
   const Integers index(given);
   const int64_t count = given.size(0), columns = values.dim() == 2 ? values.size(1) : 1;
+  // Of rows without columns, N may be anything, and so may the sum.
+  check_value(count == 0 || rows.num_ids <= INT64_MAX / count, "index has ", count, " rows of ", rows.num_ids,
+              " values, and together they could have more than 2^63");
   Tensor new_offsets = new_tensor(offsets, {count + 1}, offsets.scalar_type());
   int64_t chosen = 0;
   with_integers(new_offsets, [&](auto* offset) {

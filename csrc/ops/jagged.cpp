@@ -16,6 +16,10 @@ void check_jagged_ids(const Tensor& values, const Tensor& offsets, const Optiona
   check_rank(values, 1, "values");
   check_integer(values, "values");
   check_jagged(values, offsets);
+  check_jagged_weights(values, weights);
+}
+
+void check_jagged_weights(const Tensor& values, const OptionalTensor& weights) {
   if (!weights) return;
   check_dtype(*weights, ScalarType::Float, "weights");
   check_shape(*weights, {values.size(0)}, "weights");
@@ -23,13 +27,15 @@ void check_jagged_ids(const Tensor& values, const Tensor& offsets, const Optiona
 }
 
 std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets) {
+  const int64_t bags = offsets.size(0) - 1;
   std::vector<int64_t> starts{0};
   for (size_t f = 0; f < strides.size(); ++f) {
-    check_value(strides[f] >= 0, "strides[", f, "] = ", strides[f], " must be 0 or more");
+    const int64_t most = bags - starts.back();
+    check_value(strides[f] >= 0 && strides[f] <= most, "strides[", f, "] = ", strides[f], " must be in [0, ", most,
+                "]: offsets are of ", bags, " bags");
     starts.push_back(starts.back() + strides[f]);
   }
-  check_value(starts.back() == offsets.size(0) - 1, "strides are of ", starts.back(), " bags, and offsets of ",
-              offsets.size(0) - 1);
+  check_value(starts.back() == bags, "strides are of ", starts.back(), " bags, and offsets of ", bags);
   return starts;
 }
 

@@ -44,7 +44,9 @@ inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
 
 // Each throws std::invalid_argument naming the argument.
 RK_EXPORT void check_jagged(const Tensor& values, const Tensor& offsets);
-// Integer ids [N], and weights [N] float32 if there are any.
+// Weights [N] float32, if there are any.
+RK_EXPORT void check_jagged_weights(const Tensor& values, const OptionalTensor& weights);
+// Integer ids [N], and such weights.
 RK_EXPORT void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
 // [F + 1]: where the bags of features with these batch sizes start; they must end with the rows of `offsets`.
 RK_EXPORT std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);

@@ -7,11 +7,7 @@ std::vector<int64_t> check_jagged_permute(const Tensor& values, const Tensor& of
                                           const OptionalTensor& weights, std::optional<int64_t> total) {
   check_rank(values, 1, "values");
   check_jagged(values, offsets);
-  if (weights) {
-    check_dtype(*weights, ScalarType::Float, "weights");
-    check_shape(*weights, {values.size(0)}, "weights");
-    check_same_device(*weights, values, "weights", "values");
-  }
+  check_jagged_weights(values, weights);
   std::vector<int64_t> starts = starts_of(strides, offsets);
   const auto features = static_cast<int64_t>(strides.size());
   for (size_t i = 0; i < permute.size(); ++i)

@@ -21,7 +21,7 @@ from rec_kernels.dlrm.runs import CONFIG
 
 #: Ids before over ids stored from which "auto" deduplicates. Below it, handing out pooled rows takes longer than the
 #: lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 in batches of 8,192 rows and at
-#: 1.3 in those of 2,048 (docs/results.md, "Deduplicated batches").
+#: 1.3 in those of 2,048 (docs/results.md, "DedupReader batches").
 THRESHOLD = 4 / 3
 #: Batches that "auto" looks at: so many with ids in shared features, among so many from the beginning of the training.
 #: The first rows of a log may have no past.
@@ -80,7 +80,7 @@ class Decision(NamedTuple):
     factor: float | None = None
 
 
-class Deduplicated:
+class DedupReader:
     """The rows of a data set with equal shared bags once (on), or with a bag for every row (off).
 
     Args:
@@ -107,7 +107,7 @@ class Deduplicated:
         """
         for batch in self.data.batches(split, batch_size, start):
             check_shared(batch, self.name)
-            batch, tally = deduplicated(batch) if self.on else expanded(batch)
+            batch, tally = dedup_batch(batch) if self.on else expanded(batch)
             if tallies is not None:
                 tallies.append(tally)
             yield batch
@@ -122,7 +122,7 @@ def check_shared(batch: Batch, name: str) -> None:
         )
 
 
-def deduplicated(batch: Batch) -> tuple[Batch, Tally]:
+def dedup_batch(batch: Batch) -> tuple[Batch, Tally]:
     """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay."""
     tally = Tally()
     if batch.shared is None:
@@ -166,7 +166,7 @@ def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
         run: folder of one that is gone on with: what "auto" has decided there holds.
 
     Raises:
-        DataError: as ``Deduplicated.batches``, or the run's ``config.json`` has something else there.
+        DataError: as ``DedupReader.batches``, or the run's ``config.json`` has something else there.
     """
     if mode != "auto":
         return Decision(mode == "on")
@@ -191,7 +191,7 @@ def _measured(data: HeldOut) -> Decision:
     total, counted = Tally(), 0
     for batch in islice(data.batches("train", data.batch_size), LOOKED_AT):
         check_shared(batch, data.name)
-        _, tally = deduplicated(batch)
+        _, tally = dedup_batch(batch)
         total.add(tally)
         counted += any(before for before, _ in tally.ids.values())
         if counted == MEASURED:

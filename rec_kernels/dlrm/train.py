@@ -23,7 +23,7 @@ from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.dedup import Deduplicated, Tally, decide
+from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
@@ -122,7 +122,7 @@ def train(
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
         runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
-    run = Run(config, Deduplicated(data, decision.on), directory, resume=resume is not None)
+    run = Run(config, DedupReader(data, decision.on), directory, resume=resume is not None)
     run.progress = progress
     try:
         with StopAtSignal() as stop:
@@ -175,7 +175,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     if data is None:
         refuse_to_run_code(config, directory)
     data = _split(config, data)
-    data = Deduplicated(data, decide(config.dedup, data, directory).on)
+    data = DedupReader(data, decide(config.dedup, data, directory).on)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
@@ -199,7 +199,7 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
 
-    def __init__(self, config: TrainConfig, data: Deduplicated, directory: Path, *, resume: bool = False):
+    def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
         self.model = build_model(config, data, directory, generations(directory) if resume else None)
         self.hit_rates = HitRates(self.model.collections())

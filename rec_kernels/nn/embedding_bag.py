@@ -11,7 +11,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.distinct import select_distinct
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys
+from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -69,7 +69,9 @@ class PooledLookups:
         return dict(zip(self._output_keys, self._finish_each(pooled, given.strides), strict=True))
 
     def _select(self, features) -> SelectedKeys:
-        return select_distinct(features, self.feature_names)[0]
+        if isinstance(features, InverseKeyedJaggedTensor):
+            return select_distinct(features, self.feature_names)[0]
+        return select_keys(features, self.feature_names)
 
     def _finish(self, pooled: Tensor) -> Tensor:
         """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""

@@ -36,7 +36,8 @@ class InverseKeyedJaggedTensor:
     Raises:
         ValueError: an empty group, features that are in two groups or not where they must be, batch sizes, dtypes or
             devices that do not fit. KeyError: a group names a feature that is not there. IndexError: ``inverse`` is out
-            of range (on the CPU; on a GPU a lookup tells, see ``rk.EmbeddingBagCollection.check``).
+            of range (on the CPU; on a GPU a collection's lookup tells, see ``rk.EmbeddingBagCollection.check``, and
+            so does what makes the whole batch, while ``rk.deduplicated`` gives rows of zeros).
     """
 
     def __init__(
@@ -74,6 +75,8 @@ class InverseKeyedJaggedTensor:
             features with batch sizes of their own, weights that require a gradient (samples that share a bag would
             share it), bad dtypes or offsets.
         """
+        if isinstance(kjt, InverseKeyedJaggedTensor):
+            raise TypeError("kjt is an rk.InverseKeyedJaggedTensor: give kjt.to_kjt() to group it in another way")
         keys = list(kjt.keys())
         groups = _checked_groups(groups, keys)
         if getattr(kjt, "variable_stride_per_key", bool)():
@@ -160,14 +163,20 @@ class InverseKeyedJaggedTensor:
         return torch.stack([every if (g := groups[key]) is None else self._inverse[g] for key in keys])
 
     def _bags_of(self, keys: list[str]) -> Tensor:
-        """The same among all bags that are kept."""
+        """The same among all bags that are kept. Raises IndexError as the constructor does, which did not on a GPU."""
+        if self._inverse.device.type != "cpu" and not torch.compiler.is_compiling():
+            _check_ranges(self._inverse, self._groups, self._unique)
         names, strides = self._unique.keys(), self._unique.stride_per_key()
         starts = dict(zip(names, itertools.accumulate(strides, initial=0), strict=False))
         first = torch.tensor([starts[key] for key in keys], device=self._inverse.device)
         return self.places(keys) + first[:, None]
 
     def to_kjt(self) -> KeyedJaggedTensor:
-        """The whole batch: keys, ids, offsets and weights as they were. On a GPU the host waits for their number."""
+        """The whole batch: keys, ids, offsets and weights as they were. On a GPU the host waits.
+
+        Raises:
+            IndexError: on a GPU, ``inverse`` is out of range.
+        """
         index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
         offsets, weights = self._unique.offsets(), self._unique.weights_or_none()
         values, new_offsets = jagged_index_select(self._unique.values(), offsets, index)
@@ -182,7 +191,7 @@ class InverseKeyedJaggedTensor:
             key: a feature; None: all features that are in groups.
 
         Raises:
-            KeyError: there is no such feature.
+            KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range.
         """
         groups, ids = self.group_of_keys(), self._unique.offset_per_key()
         if key is not None:
@@ -211,6 +220,8 @@ class InverseKeyedJaggedTensor:
             if number is None:
                 raise KeyError(f"{group!r} is in no group: the groups are {self._groups}")
             return number
+        if not isinstance(group, int):
+            raise TypeError(f"group must be a group's number or the name of a feature, got {group!r}")
         if not 0 <= group < len(self._groups):
             raise IndexError(f"group {group} must be in [0, {len(self._groups)}): the groups are {self._groups}")
         return group
@@ -248,7 +259,7 @@ def _entry(groups: dict[str, int | None], key: str) -> int | None:
 
 
 def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[list[str]]:
-    if isinstance(groups, str) or any(isinstance(group, str) for group in groups):
+    if isinstance(groups, str) or any(not isinstance(group, (list, tuple)) for group in groups):
         raise ValueError(f"groups must be lists of feature names, one for each group, got {groups!r}")
     groups, seen, known = [list(group) for group in groups], {}, set(keys)
     for g, group in enumerate(groups):
@@ -282,25 +293,27 @@ def _check_parts(unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Te
     for g, group in enumerate(groups):
         if len({sizes[key] for key in group}) > 1:
             raise ValueError(f"features of groups[{g}] must have one batch size, got {[(k, sizes[k]) for k in group]}")
-        _check_range(inverse[g], g, group, sizes[group[0]])
     for key in names[len(grouped) :]:
         if sizes[key] != inverse.shape[1]:
             raise ValueError(
                 f"{key!r} is in no group, so its batch size must be that of inverse, {inverse.shape[1]}, got "
                 f"{sizes[key]}"
             )
+    if has_data(inverse):
+        _check_ranges(inverse, groups, unique)
 
 
-def _check_range(inverse: Tensor, g: int, group: list[str], size: int) -> None:
-    if not has_data(inverse):
-        return
-    bad = ((inverse < 0) | (inverse >= size)).nonzero()
-    if len(bad):
-        b = int(bad[0])
-        raise IndexError(
-            f"inverse[{g}, {b}] = {int(inverse[b])} is out of range: it must be in [0, {size}), the distinct samples "
-            f"of groups[{g}] = {group}"
-        )
+def _check_ranges(inverse: Tensor, groups: list[list[str]], unique: KeyedJaggedTensor) -> None:
+    sizes = dict(zip(unique.keys(), unique.stride_per_key(), strict=True))
+    for g, group in enumerate(groups):
+        size = sizes[group[0]]
+        bad = ((inverse[g] < 0) | (inverse[g] >= size)).nonzero()
+        if len(bad):
+            b = int(bad[0])
+            raise IndexError(
+                f"inverse[{g}, {b}] = {int(inverse[g, b])} is out of range: it must be in [0, {size}), the distinct "
+                f"samples of groups[{g}] = {group}"
+            )
 
 
 def _kept(
@@ -329,7 +342,7 @@ def _select(
     # The one read: sizes of everything, and what a GPU found bad, which it could not raise.
     *sizes, bad = torch.cat([is_kept.sum(1), ids, status[:1]]).tolist()
     if bad != NOTHING_BAD:
-        raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise from 0 to {len(values)}")
+        raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise, in [0, {len(values)}]")
     strides, totals = sizes[: len(order)], sizes[len(order) :]
     index = torch.cat([bags[f, :stride] for f, stride in enumerate(strides)])
     total = sum(totals)

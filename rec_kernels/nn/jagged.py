@@ -289,14 +289,38 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -
     if not order:
         return SelectedKeys(values[:0], offsets.new_zeros(1), None if weights is None else weights[:0], None)
     sizes = [(offsets.shape[0] - 1) // len(have)] * len(have) if strides is None else strides
+    known = offset_per_key
+    if known is None and isinstance(kjt, KeyedJaggedTensor):
+        known = kjt.known_offset_per_key()
+    chosen = _permuted(values, offsets, weights, order, sizes, known)
+    return SelectedKeys(*chosen, None if strides is None else [strides[f] for f in order])
+
+
+def _permuted(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    order: list[int],
+    strides: list[int],
+    offset_per_key: list[int] | None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Features in that order; ``offset_per_key`` if it is known."""
+    if values.device.type != "cpu":
+        # Not jagged_permute: its bags would be good where the given ones are bad, and the lookup is to tell. And there
+        # are GPUs without it.
+        starts = list(itertools.accumulate(strides, initial=0))
+        bags = torch.cat([torch.arange(starts[f], starts[f + 1], device=offsets.device) for f in order])
+        lengths = offsets.diff()[bags]
+        new_offsets = _to_offsets(lengths)
+        # Position i of the output comes from its bag's start plus its place within the bag.
+        within = torch.arange(int(new_offsets[-1]), device=offsets.device)
+        source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
+        return values[source], new_offsets, None if weights is None else weights[source]
+    total = offset_per_key and sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
     # The op takes float32; which others a lookup takes is for the lookup to say.
     wide = None if weights is None else weights.float()
-    if offset_per_key is None and isinstance(kjt, KeyedJaggedTensor):
-        offset_per_key = kjt.known_offset_per_key()
-    total = offset_per_key and sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
-    chosen = jagged_permute(values, offsets, order, sizes, wide, total=total)
-    strides = None if strides is None else [strides[f] for f in order]
-    return SelectedKeys(*chosen[:2], None if weights is None else chosen[2].to(weights.dtype), strides)
+    values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
+    return values, offsets, None if weights is None else wide.to(weights.dtype)
 
 
 def check_keys(keys: list[str], have: list[str]) -> None:

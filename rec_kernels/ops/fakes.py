@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -27,3 +28,8 @@ def check_devices(arguments: Mapping[str, object]) -> None:
     others = [value for name, value in arguments.items() if name != "weights"]
     beside_gpu = arguments["weights"].device.type == "cpu" and any(isinstance(t, Tensor) and t.is_cuda for t in others)
     check_one_device(others if beside_gpu else arguments.values())
+
+
+def dynamic_size() -> int:
+    """A size that depends on data."""
+    return torch.library.get_ctx().new_dynamic_size()

@@ -56,7 +56,8 @@ def jagged_bucketize(
     Raises:
         IndexError: on the CPU, an id out of range, with its feature and bag. On a GPU it goes to the first or last
         bucket with a number that is out of range there.
-        ValueError: sizes, dtypes, devices or offsets do not fit.
+        ValueError: sizes, dtypes or devices do not fit; on the CPU also for bad offsets and block sizes. On a GPU every
+        bag is empty then, and the op's ``status`` (docs/ops.md) tells.
     """
     out = _ops.jagged_bucketize(values, offsets, block_sizes, num_buckets, list(strides), weights)
     return Bucketized(out[0], out[1], None if weights is None else out[2], out[3])

@@ -32,7 +32,8 @@ def jagged_dedup(
         GPU is not waited for.
 
     Raises:
-        ValueError: sizes, dtypes, devices or offsets do not fit, or groups are not numbered as above.
+        ValueError: sizes, dtypes or devices do not fit, or groups are not numbered as above; on the CPU also for bad
+        offsets. On a GPU bags with bad offsets are empty, and the op's ``status`` (docs/ops.md) tells.
 
     Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training
     Infrastructure", MLSys 2023, arXiv:2211.05239. ``rk.InverseKeyedJaggedTensor.from_kjt`` makes a batch of the

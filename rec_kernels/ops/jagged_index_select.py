@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.fakes import check_one_device, dynamic_size
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
 
@@ -28,14 +29,11 @@ def jagged_index_select(
 
     Raises:
         IndexError: on the CPU, a number out of range, with its position; on a GPU such a row is empty.
-        ValueError: sizes, dtypes, devices or offsets do not fit, or ``total`` is wrong (on the CPU).
+        ValueError: sizes, dtypes or devices do not fit, or ``values`` of another dtype require a gradient; on the CPU
+        also for bad offsets and a wrong ``total``. On a GPU rows with bad offsets are empty, and the op's ``status``
+        (docs/ops.md) tells.
     """
     return _ops.jagged_index_select(values, offsets, index, total)[:2]
-
-
-def dynamic_size() -> int:
-    """A size that depends on data, for fake kernels."""
-    return torch.library.get_ctx().new_dynamic_size()
 
 
 @torch.library.register_fake("rec_kernels::jagged_index_select")
@@ -48,6 +46,11 @@ def _(values, offsets, index, total=None):
 
 def _setup(ctx, inputs, output) -> None:
     values, offsets, index = inputs[:3]
+    if values.dtype not in FLOAT_DTYPES.values():
+        raise ValueError(
+            f"values are {values.dtype} and require a gradient, which is of float32, float16 and bfloat16 only: "
+            "detach them"
+        )
     ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
     ctx.shape, ctx.dtype, ctx.total = values.shape, values.dtype, output[0].shape[0]

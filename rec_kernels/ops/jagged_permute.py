@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.jagged_index_select import dynamic_size
+from rec_kernels.ops.fakes import check_one_device, dynamic_size
 
 _ops = torch.ops.rec_kernels
 
@@ -35,11 +34,13 @@ def jagged_permute(
             unless ``permute`` names every feature once.
 
     Returns:
-        values [total], offsets and weights (or None) of these features. Differentiable in ``weights``.
+        values [total], offsets and weights (or None) of these features. Differentiable in ``weights``, not in
+        ``values``.
 
     Raises:
-        ValueError: sizes, dtypes, devices or offsets do not fit, ``permute`` names no feature, or ``total`` is wrong
-        (on the CPU).
+        ValueError: sizes, dtypes or devices do not fit, or ``permute`` names a feature that is not there; on the CPU
+        also for bad offsets and a wrong ``total``. On a GPU bags with bad offsets are empty, and the op's ``status``
+        (docs/ops.md) tells.
     """
     out = _ops.jagged_permute(values, offsets, list(permute), list(strides), weights, total)
     return out[0], out[1], None if weights is None else out[2]
