@@ -35,3 +35,26 @@ def deduplicated(keys="fgh", seed: int = 1) -> tuple[rk.KeyedJaggedTensor, rk.Ke
         parts[key] = [dense[i] for i in row]
     whole = [bag for key in keys for bag in parts[key]]
     return few, rk.KeyedJaggedTensor(list(keys), torch.cat(whole), lengths=torch.tensor([len(bag) for bag in whole]))
+
+
+class OtherJagged:
+    """Somebody else's KeyedJaggedTensor: only the methods that TorchRec's has."""
+
+    def __init__(self, kjt: rk.KeyedJaggedTensor) -> None:
+        self._kjt = kjt
+
+    def keys(self) -> list[str]:
+        """Names."""
+        return list(self._kjt.keys())
+
+    def values(self) -> torch.Tensor:
+        """Ids."""
+        return self._kjt.values()
+
+    def offsets(self) -> torch.Tensor:
+        """Offsets."""
+        return self._kjt.offsets()
+
+    def weights_or_none(self) -> torch.Tensor | None:
+        """Weights."""
+        return self._kjt.weights_or_none()

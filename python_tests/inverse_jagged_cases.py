@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from collection_cases import OtherJagged
 from hypothesis import strategies as st
 
 import rec_kernels as rk
@@ -73,27 +74,8 @@ def grouped_batches(draw) -> tuple[rk.KeyedJaggedTensor, list[list[str]]]:
     return sessions(list(keys), distinct, batch, **options), list(groups.values())
 
 
-class OtherJagged:
-    """Somebody else's KeyedJaggedTensor: the methods that TorchRec's has and from_kjt uses."""
-
-    def __init__(self, kjt: rk.KeyedJaggedTensor) -> None:
-        self._kjt = kjt
-
-    def keys(self) -> list[str]:
-        """Names."""
-        return list(self._kjt.keys())
-
-    def values(self) -> torch.Tensor:
-        """Ids."""
-        return self._kjt.values()
-
-    def offsets(self) -> torch.Tensor:
-        """Offsets."""
-        return self._kjt.offsets()
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        """Weights."""
-        return self._kjt.weights_or_none()
+class OtherWithStride(OtherJagged):
+    """The same with what from_kjt uses."""
 
     def stride(self) -> int:
         """Batch size."""

@@ -119,6 +119,23 @@ def check_tensors(backend: Backend, found: tuple[Tensor, ...], expected: tuple[T
     assert found[-1].tolist() == NOTHING_BAD, backend.name
 
 
+def check_compiled(step: Callable, features: int) -> None:
+    """``step(values, offsets, weights, size)`` and the weights' gradient of its first result, in one graph.
+
+    For batches of two sizes, to the bit of what it gives without torch.compile.
+    """
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for size in (4, 9):
+        batch, results = make_batch(features, size), []
+        for function in (step, compiled):
+            weights = batch.weights.clone().requires_grad_()
+            loss, *rest = function(batch.values, batch.offsets, weights, size)
+            loss.backward()
+            results.append((weights.grad, *rest))
+        assert all(map(same_bits, *results))
+
+
 #: Offsets of six bags over seven ids, and the first that is wrong.
 BAD_OFFSETS = [
     ([0, 1, 3, 2, 4, 6, 7], 3),

@@ -335,8 +335,7 @@ def test_jagged_ops_are_checked() -> None:
     case = jagged.Jagged(2, 20, 3, fbgemm=importlib.util.find_spec("fbgemm_gpu") is not None)
     if case.peers:
         assert peers.fbgemm_ops() is not None
-    found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
-    rows = found["results"]
+    rows = measure.measure_case(case, CPU, Ticks(), effort(), COPY)["results"]
     assert not [row for row in rows if "error" in row]
     assert [row["operation"] for row in rows[:4]] == ["dedup", "select", "permute", "bucketize"]
     assert rows[0]["bytes"] == {"all": 2 * 960 + 320 + 320, "unique": 960 + 320 + 320}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from dlrm_cases import Changed
 from dlrm_stops import StopAfter
 
 pytest.importorskip("pyarrow")
@@ -49,20 +52,9 @@ def records(run: Path) -> list[dict]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-class Given:
-    """Another data set's batches, changed."""
-
-    def __init__(self, data: Synthetic, change=lambda batch: batch):
-        self.data, self.change = data, change
-        self.name, self.num_dense, self.features, self.num_rows = (
-            data.name,
-            data.num_dense,
-            data.features,
-            data.num_rows,
-        )
-
-    def batches(self, split, batch_size, start=0):
-        return map(self.change, self.data.batches(split, batch_size, start))
+def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
+    """Another data set's batches, each of them changed."""
+    return Changed(data, functools.partial(map, change))
 
 
 def knows(batch: Batch) -> Batch:
@@ -164,7 +156,7 @@ def test_other_tables(options: dict, tmp_path: Path) -> None:
 
 def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, runs: dict[str, Path]) -> None:
     """Its bags stay as they are with "on", and are repeated with "off"."""
-    given = Given(data, knows)
+    given = each_changed(data, knows)
     for mode in ("on", "off"):
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
         found, expected = (
@@ -205,18 +197,18 @@ def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
         seen.append(len(seen))
         return without_past(batch) if len(seen) <= 20 else batch
 
-    assert decide("auto", HeldOut(Given(data, change), 50, 0.0)).on
+    assert decide("auto", HeldOut(each_changed(data, change), 50, 0.0)).on
     assert len(seen) == 20 + dedup.MEASURED
     seen.clear()
-    endless = HeldOut(Given(data, lambda batch: seen.append(0) or without_past(batch)), 20, 0.0)
+    endless = HeldOut(each_changed(data, lambda batch: seen.append(0) or without_past(batch)), 20, 0.0)
     assert decide("auto", endless) == (False, 1.0)
     assert len(seen) == dedup.LOOKED_AT
 
 
 def test_data_without_shared_features(tmp_path: Path) -> None:
-    class Plain(Given):
+    class Plain(Changed):
         def __init__(self, data):
-            super().__init__(data, lambda batch: batch._replace(shared=None))
+            super().__init__(data, functools.partial(map, lambda batch: batch._replace(shared=None)))
             self.features = [feature for feature in data.features if not feature.shared]
 
     data = Plain(Synthetic(ROWS, 200))
@@ -336,7 +328,7 @@ def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) ->
     )
     for mode in ("auto", "on", "off"):
         with pytest.raises(DataError, match=message):
-            train(config(tmp_path, run=mode, dedup=mode), Given(data, change), progress=False)
+            train(config(tmp_path, run=mode, dedup=mode), each_changed(data, change), progress=False)
 
 
 def test_tallies_add_up() -> None:

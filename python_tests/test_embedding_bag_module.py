@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from collection_cases import OtherJagged
 
 import rec_kernels as rk
 
@@ -188,29 +189,6 @@ def test_any_order_and_superset() -> None:
     assert torch.equal(collection(batch(["x", "h", "y", "f", "g"])).values(), expected)
     with pytest.raises(KeyError, match=r"\['h'\]"):
         collection(batch(["f", "g"]))
-
-
-class OtherJagged:
-    """Somebody else's KeyedJaggedTensor: only the methods that TorchRec's has."""
-
-    def __init__(self, kjt: rk.KeyedJaggedTensor) -> None:
-        self._kjt = kjt
-
-    def keys(self) -> list[str]:
-        """Names."""
-        return list(self._kjt.keys())
-
-    def values(self) -> torch.Tensor:
-        """Ids."""
-        return self._kjt.values()
-
-    def offsets(self) -> torch.Tensor:
-        """Offsets."""
-        return self._kjt.offsets()
-
-    def weights_or_none(self) -> torch.Tensor | None:
-        """Weights."""
-        return self._kjt.weights_or_none()
 
 
 def test_duck_typed_input() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from backends import device_backends
 from hypothesis import given, settings
-from inverse_jagged_cases import OtherJagged, assert_same_batch, grouped_batches, sessions
+from inverse_jagged_cases import OtherWithStride, assert_same_batch, grouped_batches, sessions
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -285,7 +285,7 @@ def test_a_tree_that_is_saved() -> None:
 def test_duck_typed_input() -> None:
     """Anything with TorchRec's methods is taken, and left as it is."""
     batch = sessions(KEYS, weighted=True)
-    other = OtherJagged(batch)
+    other = OtherWithStride(batch)
     assert_same_batch(rk.InverseKeyedJaggedTensor.from_kjt(other, [["b", "a"]]).to_kjt(), batch)
     assert vars(other) == {"_kjt": batch}
 

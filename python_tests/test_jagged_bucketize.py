@@ -7,7 +7,7 @@ import torch
 from backends import device_backends, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_cases import BAD_LAYOUT, BAD_OFFSETS, ODD, Batch, batches, check_tensors, make_batch
+from jagged_cases import BAD_LAYOUT, BAD_OFFSETS, ODD, Batch, batches, check_compiled, check_tensors, make_batch
 
 import rec_kernels as rk
 from rec_kernels.reference.jagged_bucketize import jagged_bucketize as reference
@@ -84,16 +84,7 @@ def test_compiled() -> None:
         out = rk.jagged_bucketize(values, offsets, torch.tensor([20, 30]), 4, [size] * 2, weights * 2)
         return out.weights.square().sum(), out.values, out.offsets, out.positions
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for size in (4, 9):
-        batch, results = make_batch(2, size), []
-        for function in (step, compiled):
-            weights = batch.weights.clone().requires_grad_()
-            loss, *rest = function(batch.values, batch.offsets, weights, size)
-            loss.backward()
-            results.append((weights.grad, *rest))
-        assert all(map(same_bits, *results))
+    check_compiled(step, 2)
 
 
 IDS, OFFSETS, WEIGHTS = (

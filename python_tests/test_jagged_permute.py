@@ -11,7 +11,17 @@ import torch
 from backends import device_backends, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_cases import BAD_LAYOUT, BAD_OFFSETS, ODD, Batch, batches, check_tensors, good_rows, make_batch
+from jagged_cases import (
+    BAD_LAYOUT,
+    BAD_OFFSETS,
+    ODD,
+    Batch,
+    batches,
+    check_compiled,
+    check_tensors,
+    good_rows,
+    make_batch,
+)
 
 import rec_kernels as rk
 from rec_kernels.reference.jagged_permute import jagged_permute as reference
@@ -92,16 +102,7 @@ def test_compiled(permute: list[int]) -> None:
         out = rk.jagged_permute(values, offsets, permute, [size] * 3, weights * 2)
         return out[2].square().sum(), *out[:2]
 
-    torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
-    for size in (4, 9):
-        batch, results = make_batch(3, size), []
-        for function in (step, compiled):
-            weights = batch.weights.clone().requires_grad_()
-            loss, *rest = function(batch.values, batch.offsets, weights, size)
-            loss.backward()
-            results.append((weights.grad, *rest))
-        assert all(map(same_bits, *results))
+    check_compiled(step, 3)
 
 
 IDS, OFFSETS, WEIGHTS = torch.arange(7), torch.tensor([0, 2, 3, 3, 4, 6, 7]), torch.linspace(1, 2, 7)

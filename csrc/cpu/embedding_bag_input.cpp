@@ -218,7 +218,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               Bags{},
               options,
               {}};
-  if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
+  in.per_sample_weights = as_contiguous(per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(in.num_parts)]);
   if (layout.embedding_dims) {
     read_features(layout, rows, &in);

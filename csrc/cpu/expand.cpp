@@ -4,15 +4,13 @@
 #include <algorithm>
 #include <tuple>
 
+#include "cpu/embedding_bag_backward.h"
 #include "cpu/jagged.h"
 #include "cpu/scratch.h"
 #include "ops/expand.h"
 
 namespace rec_kernels {
 namespace {
-
-// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
-constexpr int64_t kChunk = 64;
 
 std::tuple<Tensor, Tensor> expand_cpu(const Tensor& x_in, const Tensor& inverse_in) {
   check_expand(x_in, inverse_in);
@@ -77,7 +75,7 @@ LongRows long_rows(const int64_t* starts, int64_t rows) {
     const int64_t count = starts[u + 1] - starts[u];
     if (count <= kChunk) continue;
     out.rows.push_back(u);
-    out.first.push_back(out.first.back() + (count + kChunk - 1) / kChunk);
+    out.first.push_back(out.first.back() + ceil_div(count, kChunk));
   }
   return out;
 }
@@ -85,7 +83,7 @@ LongRows long_rows(const int64_t* starts, int64_t rows) {
 // Sums `count` chunk sums by the same rule, in place: a chunk's sum lands on one that has been read.
 void sum_sums(float* sums, int64_t count, int64_t columns, float* out) {
   const auto sum_rows = kernels<ExpandKernels>().sum_rows;
-  for (; count > kChunk; count = (count + kChunk - 1) / kChunk)
+  for (; count > kChunk; count = ceil_div(count, kChunk))
     for (int64_t i = 0; i < count; i += kChunk)
       sum_rows(sums + i * columns, nullptr, std::min(kChunk, count - i), columns, sums + i / kChunk * columns);
   sum_rows(sums, nullptr, count, columns, out);

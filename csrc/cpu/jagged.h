@@ -53,7 +53,7 @@ inline void copy_bytes(char* to, const char* from, int64_t bytes) {
 // read, which compilers then keep in registers.
 template <class Length, class Sums>
 int64_t running_sums(int64_t items, const Length& length, const Sums& sums) {
-  const int64_t workers = workers_for(items, kFewItems), piece = (items + workers - 1) / workers;
+  const int64_t workers = workers_for(items, kFewItems), piece = ceil_div(items, workers);
   std::vector<int64_t> before(static_cast<size_t>(workers) + 1, 0);
   const auto for_piece = [&](int64_t w, int64_t sum, bool last_pass) {
     const int64_t begin = w * piece, end = items - begin < piece ? items : begin + piece;
@@ -114,7 +114,7 @@ int64_t first_outside(const Integer* numbers, int64_t count, int64_t limit) {
 inline void check_numbers(const Tensor& t, int64_t limit, const char* name, const char* of) {
   const Integers numbers(t);
   const int64_t count = t.size(0), workers = workers_for(count, 4 * kFewItems);
-  const int64_t piece = (count + workers - 1) / workers;
+  const int64_t piece = ceil_div(count, workers);
   FirstBad bad(workers);
   parallel_workers(workers, [&](int64_t w) {
     const int64_t begin = w * piece, here = count - begin < piece ? count - begin : piece;

@@ -6,30 +6,25 @@
 #include <cstring>
 #include <tuple>
 
+#include "core/mix.h"
 #include "cpu/jagged.h"
 #include "cpu/scratch.h"
 
 namespace rec_kernels {
 namespace {
 
-// Odd, with bits all over: the golden ratio's and those of MurmurHash3's finalizer (public domain, A. Appleby).
-constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u, kMixA = 0xFF51AFD7ED558CCDu, kMixB = 0xC4CEB9FE1A85EC53u;
-
-uint64_t mix(uint64_t h) {
-  h = (h ^ (h >> 33)) * kMixA;
-  h = (h ^ (h >> 33)) * kMixB;
-  return h ^ (h >> 33);
-}
+// Odd, with bits all over: 2^64 over the golden ratio.
+constexpr uint64_t kGolden = 0x9E3779B97F4A7C15u;
 
 // Four chains at once: a multiplication takes longer than it takes to begin the next.
 template <class Word>
 uint64_t hash_words(const Word* words, int64_t count, uint64_t h) {
-  uint64_t chain[4] = {h, h + kGolden, h ^ kMixA, h ^ kMixB};
+  uint64_t chain[4] = {h, h + kGolden, h + 2 * kGolden, h + 3 * kGolden};
   int64_t i = 0;
   for (; i + 4 <= count; i += 4)
     for (int j = 0; j < 4; ++j) chain[j] = (chain[j] ^ static_cast<uint64_t>(words[i + j])) * kGolden;
   for (; i < count; ++i) chain[0] = (chain[0] ^ static_cast<uint64_t>(words[i])) * kGolden;
-  return mix(chain[0] + mix(chain[1] + mix(chain[2] + mix(chain[3] + static_cast<uint64_t>(count)))));
+  return fmix64(chain[0] + fmix64(chain[1] + fmix64(chain[2] + fmix64(chain[3] + static_cast<uint64_t>(count)))));
 }
 
 // A group: samples are told apart by the bags of its features.
@@ -142,7 +137,7 @@ void find_distinct(const std::vector<Group>& groups, int64_t batch, int64_t num_
       hashes[i] = repeats[i] ? 0 : group.hash(b) & kept;
     }
   });
-  const int64_t parts = (workers + num_groups - 1) / num_groups;
+  const int64_t parts = ceil_div(workers, num_groups);
   parallel_pieces(num_groups * parts, 1, workers, [&](int64_t task, int64_t, int64_t) {
     const int64_t g = task / parts;
     const Samples mine{hashes.get() + g * batch, repeats.get() + g * batch, batch};

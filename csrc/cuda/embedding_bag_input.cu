@@ -278,7 +278,7 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               options.mean || layout.mean,
               false};
   in.features.most_parts = 1;
-  if (per_sample_weights) in.per_sample_weights = as_contiguous(*per_sample_weights);
+  in.per_sample_weights = as_contiguous(per_sample_weights);
   read_formats(layout, &in.features);
   if (layout.embedding_dims) {
     read_layout(layout, &in, stream);

@@ -2,6 +2,7 @@
 // compared; then the first ones are numbered. Bytes moved: ids (and weights) twice, once to hash and once to compare,
 // and a slot of the table or two per sample. A group of lanes takes a sample.
 #include "core/device_algorithms.h"
+#include "core/mix.h"
 #include "cuda/jagged.cuh"
 #include "ops/jagged_dedup.h"
 
@@ -35,13 +36,6 @@ struct DedupArgs {
   __device__ __forceinline__ int64_t first_of(int64_t i) const { return table[i / batch * slots + slot_of[i]]; }
 };
 
-// Every bit of the result depends on every bit of x (the finalizer of SplitMix64, Steele et al. 2014).
-__device__ __forceinline__ uint64_t mixed(uint64_t x) {
-  x = (x ^ x >> 30) * UINT64_C(0xbf58476d1ce4e5b9);
-  x = (x ^ x >> 27) * UINT64_C(0x94d049bb133111eb);
-  return x ^ x >> 31;
-}
-
 __global__ void __launch_bounds__(kThreads) clear_table_kernel(DedupArgs a) {
   note_offsets(a.bags, a.status);
   for (int64_t i = Group<1>::first(); i < a.groups * a.slots; i += Group<1>::stride()) a.table[i] = kEmpty;
@@ -57,15 +51,15 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
     for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
       const Range r = a.ids_of(j, sample);
       const uint64_t of_feature = static_cast<uint64_t>(j) * UINT64_C(0x9e3779b97f4a7c15);
-      if (group.lane == 0) hash += mixed(of_feature ^ static_cast<uint64_t>(r.stop - r.start));
+      if (group.lane == 0) hash += fmix64(of_feature ^ static_cast<uint64_t>(r.stop - r.start));
       for (int64_t k = r.start + group.lane; k < r.stop; k += G) {
         uint64_t term = of_feature + static_cast<uint64_t>(k - r.start + 1) * UINT64_C(0xd1342543de82ef95);
         if (a.weights) term += a.bits_of_weight(k) * UINT64_C(0xaf251af3b0f025b5);
-        hash += mixed(mixed(static_cast<uint64_t>(a.ids[k])) + term);
+        hash += fmix64(fmix64(static_cast<uint64_t>(a.ids[k])) + term);
       }
     }
     for (int distance = G / 2; distance > 0; distance /= 2) hash += __shfl_xor_sync(group.mask, hash, distance, G);
-    if (group.lane == 0) a.hashes[i] = mixed(hash) & a.hash_mask;
+    if (group.lane == 0) a.hashes[i] = fmix64(hash) & a.hash_mask;
   }
 }
 

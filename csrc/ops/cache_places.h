@@ -3,16 +3,10 @@
 #pragma once
 
 #include "core/division.h"
+#include "core/mix.h"
 #include "core/philox.h"
 
 namespace rec_kernels {
-
-// MurmurHash3's finalizer (Austin Appleby, public domain).
-RK_HOST_DEVICE uint64_t fmix64(uint64_t h) {
-  h = (h ^ (h >> 33)) * UINT64_C(0xFF51AFD7ED558CCD);
-  h = (h ^ (h >> 33)) * UINT64_C(0xC4CEB9FE1A85EC53);
-  return h ^ (h >> 33);
-}
 
 // The slots that the rows of a part's table may lie in.
 struct CachePlace {

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor
+from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, select_bags
 from rec_kernels.ops.expand import expand
-from rec_kernels.ops.jagged_index_select import jagged_index_select
 
 
 def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
@@ -63,11 +62,7 @@ _JAGGED = (JaggedTensor, KeyedJaggedTensor, InverseKeyedJaggedTensor)
 def _expanded(x: object, inverse: Tensor, rows: int) -> object:
     if isinstance(x, JaggedTensor):
         _check_rows(x.offsets().shape[0] - 1, rows)
-        values, offsets = jagged_index_select(x.values(), x.offsets(), inverse)
-        weights = x.weights_or_none()
-        if weights is not None:
-            weights, _ = jagged_index_select(weights, x.offsets(), inverse, total=values.shape[0])
-        return JaggedTensor(values, offsets, weights)
+        return JaggedTensor(*select_bags(x.values(), x.offsets(), x.weights_or_none(), inverse))
     if isinstance(x, _JAGGED):
         raise ValueError(f"the module returned a {type(x).__name__}, which is of features and not of samples")
     if not isinstance(x, torch.Tensor):

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
-from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
-from rec_kernels.ops.jagged_index_select import jagged_index_select
+from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data, select_bags
 
 _ops = torch.ops.rec_kernels
 
@@ -178,11 +177,9 @@ class InverseKeyedJaggedTensor:
             IndexError: on a GPU, ``inverse`` is out of range.
         """
         index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
-        offsets, weights = self._unique.offsets(), self._unique.weights_or_none()
-        values, new_offsets = jagged_index_select(self._unique.values(), offsets, index)
-        if weights is not None:
-            weights, _ = jagged_index_select(weights, offsets, index, total=values.shape[0])
-        return KeyedJaggedTensor(self._keys, values, offsets=new_offsets, weights=weights)
+        unique = self._unique
+        values, offsets, weights = select_bags(unique.values(), unique.offsets(), unique.weights_or_none(), index)
+        return KeyedJaggedTensor(self._keys, values, offsets=offsets, weights=weights)
 
     def dedup_factor(self, key: str | None = None) -> float:
         """Ids of the batch for each id that is kept, 1.0 where there are none. On a GPU the host waits.
@@ -345,10 +342,7 @@ def _select(
         raise ValueError(f"offsets[{bad - BAD_LAYOUT - 1}] is bad: offsets must rise, in [0, {len(values)}]")
     strides, totals = sizes[: len(order)], sizes[len(order) :]
     index = torch.cat([bags[f, :stride] for f, stride in enumerate(strides)])
-    total = sum(totals)
-    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
-    if weights is not None:
-        weights, _ = jagged_index_select(weights, offsets, index, total=total)
-    unique = KeyedJaggedTensor(names, chosen, offsets=new_offsets, weights=weights, stride_per_key=strides)
+    values, offsets, weights = select_bags(values, offsets, weights, index, total=sum(totals))
+    unique = KeyedJaggedTensor(names, values, offsets=offsets, weights=weights, stride_per_key=strides)
     unique.keep_offset_per_key(list(itertools.accumulate(totals, initial=0)))
     return unique

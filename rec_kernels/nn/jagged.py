@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.jagged_index_select import jagged_index_select
 from rec_kernels.ops.jagged_permute import jagged_permute
 
 
@@ -321,6 +322,16 @@ def _permuted(
     wide = None if weights is None else weights.float()
     values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
     return values, offsets, None if weights is None else wide.to(weights.dtype)
+
+
+def select_bags(
+    values: Tensor, offsets: Tensor, weights: Tensor | None, index: Tensor, total: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, offsets and weights of the bags that ``index`` names; ``total``: as of ``rk.jagged_index_select``."""
+    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
+    if weights is not None:
+        weights, _ = jagged_index_select(weights, offsets, index, total=chosen.shape[0])
+    return chosen, new_offsets, weights
 
 
 def check_keys(keys: list[str], have: list[str]) -> None:
