@@ -272,4 +272,4 @@ def check_status(call: BadCall, backend: Backend) -> None:
         return
     assert not call.backward("dense", ops).any(), "a dense gradient of bad offsets"
     error = raised(lambda: call.backward("sparse", ops))  # whose size the host must know
-    assert "the layout or the offsets are not valid" in str(error), error
+    assert "the layout, the offsets or inverse are not valid" in str(error), error

@@ -172,6 +172,59 @@ def _check_expand(r: random.Random, ops) -> None:
     assert same_bits(summed, ops.expand_backward(grad[good], inverse[good], rows))
 
 
+def _shared_call(r: random.Random, batch: int) -> tuple[dict, list[int], list[int]]:
+    """Layout and bags of features in two groups and none, of tables with 5 rows; widths, and bags of each feature."""
+    groups = [r.choice([-1, 0, 1]) for _ in range(r.randint(1, 4))]
+    widths = [r.choice([1, 4, 7, 40]) for _ in groups]
+    of_group = [r.randint(1, batch) if batch else 0 for _ in range(2)]
+    sizes = [batch if g < 0 else of_group[g] for g in groups]
+    lengths = [r.choice([0, 1, 1, 3]) for _ in range(sum(sizes))]
+    starts = [0, *itertools.accumulate(widths)]
+    layout = {
+        "values": torch.tensor([r.randrange(5) for _ in range(sum(lengths))], dtype=r.choice(INTEGERS)),
+        "offsets": offsets_of(lengths, r.choice(INTEGERS)),
+        "weight_offsets": torch.tensor(starts[:-1]) * 5,
+        "row_offsets": torch.arange(len(widths)) * 5,
+        "num_embeddings": torch.full((len(widths),), 5),
+        "embedding_dims": torch.tensor(widths),
+        "output_offsets": torch.tensor(starts[:-1]),
+        "output_dim": starts[-1],
+        "bag_starts": torch.tensor([0, *itertools.accumulate(sizes)]),
+        "groups": groups,
+    }
+    return layout, widths, sizes
+
+
+def _check_shared(r: random.Random, ops) -> None:
+    batch = r.choice([0, 1, 5, 200])
+    layout, widths, sizes = _shared_call(r, batch)
+    starts, groups = layout["bag_starts"].tolist(), layout["groups"]
+    limits = [next((n for n, of in zip(sizes, groups, strict=True) if of == g), 1) for g in range(2)]
+    inverse = torch.tensor([[r.randrange(max(n, 1)) for _ in range(batch)] for n in limits], dtype=torch.int64)
+    inverse = _spoil(r, inverse.view(-1), [-1, *limits, batch], 5).view(2, batch)
+    weights, grad = torch.randn(5 * layout["output_dim"]), torch.randn(batch, layout["output_dim"])
+    own = {k: v for k, v in layout.items() if k != "groups"}
+    own |= {"output_offsets": torch.zeros(len(widths), dtype=torch.int64), "output_dim": max(widths)}
+    pooled, _ = ops.embedding_bag(weights, **own)
+    wanted, sums, bad = [], [], []
+    for f, (g, block) in enumerate(zip(groups, grad.split(widths, dim=1), strict=True)):
+        numbers = torch.arange(batch) if g < 0 else inverse[g]
+        rows = pooled[starts[f] : starts[f + 1], : widths[f]]
+        out, status = ops.expand(rows, numbers)
+        wanted.append(out)
+        sums.append(
+            torch.nn.functional.pad(ops.expand_backward(block, numbers, sizes[f]), (0, max(widths) - widths[f]))
+        )
+        if status[0] != INT64_MAX:
+            bad.append(BAD_LAYOUT + 1 + len(layout["offsets"]) + g * batch + int(status[0]))
+    output, status = ops.embedding_bag(weights, **layout, inverse=inverse)
+    assert same_bits(output, torch.cat(wanted, dim=1))
+    assert status[0] == min(bad, default=INT64_MAX)
+    dense = ops.embedding_bag_backward_dense(torch.cat(sums), list(weights.shape), **own)
+    found = ops.embedding_bag_backward_dense(grad, list(weights.shape), **layout, inverse=inverse)
+    assert not found.any() if bad else same_bits(found, dense)  # as of bad offsets: nothing
+
+
 def check(seed: int, backend: Backend) -> int:
     """One call of each op; how many of their batches had bad offsets. A failure says which seed it was."""
     r = random.Random(seed)
@@ -181,6 +234,7 @@ def check(seed: int, backend: Backend) -> int:
         for each in (_check_dedup, _check_select, _check_permute, _check_bucketize):
             each(r, rows, backend.ops)
         _check_expand(r, backend.ops)
+        _check_shared(r, backend.ops)
     except Exception as error:
         raise AssertionError(f"{backend.name}: seed {seed} of jagged_fuzz: {error!r}") from error
     return int(rows.first < 0)

@@ -18,7 +18,9 @@ from test_embedding_bag_bounds import late, message
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.bounds import Expansion
+from rec_kernels.nn.bounds import BAD_LAYOUT
+from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.testing import assert_same_sum, same_bits
 
 FUSED = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -320,21 +322,21 @@ def test_bad_ids() -> None:
 
 
 def test_late_reports() -> None:
-    """On a GPU, the words of a bad place of an earlier batch: feature by feature, or of whole samples."""
-    module, places = collection(rk.SGD(lr=0.5)), torch.tensor([[0, 1, 2], [1, 4, 0]])
-    expansion = Expansion(places, [2, 3], ["a", "b"], [0, 1])
-    assert expansion.index().tolist() == [0, 3, 1, -1, -1, 2]
-    assert expansion.of_feature(1).index().tolist() == [1, 4, 0]
+    """On a GPU, the words of a bad number of an earlier batch: of a lookup, or of rows that were handed out."""
+    module = collection(rk.SGD(lr=0.5))
+    shared = SharedBags(torch.tensor([[0, 1, 2], [1, 4, 0]]), [0, 1, -1, 1], [2, 3, 3, 3], list("abcd"))
+    given = SelectedKeys(torch.zeros(0, dtype=torch.int64), torch.zeros(12, dtype=torch.int64), None, shared.sizes)
     later = "; found on the GPU, in an earlier lookup of this collection"
     told = "inverse_indices of {} have {} at row {}: they must be in [0, {}), the feature's bags"
+    first = BAD_LAYOUT + 1 + 12
     with late():
-        for what, position, words in [
-            (expansion, 3, told.format("'b'", 4, 1, 3)),
-            (expansion, 4, told.format("'a'", 2, 2, 2)),
-            (expansion.of_feature(1), 1, told.format("'b'", 4, 1, 3)),
-            (expansion, 0, "inverse_indices were not valid; they have been overwritten since"),
+        for position, given_bags, of, words in [
+            (first + 4, given, shared, told.format("'b'", 4, 1, 3)),
+            (first + 2, given, shared, told.format("'a'", 2, 2, 2)),
+            (first, given, shared, "inverse_indices were not valid; they have been overwritten since"),
+            (1, None, shared.of_group(1), told.format("'b'", 4, 1, 3)),
         ]:
-            module._note(torch.tensor([position, 1]), what)
+            module._note(torch.tensor([position, 1]), given_bags, torch.tensor([0, 2, 5, 8, 11]), of)
             assert message(module.check) == words + later
         module.check()
 

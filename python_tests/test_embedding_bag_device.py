@@ -91,7 +91,7 @@ def test_bad_offsets_are_noted_and_nothing_outside_is_touched(offsets: list[int]
             assert not dense.any()
             values, starts, _ = case.jagged
             backend.ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, starts, **layout)
-            with pytest.raises((ValueError, RuntimeError), match="the layout or the offsets are not valid"):
+            with pytest.raises((ValueError, RuntimeError), match="the layout, the offsets or inverse are not valid"):
                 backend.ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout)
 
 

@@ -145,7 +145,7 @@ def test_bad_layouts_are_noted(name: str, value: object) -> None:
         assert step == 6
         given = (case.grad, shape, *case.jagged)
         assert not backend.ops.embedding_bag_backward_dense(*given, **wrong, weights=case.weights).any()
-        with pytest.raises((ValueError, RuntimeError), match="the layout or the offsets are not valid"):
+        with pytest.raises((ValueError, RuntimeError), match="the layout, the offsets or inverse are not valid"):
             backend.ops.embedding_bag_backward_sparse(*given, **wrong, weights=case.weights)
         factors = backend.ops.embedding_bag_backward_per_sample_weights(
             case.grad, case.weights, case.values, case.offsets, **wrong

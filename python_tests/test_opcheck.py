@@ -58,6 +58,15 @@ def strides() -> dict[str, object]:
     }
 
 
+def shared() -> dict[str, object]:
+    """The layout with a group of two features, whose two bags five samples share, and a feature in no group."""
+    return layout() | {
+        "bag_starts": torch.tensor([0, 2, 4, 9]),
+        "inverse": torch.tensor([[1, 0, 1, 1, 0]]),
+        "groups": [0, 0, -1],
+    }
+
+
 def partitions() -> dict[str, object]:
     """Three features over both tables: plain, a product of both, hashed."""
     return {
@@ -184,6 +193,7 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
             ((*single[:2], offsets[:-1]), {"include_last_offset": False}),
             (single, {"output_dtype": torch.bfloat16}),
             ((weights(True), values, offsets, factors.clone().requires_grad_()), strides()),
+            ((weights(True), values, offsets, factors.clone().requires_grad_()), shared()),
             ((weights(True), values, offsets, factors.clone().requires_grad_()), partitions()),
             ((weights(True), values, offsets), partitions() | {"max_parts": 2, "multiplies": True}),
         ],
@@ -201,10 +211,12 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
             ((state[0], torch.zeros(96), *state[2:], grad, values, offsets), layout() | _moments("adagrad")),
             ((state[0], None, *state[2:], grad, values, offsets), layout() | _moments("adam")),
             ((*state, torch.randn(9, 6), values, offsets, factors), strides() | STEP),
+            ((*state, torch.randn(5, sum(DIMS)), values, offsets, factors), shared()),
             ((*state, torch.randn(B, 12), values, offsets, factors), partitions()),
         ],
         "embedding_bag_backward_dense": [
             ((grad, shape, values, offsets, factors), layout()),
+            ((torch.randn(5, sum(DIMS)), shape, values, offsets, factors), shared()),
             ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
         ],
         "embedding_bag_backward_sparse": [

@@ -5,6 +5,7 @@
 #include "core/parallel.h"
 #include "cpu/for_bags.h"
 #include "cpu/row_cache.h"
+#include "cpu/shared_rows.h"
 
 namespace rec_kernels {
 namespace {
@@ -22,10 +23,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   PoolArgs args = pool_args(weights, in);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
+  const SharedRows shared(in, args.output, static_cast<int64_t>(output.element_size()));
+  args.bags.row_shifts = shared.row_shifts();
   args.cache = cache;
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
   in.raise(bounds);
+  shared.expand(args.output);
   int64_t* report = status.mutable_data_ptr<int64_t>();
   report[0] = bounds.position;
   report[1] = bounds.skipped;
@@ -38,17 +42,17 @@ std::tuple<Tensor, Tensor> embedding_bag_cpu(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
-    std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, int64_t) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    bool, bool include_last_offset, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset);
   return forward(weights, in, output_dtype,
@@ -89,14 +93,15 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    bool, std::optional<ScalarType> output_dtype) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
@@ -112,21 +117,22 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer, double, double beta1,
-    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
-    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
-    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const std::string& optimizer, double, double beta1, double beta2, double weight_decay,
+    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+    const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
@@ -146,21 +152,24 @@ Tensor per_sample_weights_gradient(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
+  const SharedRows shared(in, grad.const_data_ptr(), sizeof(float));
+  shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in);
+  args.bags.row_shifts = shared.row_shifts();
   args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values);
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();

@@ -6,6 +6,7 @@
 #include "core/parallel.h"
 #include "cpu/occurrences.h"
 #include "cpu/row_cache.h"
+#include "cpu/shared_rows.h"
 
 namespace rec_kernels {
 namespace {
@@ -190,8 +191,6 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
 // Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
                 float inverse_scale, const RowTarget& target, FinishRuns finish) {
-  // Bags that have rows of their own do not tell which part of a feature reads the table.
-  const bool parts_unknown = in.bags.starts && in.bags.part_starts;
   RunArgs args{in.bags,
                in.features.get(),
                weights,
@@ -200,7 +199,6 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                in.bags.num_bags ? in.bags.offset(0) : 0,
                o.bag_of.get(),
                o.coefficients.get(),
-               parts_unknown ? 0 : in.bags.output_rows(),
                grad.const_data_ptr<float>(),
                in.output_dim,
                nullptr,
@@ -217,6 +215,14 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
   const ProductSums sums(args, in, o, &tables);
   finish_tables(args, tables, in.max_dim, target, finish);
   finish_tables(args, sums.tables(), in.max_dim, target, finish);
+}
+
+// The gradients of the bags that samples share, where the input then says that they are.
+SharedRows sum_shared(const Tensor& grad, BagInput* in) {
+  SharedRows shared(*in, grad.const_data_ptr(), sizeof(float));
+  shared.sum(grad.const_data_ptr<float>());
+  in->bags.row_shifts = shared.row_shifts();
+  return shared;
 }
 
 // Of the weights, where they are given.
@@ -237,20 +243,22 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
+                      const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
                       int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
                       int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
+  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
+  const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in);
   Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
@@ -265,19 +273,21 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
+  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
+  const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in);
   Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {o.num_floats}, ScalarType::Float);
@@ -329,22 +339,23 @@ void backward_fused(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
-    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
-    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
+    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+    const OptionalTensor& cache_slots, const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
+    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts,
+    int64_t cache_ways) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
@@ -369,6 +380,7 @@ void backward_fused(
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
   const Tensor grad = as_contiguous(grad_in);
   const int64_t* before = cache_slots ? cache_slots->const_data_ptr<int64_t>() : nullptr;
+  const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in, {cache.view, before});
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());

@@ -15,9 +15,10 @@ constexpr int64_t kChunk = 64;
 
 // The runs of a table: each is one row's occurrences.
 struct TableRuns {
-  const Feature* feature;  // the first part that reads the table
-  int64_t first_bag;       // of that part's feature
-  const int64_t* starts;   // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted
+  const Feature* feature;       // the first part that reads the table
+  int64_t first_bag, num_bags;  // of that part's feature
+  int64_t first_row;            // of the gradient, that of the first bag
+  const int64_t* starts;        // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted
   int64_t num_runs;
   int64_t first_run;    // runs of the tables before
   int64_t first_float;  // floats of row gradients of the tables before
@@ -51,7 +52,6 @@ struct RunArgs {
   int64_t first_id;           // of the first bag: payload 0 where payloads are not bags
   const uint32_t* bag_of;     // payload -> bag; null: the payload is the bag
   const float* coefficients;  // payload -> coefficient; null: 1
-  int64_t batch;              // rows of grad, or 0: bags do not tell the part
   const float* grad;
   int64_t output_dim;
   const LongRun* long_runs;

@@ -72,8 +72,9 @@ BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_
 }
 
 RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const int64_t row = bag - table.first_bag;
-  if (static_cast<uint64_t>(row) < static_cast<uint64_t>(a.batch)) return {table.feature, row};
+  const int64_t number = bag - table.first_bag;
+  if (static_cast<uint64_t>(number) < static_cast<uint64_t>(table.num_bags))
+    return {table.feature, table.first_row + number};
   return place_in_shared_table(a, table, bag);
 }
 

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "cpu/jagged.h"
+
 namespace rec_kernels {
 namespace {
 
@@ -101,7 +103,7 @@ class FeatureReader {
       return concat ? ", behind the columns of the part before"
                     : ", that of the part before, which it is added to or multiplied with";
     }
-    if (layout_.bag_starts) return ", as bag_starts is given";
+    if (layout_.bag_starts && !layout_.groups) return ", as bag_starts is given";
     return layout_.partition_starts ? ", the columns of the features before" : ", the sum of the embedding_dims before";
   }
 
@@ -151,10 +153,11 @@ void check_told(const TableLayout& layout, const BagInput& in) {
 void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
   if (layout.partition_starts) check_part_starts(layout, *in);
   const FeatureReader reader(layout, weights, in->options.mean);
+  const bool own_rows = layout.bag_starts && !layout.groups;  // of every bag
   int64_t column = 0, widest = 0;
   for (int64_t feature = 0; feature < in->num_features; ++feature) {
     const int64_t first = part_start(layout, feature), last = part_start(layout, feature + 1);
-    const int64_t before = layout.bag_starts ? 0 : column;
+    const int64_t before = own_rows ? 0 : column;
     column = before;
     for (int64_t i = first; i < last; ++i) {
       const Feature f = in->features[i] = reader.read(i, feature, column);
@@ -167,7 +170,7 @@ void read_features(const TableLayout& layout, int64_t weights, BagInput* in) {
     check_parts(in->features.get(), first, last);
   }
   if (layout.partition_starts) check_told(layout, *in);
-  if (layout.bag_starts)
+  if (own_rows)
     check_value(layout.output_dim >= widest, "output_dim = ", layout.output_dim, " must be ", widest,
                 ", the most columns of a feature, or more");
   else
@@ -189,6 +192,36 @@ void check_bag_starts(const Bags& b) {
                 starts[f - 1]);
   check_value(starts[b.num_features] == b.num_bags, "bag_starts[", b.num_features, "] = ", starts[b.num_features],
               " must be ", b.num_bags, ", the number of bags that offsets describe");
+}
+
+// Of features in groups, whose bags samples share, and of the others.
+void check_shared_bags(const BagInput& in) {
+  const Bags& b = in.bags;
+  std::vector<int64_t> first_of(static_cast<size_t>(in.inverse->size(0)), -1);
+  const auto count = [&](int64_t f) { return b.starts[f + 1] - b.starts[f]; };
+  for (int64_t f = 0; f < b.num_features; ++f) {
+    const int64_t group = b.groups[f];
+    if (group < 0) {
+      check_value(count(f) == b.batch, "bag_starts: feature ", f, " has ", count(f), " bags, and must have ", b.batch,
+                  ", one for each sample of inverse: it is in no group");
+      continue;
+    }
+    int64_t& first = first_of[static_cast<size_t>(group)];
+    check_value(count(f) <= b.batch, "bag_starts: feature ", f, " has ", count(f), " bags, and inverse only ", b.batch,
+                " samples that could have them");
+    check_value(first < 0 || count(f) == count(first), "bag_starts: feature ", f, " has ", count(f), " bags, and must ",
+                "have as many as feature ", first, ", ", first < 0 ? 0 : count(first), ": both are in group ", group);
+    if (first < 0) first = f;
+  }
+  const auto* inverse = in.inverse->const_data_ptr<int64_t>();
+  for (size_t g = 0; g < first_of.size(); ++g) {
+    if (first_of[g] < 0) continue;
+    const int64_t* numbers = inverse + static_cast<int64_t>(g) * b.batch;
+    const int64_t limit = count(first_of[g]), i = first_outside(numbers, b.batch, limit);
+    if (i != kNoBadPosition)
+      throw std::out_of_range(join("inverse[", g, ", ", i, "] = ", numbers[i], " is out of range: it must be in [0, ",
+                                   limit, "), the bags of feature ", first_of[g], ", which is in group ", g));
+  }
 }
 
 void read_one_table(const TableLayout& layout, int64_t rows, int64_t columns, BagInput* in) {
@@ -217,7 +250,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               element_bytes(layout),
               Bags{},
               options,
-              {}};
+              {},
+              as_contiguous(layout.inverse)};
   in.per_sample_weights = as_contiguous(per_sample_weights);
   in.features.reset(new Feature[static_cast<size_t>(in.num_parts)]);
   if (layout.embedding_dims) {
@@ -227,6 +261,10 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   }
   in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout, features, include_last_offset);
   if (in.bags.starts) check_bag_starts(in.bags);
+  if (layout.groups) {
+    in.bags.groups = layout.groups->data();
+    check_shared_bags(in);
+  }
   if (in.bags.num_bags == 0) {  // no bag, and so no kernel, reads the one offset there is
     Bounds bounds;
     bounds.position = in.bags.bad_offset(0, 0);

@@ -35,6 +35,7 @@ struct BagInput {
   Bags bags;
   BagOptions options;
   std::vector<int64_t> moment_offsets;  // of the parts' tables in state for every element; empty: there is none
+  OptionalTensor inverse;               // [G, B], with bags.groups: which bag of a group each sample has
 
   PartName name(int64_t part) const {
     const int64_t feature = features[part].number;

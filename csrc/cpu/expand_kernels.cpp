@@ -22,52 +22,54 @@ RK_HOST_DEVICE void copy_row(const char* from, char* to, int64_t bytes) {
 }
 
 template <class Number>
-void copy_numbered(const char* rows, const Number* numbers, int64_t bytes, char* out, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; ++i) copy_row(rows + numbers[i] * bytes, out + i * bytes, bytes);
+void copy_numbered(const char* rows, const Number* numbers, int64_t bytes, int64_t stride, char* out, int64_t begin,
+                   int64_t end) {
+  for (int64_t i = begin; i < end; ++i) copy_row(rows + numbers[i] * stride, out + i * stride, bytes);
 }
 
-void copy_rows(const char* rows, const void* numbers, bool wide, int64_t bytes, char* out, int64_t begin, int64_t end) {
-  if (wide) copy_numbered(rows, static_cast<const int64_t*>(numbers), bytes, out, begin, end);
-  else copy_numbered(rows, static_cast<const int32_t*>(numbers), bytes, out, begin, end);
+void copy_rows(const char* rows, const void* numbers, bool wide, int64_t bytes, int64_t stride, char* out,
+               int64_t begin, int64_t end) {
+  if (wide) copy_numbered(rows, static_cast<const int64_t*>(numbers), bytes, stride, out, begin, end);
+  else copy_numbered(rows, static_cast<const int32_t*>(numbers), bytes, stride, out, begin, end);
 }
 
 // Registers that a sum is kept in, and rows that are asked for ahead of time.
 constexpr int kRegisters = 4;
 constexpr int64_t kAhead = 8;
 
-RK_HOST_DEVICE const float* row_of(const float* rows, const int64_t* order, int64_t i, int64_t columns) {
-  return rows + (order ? order[i] : i) * columns;
+RK_HOST_DEVICE const float* row_of(const float* rows, const int64_t* order, int64_t i, int64_t stride) {
+  return rows + (order ? order[i] : i) * stride;
 }
 
 // kVecs registers' columns of all rows.
 template <int kVecs>
-RK_HOST_DEVICE void sum_columns(const float* rows, const int64_t* order, int64_t count, int64_t columns, float* out) {
+RK_HOST_DEVICE void sum_columns(const float* rows, const int64_t* order, int64_t count, int64_t stride, float* out) {
   constexpr int W = Vec::kWidth;
   Vec sum[kVecs];
-  const float* first = row_of(rows, order, 0, columns);
+  const float* first = row_of(rows, order, 0, stride);
   for (int k = 0; k < kVecs; ++k) sum[k] = Vec::load(first + k * W);
   for (int64_t i = 1; i < count; ++i) {
-    if (order && i + kAhead < count) prefetch_bytes(rows + order[i + kAhead] * columns, kVecs * W * 4);
-    const float* row = row_of(rows, order, i, columns);
+    if (order && i + kAhead < count) prefetch_bytes(rows + order[i + kAhead] * stride, kVecs * W * 4);
+    const float* row = row_of(rows, order, i, stride);
     for (int k = 0; k < kVecs; ++k) sum[k] = sum[k] + Vec::load(row + k * W);
   }
   for (int k = 0; k < kVecs; ++k) sum[k].store(out + k * W);
 }
 
-RK_HOST_DEVICE void sum_last_columns(const float* rows, const int64_t* order, int64_t count, int64_t columns,
-                                     float* out, int rest) {
-  Vec sum = Vec::load_partial(row_of(rows, order, 0, columns), rest);
-  for (int64_t i = 1; i < count; ++i) sum = sum + Vec::load_partial(row_of(rows, order, i, columns), rest);
+RK_HOST_DEVICE void sum_last_columns(const float* rows, const int64_t* order, int64_t count, int64_t stride, float* out,
+                                     int rest) {
+  Vec sum = Vec::load_partial(row_of(rows, order, 0, stride), rest);
+  for (int64_t i = 1; i < count; ++i) sum = sum + Vec::load_partial(row_of(rows, order, i, stride), rest);
   sum.store_partial(out, rest);
 }
 
-void sum_rows(const float* rows, const int64_t* order, int64_t count, int64_t columns, float* out) {
+void sum_rows(const float* rows, const int64_t* order, int64_t count, int64_t columns, int64_t stride, float* out) {
   constexpr int W = Vec::kWidth;
   int64_t c = 0;
   for (; c + kRegisters * W <= columns; c += kRegisters * W)
-    sum_columns<kRegisters>(rows + c, order, count, columns, out + c);
-  for (; c + W <= columns; c += W) sum_columns<1>(rows + c, order, count, columns, out + c);
-  if (c < columns) sum_last_columns(rows + c, order, count, columns, out + c, static_cast<int>(columns - c));
+    sum_columns<kRegisters>(rows + c, order, count, stride, out + c);
+  for (; c + W <= columns; c += W) sum_columns<1>(rows + c, order, count, stride, out + c);
+  if (c < columns) sum_last_columns(rows + c, order, count, stride, out + c, static_cast<int>(columns - c));
 }
 
 }  // namespace

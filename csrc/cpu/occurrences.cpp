@@ -137,8 +137,9 @@ class TableSorter {
     auto* starts = reinterpret_cast<int64_t*>(other);  // one more than there are entries
     runs.feature = &first;
     runs.starts = starts;
-    // Where every bag has a row of the gradient of its own, bags are counted from the first of all.
-    runs.first_bag = in_.bags.starts ? 0 : in_.bags.first_bag(first.number);
+    runs.first_bag = in_.bags.first_bag(first.number);
+    runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
+    runs.first_row = in_.bags.output_row(runs.first_bag, first.number);
     for (int64_t place = table.first; place < table.last; ++place)
       runs.multiplied = runs.multiplied || feature(place).combine == Combine::kMult;
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);

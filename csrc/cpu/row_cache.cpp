@@ -33,14 +33,15 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor&
               const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
               int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
               const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+              const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
               const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
               const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
               int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
               const std::string& bounds_check) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const OptionalTensor none;
   // The weights are not read: any table fits.
@@ -60,15 +61,16 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
            const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
            int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
            const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
+           const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
            const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
            const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
            int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
            const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
            const OptionalTensor& table_ids, int64_t first_slot, std::optional<int64_t> num_slots) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const int64_t one = 1, no_ids = 0;
   const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);

@@ -1,5 +1,6 @@
 // embedding_bag on the GPU: forward (kernels in embedding_bag_pool.cu) and the gradient of per_sample_weights.
 #include "cuda/embedding_bag_pool.cuh"
+#include "cuda/shared_rows.cuh"
 #include "ops/row_cache.h"
 
 namespace rec_kernels {
@@ -55,7 +56,9 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
                                    cudaStream_t stream) {
   Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_status(in, weights.numel(), false, in.values, stream);
+  const SharedRows shared(in, output.mutable_data_ptr(), type, status.mutable_data_ptr<int64_t>(), stream);
   PoolArgs args = pool_args(weights, in, status);
+  args.bags.row_shifts = shared.row_shifts();
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
   args.cache = cache;
@@ -64,6 +67,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
     else launch_pool(args, in.max_dim, stream);
     if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);
   }
+  shared.expand();
   return {output, status};
 }
 
@@ -80,17 +84,17 @@ std::tuple<Tensor, Tensor> embedding_bag_cuda(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, bool, bool include_last_offset,
-    std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-    const OptionalTensor&, int64_t) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    bool, bool include_last_offset, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor&,
+    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
@@ -107,10 +111,11 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, bool, std::optional<ScalarType> output_dtype) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    bool, std::optional<ScalarType> output_dtype) {
   int64_t start = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
@@ -124,9 +129,9 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(
   check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
-                            format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
-                            combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype, none, none, none, none, none, none, none, 0);
+                            format_of, embedding_dim, bag_starts, inverse, groups, frozen, partition_starts, divisors,
+                            moduli, id_limits, combine, max_parts, multiplies, pooling, padding_idx, bounds_check,
+                            false, true, output_dtype, none, none, none, none, none, none, none, 0);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
@@ -136,21 +141,22 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer, double, double beta1,
-    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype,
-    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
-    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const std::string& optimizer, double, double beta1, double beta2, double weight_decay,
+    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+    const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
                parse_optimizer(optimizer), beta1, beta2);
   read_rounding(values, layout, rounding, seed, table_ids);
@@ -160,10 +166,10 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, weight_offsets, row_offsets, num_embeddings,
                             embedding_dims, output_offsets, mean, output_dim, num_rows, max_embedding_dim, formats,
-                            format_of, embedding_dim, bag_starts, frozen, partition_starts, divisors, moduli, id_limits,
-                            combine, max_parts, multiplies, pooling, padding_idx, bounds_check, false, true,
-                            output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets,
-                            cache_set_starts, cache_ways);
+                            format_of, embedding_dim, bag_starts, inverse, groups, frozen, partition_starts, divisors,
+                            moduli, id_limits, combine, max_parts, multiplies, pooling, padding_idx, bounds_check,
+                            false, true, output_dtype, cache_rows, cache_offsets, cache_slots, cache_tags, cache_marks,
+                            cache_sets, cache_set_starts, cache_ways);
 }
 
 Tensor per_sample_weights_gradient(
@@ -172,15 +178,15 @@ Tensor per_sample_weights_gradient(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
@@ -189,7 +195,11 @@ Tensor per_sample_weights_gradient(
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = torch::stable::new_zeros(values, {&in.bags.num_ids, 1}, ScalarType::Float);
   Tensor status = new_status(in, weights.numel(), false, values, device.stream());
+  const SharedRows shared(in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(),
+                          device.stream());
+  shared.sum();
   PoolArgs args = pool_args(weights, in, status);
+  args.bags.row_shifts = shared.row_shifts();
   args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values);
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {

@@ -144,9 +144,10 @@ struct BagInput {
   Bags bags;
   BagOptions options;
   int64_t num_features, num_parts, output_dim;
-  int64_t max_dim, num_rows;  // widest row; above every linear row number
-  bool any_mean;              // or the features' own say is not known to the host
-  bool multiplies;            // whether a feature multiplies rows of its parts
+  OptionalTensor inverse, groups;  // [G, B] and [F], or none: bags are not shared
+  int64_t max_dim, num_rows;       // widest row; above every linear row number
+  bool any_mean;                   // or the features' own say is not known to the host
+  bool multiplies;                 // whether a feature multiplies rows of its parts
 };
 
 // `rows` and `columns` describe the single table of a call without a layout.

@@ -3,6 +3,7 @@
 #include "core/device_algorithms.h"
 #include "cuda/elementwise_target.cuh"
 #include "cuda/row_cache.cuh"
+#include "cuda/shared_rows.cuh"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
 
@@ -191,20 +192,13 @@ int64_t floats_of(const std::vector<int64_t>& shape) {
   return floats;
 }
 
-}  // namespace
-
-Tensor dense_gradient(const BagInput& in, const Tensor& grad, const std::vector<int64_t>& weights_shape,
-                      const OptionalTensor& weights, cudaStream_t stream) {
-  const Tensor status = new_status(in, floats_of(weights_shape), true, grad, stream);
-  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
-  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
-             stream);
-  return out;
+// The gradients of the bags that samples share, where the input then says that they are.
+SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cudaStream_t stream) {
+  SharedRows shared(*in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
+  shared.sum();
+  in->bags.row_shifts = shared.row_shifts();
+  return shared;
 }
-
-namespace {
 
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
                       const Tensor& offsets, const OptionalTensor& per_sample_weights,
@@ -213,23 +207,31 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
                       const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
                       int64_t num_rows, int64_t max_embedding_dim,
                       const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
+                      const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
                       const OptionalTensor& partition_starts, const OptionalTensor& divisors,
                       const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
                       int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
                       int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
-  const BagInput in =
-      read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
+  const cudaStream_t stream = device.stream();
+  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  return dense_gradient(in, as_contiguous(grad_in), weights_shape, weights, device.stream());
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
+  const SharedRows shared = sum_shared(grad, status, &in, stream);
+  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
+  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
+             stream);
+  return out;
 }
 
 // Columns of each run, and behind the last run nothing.
@@ -262,28 +264,30 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(
     const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
     const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const OptionalTensor& weights) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
-  const BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
+  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
+  const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, weights, nullptr, {});
   // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
   int64_t bad = 0, num_runs = 0, floats = 0;
   copy_to_host(&bad, status.const_data_ptr<int64_t>(), sizeof bad, stream);
-  check_value(bad >= 0, "the layout or the offsets are not valid");
+  check_value(bad >= 0, "the layout, the offsets or inverse are not valid");
   const int64_t most = o.runs.most_runs;
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
   launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, dims.mutable_data_ptr<int64_t>());
@@ -317,22 +321,23 @@ void backward_fused(
     const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
     int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
     const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& frozen, const OptionalTensor& partition_starts,
-    const OptionalTensor& divisors, const OptionalTensor& moduli, const OptionalTensor& id_limits,
-    const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-    int64_t padding_idx, const std::string& bounds_check, const std::string& optimizer_name, double eps, double beta1,
-    double beta2, double weight_decay, const std::string& weight_decay_mode, std::optional<double> clip_grad_value,
-    std::optional<double> clip_grad_norm, const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq,
-    const OptionalTensor& beta_powers, const OptionalTensor& moment_offsets, const std::string& rounding,
-    const OptionalTensor& seed, const OptionalTensor& table_ids, const OptionalTensor& status,
-    const OptionalTensor& grad_scale, const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
-    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
+    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
+    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
+    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
+    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
+    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
+    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
+    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
+    const OptionalTensor& found_inf, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+    const OptionalTensor& cache_slots, const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
+    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts,
+    int64_t cache_ways) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
@@ -357,6 +362,7 @@ void backward_fused(
       layout, in, values);
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
   check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
+  const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
   const SumArgs args = sum_args(in, o, grad, weights, scale, skip);

@@ -19,7 +19,7 @@ struct Runs {
   const uint32_t* payloads;   // of each entry: its bag; or its id's position << part_bits, and behind it, its part
   const uint32_t* bag_of;     // of a position; null: the payload is the bag
   const float* coefficients;  // of a position; null: 1
-  const int64_t* places;      // where a payload's part begins in the gradient; null: its bag tells
+  const int64_t* places;      // where a payload's columns begin in the gradient; null: its bag tells
   const int64_t* starts;      // run r is entries [starts[r], starts[r + 1])
   const int64_t* num_runs;
   const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
@@ -188,11 +188,6 @@ struct SortedOccurrences {
 
 // Bad ids and offsets are noted in `status`.
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream);
-
-// The gradient of a call's weights, of their shape; `weights` themselves are only needed where rows are multiplied.
-// What is bad is left out.
-Tensor dense_gradient(const BagInput& in, const Tensor& grad, const std::vector<int64_t>& weights_shape,
-                      const OptionalTensor& weights, cudaStream_t stream);
 
 // The chunk sums of the multiplied tables of one format: gradients times the rows of the other parts. All of them come
 // before any row is updated.

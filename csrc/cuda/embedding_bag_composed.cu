@@ -128,17 +128,16 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
     const PartsOfColumns parts{part, count, how == Combine::kMult};
     const Feature f = a.features[part];
-    const int64_t D = f.embedding_dim, row = a.bags.output_row(bag, feature) * a.output_dim;
+    const int64_t D = f.embedding_dim, out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = all_aligned<Format>(a, parts, D);
     for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
       const bool report = number == 0 && column == 0;  // once for an id
-      const int64_t out = row + f.output_offset;
       if (!aligned) pool_columns<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
       else if (count == 1) pool_columns<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
       else pool_columns<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
     }
-    if (part + count == behind) store_zeros_behind(a, row, f.output_offset + D, group);
+    if (part + count == behind) store_zeros_behind(a, bag, f.output_offset + D, group);
   }
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "cuda/embedding_bag.cuh"
+#include "cuda/jagged.cuh"
 #include "formats/format_list.h"
 
 namespace rec_kernels {
@@ -127,6 +127,15 @@ struct StartArgs {
   int64_t* status;
 };
 
+// Whether a feature has as many bags as its group has, or, in none, as there are samples.
+__device__ bool shares_well(const Bags& bags, int64_t feature) {
+  const int64_t group = bags.groups[feature], count = bags.starts[feature + 1] - bags.starts[feature];
+  if (group < 0) return count == bags.batch;
+  int64_t first = 0;
+  while (bags.groups[first] != group) ++first;
+  return count <= bags.batch && count == bags.starts[first + 1] - bags.starts[first];
+}
+
 // Where every feature's bags start, and its parts.
 __device__ void check_starts(const StartArgs& a) {
   const Bags& bags = a.bags;
@@ -136,6 +145,8 @@ __device__ void check_starts(const StartArgs& a) {
         (i == bags.num_features && bags.starts[i] != bags.num_bags))
       note_bad(a.status, kBadLayout);
   }
+  for (int64_t f = threadIdx.x; bags.groups && f < bags.num_features; f += blockDim.x)
+    if (!shares_well(bags, f)) note_bad(a.status, kBadLayout);
   for (int64_t i = threadIdx.x; bags.part_starts && i <= bags.num_features; i += blockDim.x) {
     const int64_t start = bags.part_starts[i], before = i > 0 ? bags.part_starts[i - 1] : -1;
     if (start <= before || (i == 0 ? start != 0 : start - before > a.features.most_parts) ||
@@ -194,7 +205,7 @@ __device__ int64_t first_column(const StartArgs& a, int64_t i, const Feature& f)
     const bool same_table = features.row_offsets[j] == f.row_offset && f.num_embeddings != 0;
     if ((!apart && !same_shape) || same_table) note_bad(a.status, kBadLayout);
   }
-  if (i == first && (i == 0 || a.bags.starts)) return 0;
+  if (i == first && (i == 0 || a.bags.have_own_rows())) return 0;
   if (i > first && !apart) return features.output_offsets[i - 1];
   return features.output_offsets[i - 1] + features.embedding_dims[i - 1];
 }
@@ -210,7 +221,7 @@ __device__ void check_part(const StartArgs& a, int64_t i) {
   const bool inside = sizes && features.weight_offsets[i] >= 0 && features.weight_offsets[i] <= a.weights &&
                       f.num_embeddings <= (a.weights * features.element_bytes - f.weight_offset) / f.row_bytes;
   const int64_t width = f.output_offset + f.embedding_dim;
-  const bool last = a.bags.starts ? width <= a.output_dim : i < a.num_parts - 1 || width == a.output_dim;
+  const bool last = a.bags.have_own_rows() ? width <= a.output_dim : i < a.num_parts - 1 || width == a.output_dim;
   bool apart = true;
   for (int64_t j = 0; a.updates && j < i; ++j)
     apart = apart && share_all_or_nothing(f, read_feature(features, j, a.max_dim), a.moments.count >= 0,
@@ -273,6 +284,8 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
               features,
               count_parts(layout, features),
               0,
+              as_contiguous(layout.inverse),
+              std::nullopt,
               0,
               0,
               options.mean || layout.mean,
@@ -290,6 +303,10 @@ BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
     in.num_rows = rows;
   }
   in.bags = read_bags(in.values, in.offsets, in.per_sample_weights, options, layout, features, include_last_offset);
+  if (layout.groups) {
+    in.groups = to_gpu(*layout.groups, in.values, stream);
+    in.bags.groups = in.groups->const_data_ptr<int64_t>();
+  }
   return in;
 }
 

@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 3 : 1) pool_kernel(Po
       if (aligned) pool_columns<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
       else pool_columns<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
     }
-    store_zeros_behind(a, out, f.embedding_dim, group);
+    store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }
 

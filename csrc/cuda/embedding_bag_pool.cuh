@@ -56,11 +56,12 @@ __device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t 
   return c < D ? ColumnReader<Format>(row, D, aligned).read(c) : Vec4{};
 }
 
-// Zeros for the columns from `used` on of a row of the output that is a bag's alone, and starts at element `row`.
+// Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.
 template <int G>
-__device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t row, int64_t used,
+__device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t bag, int64_t used,
                                                    const Group<G>& group) {
-  for (int64_t c = used + group.lane; a.bags.starts && c < a.output_dim; c += G) store_output(a, row + c, 0, 1, Vec4{});
+  if (!a.bags.have_own_rows()) return;
+  for (int64_t c = used + group.lane; c < a.output_dim; c += G) store_output(a, bag * a.output_dim + c, 0, 1, Vec4{});
 }
 
 // How many ids of a bag count.

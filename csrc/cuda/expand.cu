@@ -1,11 +1,11 @@
 // expand: out[b, :] = x[inverse[b], :]. Bytes moved: a row read and written per number; each thread copies a word of
-// 16 bytes where rows are aligned, neighbours neighbouring ones, so that no lane idles at any D. Its backward is that
-// of embedding_bag with bags of one id.
+// 16 bytes where rows are aligned, neighbours neighbouring ones, so that no lane idles at any D. Its backward sums
+// rows by number.
 #include <algorithm>
 
 #include "core/division.h"
-#include "cuda/embedding_bag_backward.cuh"
 #include "cuda/jagged.cuh"
+#include "cuda/row_sums.cuh"
 #include "ops/expand.h"
 
 namespace rec_kernels {
@@ -57,31 +57,16 @@ std::tuple<Tensor, Tensor> expand_cuda(const Tensor& x_in, const Tensor& inverse
   return {out, status};
 }
 
-__global__ void __launch_bounds__(kThreads) number_kernel(int64_t* out, int64_t count) {
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) out[i] = i;
-}
-
-// A lookup in one table, each of whose bags has one id.
-BagInput bags_of_one(const Tensor& values, int64_t rows, int64_t columns, cudaStream_t stream) {
-  const int64_t count = values.size(0);
-  const Tensor offsets = new_tensor(values, {count + 1}, ScalarType::Long);
-  launch(number_kernel, blocks_for(count + 1, 1), dim3(kThreads), 0, stream, offsets.mutable_data_ptr<int64_t>(),
-         count + 1);
-  const OptionalTensor none;
-  const std::optional<std::vector<std::string>> floats;
-  const TableLayout layout{none, none, none, none, none, none, 0,    0,    0, floats,      none,
-                           0,    none, none, none, none, none, none, none, 0, std::nullopt};
-  return read_bags(values, offsets, std::nullopt, layout, BagOptions{false, -1, true, false}, rows, columns, true,
-                   stream);
-}
-
 Tensor expand_backward_cuda(const Tensor& grad, const Tensor& inverse, int64_t rows) {
   check_expand_backward(grad, inverse, rows);
   const OnDeviceOf device(grad);
   const int64_t columns = grad.size(1);
-  if (rows * columns == 0) return new_tensor(grad, {rows, columns}, ScalarType::Float);
-  const BagInput in = bags_of_one(inverse, rows, columns, device.stream());
-  return dense_gradient(in, as_contiguous(grad), {rows, columns}, std::nullopt, device.stream());
+  Tensor out = new_tensor(grad, {rows, columns}, ScalarType::Float);
+  const Tensor rows_of_grad = as_contiguous(grad), numbers = as_contiguous(inverse);
+  sum_rows({Integers(numbers), 1, grad.size(0), rows, nullptr},
+           {rows_of_grad.const_data_ptr<float>(), columns, nullptr, out.mutable_data_ptr<float>()}, grad,
+           device.stream());
+  return out;
 }
 
 }  // namespace

@@ -49,14 +49,18 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
-    const Feature f = a.features[a.bags.feature_of(bag)];
+    const int64_t feature = a.bags.feature_of(bag);
+    const Feature f = a.features[feature];
+    const int64_t place = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
       const int64_t id = a.bags.id(i);
       if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
       a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
-      a.payloads[i] = static_cast<uint32_t>(a.coefficients ? i : bag);
+      const int64_t payload = a.coefficients ? i : bag;
+      a.payloads[i] = static_cast<uint32_t>(payload);
+      if (a.places) a.places[payload] = place;
       if (!a.coefficients) continue;
       a.bag_of[i] = static_cast<uint32_t>(bag);
       a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
@@ -184,7 +188,9 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   auto* payloads = memory.make<uint32_t>(N);
   auto* bag_of = weighted || in.features.parts ? memory.make<uint32_t>(ids) : nullptr;
   auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
-  auto* places = in.features.parts ? memory.make<int64_t>(ids << in.features.part_bits) : nullptr;
+  int64_t* places = nullptr;
+  if (in.features.parts) places = memory.make<int64_t>(ids << in.features.part_bits);
+  else if (in.groups) places = memory.make<int64_t>(weighted ? ids : in.bags.num_bags);
   auto* sorted_keys = memory.make<uint64_t>(N);
   auto* sorted_payloads = memory.make<uint32_t>(N);
   auto* flags = memory.make<uint32_t>(N + 1);

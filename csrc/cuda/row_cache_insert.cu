@@ -319,7 +319,8 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
               const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
               int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
               const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& frozen,
+              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
+              const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
               const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
               const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
               std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
@@ -327,9 +328,9 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
               const OptionalTensor& table_ids, const std::string& policy, const OptionalTensor& cache_counts,
               const OptionalTensor& row_counts, const OptionalTensor& cache_stats, int64_t decay_every) {
   const TableLayout layout{
-      weight_offsets,   row_offsets,       num_embeddings, embedding_dims, output_offsets, mean,       output_dim,
-      num_rows,         max_embedding_dim, formats,        format_of,      embedding_dim,  bag_starts, frozen,
-      partition_starts, divisors,          moduli,         id_limits,      combine,        max_parts,  multiplies};
+      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
+      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
+      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const bool lfu = parse_policy(policy);
   check_weights(weights, values, layout);

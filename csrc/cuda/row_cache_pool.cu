@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_cached_ke
                           columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)};
     for (int64_t column = 0; column < f.embedding_dim; column += kBlocks * 4 * G)
       pool_columns<Format, G, kBlocks>(a, part, f, group, ids, out, column, aligned);
-    store_zeros_behind(a, out, f.embedding_dim, group);
+    store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }
 

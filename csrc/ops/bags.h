@@ -69,9 +69,13 @@ struct Bags {
   int64_t num_offsets;  // stored; the offset after the last stored one is num_ids, as torch has it
   int64_t num_bags;     // F * B, or the last of `starts`
   int64_t num_features;
-  int64_t batch;          // B; unused with `starts`
+  int64_t batch;          // B; unused with `starts` and no `groups`
   const int64_t* starts;  // [F + 1]: feature f has bags [starts[f], starts[f + 1]), each with a row of the output of
                           // its own; or null: every feature has B, and a row of the output is all features' b-th bags
+  const int64_t* groups;  // [F], with `starts`: the group of a feature whose bags samples share, and -1: b-th bags are
+                          // row b, as without `starts`; or null
+  const int64_t* row_shifts;  // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
+                              // in memory that is as many rows away (cpu/shared_rows.h)
   const int64_t* part_starts;  // [F + 1]: feature f's parts are features[part_starts[f]] up to [part_starts[f + 1]];
                                // null: one each
   int64_t padding_idx;         // -1: none
@@ -102,9 +106,14 @@ struct Bags {
     }
     return low;
   }
+  // Whether every bag has a row of the output to itself.
+  RK_HOST_DEVICE bool have_own_rows() const { return starts && !groups; }
   // Rows of the output, and which is a bag's of this feature.
-  RK_HOST_DEVICE int64_t output_rows() const { return starts ? num_bags : batch; }
-  RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const { return starts ? bag : bag - feature * batch; }
+  RK_HOST_DEVICE int64_t output_rows() const { return have_own_rows() ? num_bags : batch; }
+  RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
+    if (!starts) return bag - feature * batch;
+    return row_shifts ? bag + row_shifts[feature] : bag;
+  }
   // Whether every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
   template <bool kByOne>
   RK_HOST_DEVICE bool offsets_rise(int64_t begin, int64_t end) const {

@@ -32,6 +32,22 @@ int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor&
   return features;
 }
 
+void check_groups(const TableLayout& layout, int64_t features, const Tensor& values) {
+  check_value(layout.inverse.has_value() == layout.groups.has_value(), "inverse and groups must be given together");
+  if (!layout.inverse) return;
+  check_value(layout.bag_starts.has_value(), "bag_starts is missing: inverse and groups mean nothing without it");
+  const Tensor& inverse = *layout.inverse;
+  check_rank(inverse, 2, "inverse");
+  check_dtype(inverse, ScalarType::Long, "inverse");
+  check_same_device(inverse, values, "inverse", "values");
+  const std::vector<int64_t>& groups = *layout.groups;
+  check_value(static_cast<int64_t>(groups.size()) == features, "groups must have an element for each of the ", features,
+              " features, got ", groups.size());
+  for (size_t f = 0; f < groups.size(); ++f)
+    check_value(groups[f] >= -1 && groups[f] < inverse.size(0), "groups[", f, "] = ", groups[f], " must be in [0, ",
+                inverse.size(0), "), the rows of inverse, or -1");
+}
+
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
 
 // `per_element`: state that may be bfloat16.
@@ -61,7 +77,9 @@ std::string layout_schema() {
   return "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
          "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
          "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? frozen=None, Tensor? partition_starts=None, "
+         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, Tensor? "
+         "frozen=None, "
+         "Tensor? partition_starts=None, "
          "Tensor? divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, "
          "bool? multiplies=None, str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
 }
@@ -118,9 +136,9 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   }
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
-                    !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.frozen &&
-                    !layout.partition_starts && layout.max_parts == 0 && !layout.multiplies && layout.output_dim == 0 &&
-                    layout.num_rows == 0 && layout.max_embedding_dim == 0,
+                    !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.inverse && !layout.groups &&
+                    !layout.frozen && !layout.partition_starts && layout.max_parts == 0 && !layout.multiplies &&
+                    layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
   }
@@ -134,6 +152,7 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
   if (layout.format_of) check_layout_tensor(layout.format_of, parts, values, "format_of", ScalarType::Long);
   if (layout.frozen) check_layout_tensor(layout.frozen, features, values, "frozen", ScalarType::Bool);
+  check_groups(layout, features, values);
   if (layout.bag_starts) {
     check_layout_tensor(layout.bag_starts, features + 1, values, "bag_starts", ScalarType::Long);
     return features;
@@ -155,9 +174,11 @@ Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor
   b.num_offsets = offsets.numel();
   b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
   b.num_features = features;
-  b.batch = features ? b.num_bags / features : 0;
+  b.batch = layout.inverse ? layout.inverse->size(1) : features ? b.num_bags / features : 0;
   const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<int64_t>() : nullptr; };
   b.starts = pointer(layout.bag_starts);
+  b.groups = nullptr;
+  b.row_shifts = nullptr;
   b.part_starts = pointer(layout.partition_starts);
   b.padding_idx = options.padding_idx;
   b.ids64 = values.scalar_type() == ScalarType::Long;

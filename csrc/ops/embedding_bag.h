@@ -27,16 +27,21 @@
 // feature or part before. Every element is written; an empty bag gives zeros. With bag_starts [F + 1], features have
 // batch sizes of their own: bags bag_starts[f] up to bag_starts[f + 1] are f's, the output has a row for each bag,
 // [bag_starts[F], output_dim], output_dim being the most columns of a feature or more; the columns of every feature
-// start at 0, and those behind them are zeros. Sums are FP32, in ascending position: acc + v, or fmaf(weight, v, acc);
-// `mean` divides once by n, the number of ids that count. They may be rounded to half precision at the end.
+// start at 0, and those behind them are zeros. With inverse [G, B] and groups [F], too, bags are shared by samples: the
+// output is [B, output_dim] with columns as without bag_starts, and in the columns of a feature of group g >= 0, row b
+// is what its bag inverse[g, b] gives; the features of a group have one number of bags, at most B. A feature in no
+// group, groups[f] == -1, has B bags. An inverse out of range is an IndexError on the CPU; on a GPU zeros, noted in the
+// status as kBadLayout + 1 + the number of offsets + its place in `inverse`. Sums are FP32, in ascending position: acc
+// + v, or fmaf(weight, v, acc); `mean` divides once by n, the number of ids that count. They may be rounded to half
+// precision at the end.
 //
 // Bounds. "error": IndexError names the first bad id by feature and bag, and nothing is changed. "ignore": bad ids are
 // left out and counted. "none": no check. `status` is int64 [2]: the smallest bad position in `values` (INT64_MAX when
 // there is none), and how many ids were left out for being out of range. Offsets are always checked.
 //
 // Gradients: of weights and per_sample_weights, from FP32 gradients of the output. Occurrences of a row are summed in
-// chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule. Not differentiable in values and
-// offsets.
+// chunks of 64 in the order (feature, bag, position); docs/numerics.md has the rule. The gradient of a shared bag is
+// the sum of its samples', in ascending order and such chunks. Not differentiable in values and offsets.
 #pragma once
 
 #include <vector>
@@ -68,6 +73,8 @@ struct TableLayout {
   const OptionalTensor& format_of;
   int64_t embedding_dim;  // of the rows of one table without a layout, whose weights are bytes; else 0
   const OptionalTensor& bag_starts;
+  const OptionalTensor& inverse;
+  const std::optional<std::vector<int64_t>>& groups;
   const OptionalTensor& frozen;
   const OptionalTensor& partition_starts;
   const OptionalTensor& divisors;

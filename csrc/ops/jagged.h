@@ -22,6 +22,7 @@ struct Integers {
   const void* data;
   bool wide;
 
+  explicit Integers(const int64_t* numbers) : data(numbers), wide(true) {}
   explicit Integers(const Tensor& t) : data(t.const_data_ptr()), wide(t.scalar_type() == ScalarType::Long) {}
   RK_HOST_DEVICE int64_t operator[](int64_t i) const {
     return wide ? static_cast<const int64_t*>(data)[i] : static_cast<const int32_t*>(data)[i];

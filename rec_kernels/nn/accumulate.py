@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.nn.shared_bags import SharedBags
+from rec_kernels.nn.shared_bags import join as join_shared
+
 
 class Lookup(NamedTuple):
     """What an update needs to know of a micro-batch.
@@ -18,7 +21,8 @@ class Lookup(NamedTuple):
             int64, each on its own.
         status: [2] int64, what the lookup reported: its first element is below the largest int64 if an id was out of
             range. The update is skipped then, on devices where the lookup itself cannot raise in time.
-        bag_starts: [F + 1] where every bag has a row of the output, and of grad, of its own; or None.
+        bag_starts: [F + 1] where features have batch sizes of their own, and every bag a row of the output and of
+            grad; or None. shared: which bags the rows have instead, or None.
     """
 
     grad: Tensor
@@ -27,6 +31,7 @@ class Lookup(NamedTuple):
     weights: Tensor | None
     status: Tensor
     bag_starts: Tensor | None = None
+    shared: SharedBags | None = None
 
 
 class Pending:
@@ -60,26 +65,31 @@ class Pending:
                 "this lookup was made in an accumulate() block that has ended, so its backward cannot be part of the "
                 "update any more: call backward() inside the block"
             )
-        self.lookups.append(Lookup(*(t if t is None else t.detach().clone() for t in lookup)))
+        tensors, shared = (None if t is None else t.detach().clone() for t in lookup[:-1]), lookup.shared
+        if shared is not None:
+            shared = shared._replace(inverse=shared.inverse.clone())
+        self.lookups.append(Lookup(*tensors, shared))
 
     @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
-    def record(self, pooled: Tensor, *bags: Tensor | None) -> Tensor:
+    def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
 
         Args:
-            pooled: the lookup's output.
+            pooled: the lookup's output. shared: as in ``Lookup``.
             bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
-        return _Recorded.apply(pooled, self._token, self, *bags)
+        return _Recorded.apply(pooled, self._token, self, shared, *bags)
 
 
 class _Recorded(torch.autograd.Function):
     """Identity; the backward notes the gradient, and hands it on for the sake of per-sample weights."""
 
     @staticmethod
-    def forward(ctx, pooled: Tensor, token: Tensor, pending: Pending, *bags: Tensor | None) -> Tensor:
+    def forward(
+        ctx, pooled: Tensor, token: Tensor, pending: Pending, shared: SharedBags | None, *bags: Tensor | None
+    ) -> Tensor:
         ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
-        ctx.pending = pending
+        ctx.pending, ctx.shared = pending, shared
         ctx.save_for_backward(*bags)
         return pooled
 
@@ -87,8 +97,8 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
-        ctx.pending.add(Lookup(grad.float(), *saved))
-        return grad, None, None, *[None] * len(saved)
+        ctx.pending.add(Lookup(grad.float(), *saved, ctx.shared))
+        return grad, None, None, None, *[None] * len(saved)
 
 
 def _refuse_earlier_lookup(_) -> None:
@@ -109,16 +119,16 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
         changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does.
 
     Raises:
-        RuntimeError: only some have ``bag_starts``.
+        RuntimeError: only some have ``bag_starts``, or not all ``shared`` with the same groups.
     """
     status = torch.stack([lookup.status for lookup in lookups]).amin(0)
     lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
     if len(lookups) == 1:
         return lookups[0]._replace(status=status)
-    if len({lookup.bag_starts is None for lookup in lookups}) > 1:
+    if len({_kind(lookup) for lookup in lookups}) > 1:
         raise RuntimeError(
-            "the lookups of an accumulate() block must be of one kind: some are of a batch, and some of features with "
-            "batch sizes of their own"
+            "the lookups of an accumulate() block must be of one kind: of batches, of features with batch sizes of "
+            "their own, or of distinct bags with the same groups"
         )
     bags = [_bags_of_features(lookup, num_features) for lookup in lookups]
     bounds = [lookup.offsets[torch.tensor(b)].tolist() for lookup, b in zip(lookups, bags, strict=True)]
@@ -134,12 +144,16 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
         weights = by_feature(ones, bounds)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     values, starts = by_feature([x.values for x in lookups], bounds), None
-    if lookups[0].bag_starts is None:
-        grad = torch.cat([x.grad for x in lookups])
-    else:
-        grad = by_feature([x.grad for x in lookups], bags)
+    own_rows = lookups[0].bag_starts is not None and lookups[0].shared is None
+    grad = by_feature([x.grad for x in lookups], bags) if own_rows else torch.cat([x.grad for x in lookups])
+    if lookups[0].bag_starts is not None:
         starts = torch.stack([x.bag_starts for x in lookups]).sum(0)
-    return Lookup(grad, values, offsets, weights, status, starts)
+    shared = None if lookups[0].shared is None else join_shared([x.shared for x in lookups])
+    return Lookup(grad, values, offsets, weights, status, starts, shared)
+
+
+def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
+    return lookup.bag_starts is None, None if lookup.shared is None else tuple(lookup.shared.groups)
 
 
 def _bags_of_features(lookup: Lookup, num_features: int) -> list[int]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.shared_bags import SharedBags
 
 # The first element of a lookup's ``status``: the smallest bad position. Of ids, their position in ``values``; of
-# ``offsets[i]``, BAD_LAYOUT + 1 + i.
+# ``offsets[i]``, BAD_LAYOUT + 1 + i; of ``inverse``, behind as many of these as there are offsets.
 NOTHING_BAD = torch.iinfo(torch.int64).max
 BAD_LAYOUT = torch.iinfo(torch.int64).min
 
@@ -37,66 +38,14 @@ def _copied(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
 
-class Expansion(NamedTuple):
-    """Rows of a batch that come from those of distinct bags.
-
-    Args:
-        places: [F, B] int64: which bag of its feature each row of the batch has.
-        sizes: how many bags each of the features has.
-        keys: their names.
-        groups: numbers that are the same for features with the same places; None: the batch's bags are as they are.
-    """
-
-    places: Tensor
-    sizes: list[int]
-    keys: list[str]
-    groups: list[int | None]
-
-    def is_good(self) -> Tensor:
-        """[F, B]: whether the feature has such a bag."""
-        sizes = torch.tensor(self.sizes, device=self.places.device)[:, None]
-        return (self.places >= 0) & (self.places < sizes)
-
-    def index(self) -> Tensor:
-        """[B * F], row after row of the batch: numbers of bags among those of all features.
-
-        Of several features, a place out of range is -1: nothing else tells it from a bag of a neighbour.
-        """
-        if len(self.sizes) == 1:
-            return self.places[0]
-        starts = torch.tensor([0, *self.sizes[:-1]], device=self.places.device).cumsum(0)[:, None]
-        return torch.where(self.is_good(), self.places + starts, -1).t().reshape(-1)
-
-    def of_feature(self, f: int) -> Expansion:
-        """That of one feature, among the bags of its own."""
-        return Expansion(*(x[f : f + 1] for x in self))
-
-    def together(self) -> list[list[int]]:
-        """The features of each group."""
-        found: dict[int, list[int]] = {}
-        for f, group in enumerate(self.groups):
-            if group is not None:
-                found.setdefault(group, []).append(f)
-        return list(found.values())
-
-    def message(self, f: int, row: int) -> str | None:
-        """What is wrong with a place; None: nothing."""
-        place, size = int(self.places[f, row]), self.sizes[f]
-        if 0 <= place < size:
-            return None
-        return (
-            f"inverse_indices of {self.keys[f]!r} have {place} at row {row}: they must be in [0, {size}), the "
-            "feature's bags"
-        )
-
-
 class _Lookup(NamedTuple):
     """A lookup whose status is on its way: ``status`` is on the CPU, and valid once ``event`` is done."""
 
     status: Tensor
     event: torch.cuda.Event | None
-    given: SelectedKeys | Expansion
+    given: SelectedKeys | None
     bag_starts: Tensor | None
+    shared: SharedBags | None
 
     def is_done(self, *, wait: bool) -> bool:
         if wait and self.event is not None:
@@ -125,15 +74,17 @@ class Reports:
         self,
         status: Tensor,
         unseen: Tensor,
-        given: SelectedKeys | Expansion,
+        given: SelectedKeys | None,
         bag_starts: Tensor | None = None,
+        shared: SharedBags | None = None,
     ) -> None:
         """Takes up a lookup, after raising what earlier ones have found as far as it has arrived. Never waits.
 
         Args:
             status: [2] int64. unseen: as ``check``'s, of lookups whose status the host does not see.
-            given: the bags, or what the rows of a batch were made of. bag_starts: [F + 1], or None for B bags of each
-                feature. Tensors other than ``status`` are read if there is an error to tell.
+            given: the bags; None: rows were handed out to samples, no bags looked up. bag_starts: [F + 1], or None for
+                B bags of each feature. shared: which of them samples have, or None. Tensors other than ``status`` are
+                read if there is an error to tell.
 
         Raises:
             IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
@@ -144,7 +95,7 @@ class Reports:
         self._raise_arrived(wait=False)
         # torch makes the target of a copy that does not block page-locked, without which it would block.
         host = status.to("cpu", non_blocking=True)
-        self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts))
+        self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts, shared))
 
     def check(self, position: Tensor) -> None:
         """Waits for all lookups and raises the first error that has not been told.
@@ -188,9 +139,8 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
         if lookup.bag_starts is not None:
             wrong = "the offsets where features begin must ascend from 0 to the number of values or bags"
         return ValueError(wrong + _LATER)
-    if isinstance(lookup.given, Expansion):
-        row, f = divmod(position, len(lookup.given.keys))
-        text = lookup.given.message(f, row)
+    if (place := _place_in_inverse(position, lookup)) is not None:
+        text = lookup.shared.message(*place)
         return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
     describe, place = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
     text = describe(place, lookup, num_embeddings)
@@ -198,6 +148,14 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
         name = "values" if position >= 0 else "offsets"
         text = f"{name}[{place}] was not valid; {name} or offsets have been overwritten since"
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
+
+
+def _place_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
+    """Group and sample of a bad number; None: something else is bad."""
+    if lookup.given is None:
+        return 0, position  # of ``expand``, which is given one group's
+    place = position - BAD_LAYOUT - 1 - len(lookup.given.offsets)
+    return divmod(place, lookup.shared.inverse.shape[1]) if lookup.shared and position < 0 <= place else None
 
 
 def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
@@ -242,4 +200,7 @@ def _error_of_unseen(position: int) -> Exception:
     if position == BAD_LAYOUT:
         return ValueError(f"the collection's layout of tables was overwritten {where}")
     i = position - BAD_LAYOUT - 1
-    return ValueError(f"offsets[{i}] was below the offset before it or outside [0, number of values] {where}")
+    return ValueError(
+        f"offsets[{i}] was below the offset before it or outside [0, number of values], or, if there are not so many, "
+        f"an inverse out of range {where}"
+    )

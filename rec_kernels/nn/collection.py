@@ -18,6 +18,7 @@ from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
+from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (
     EmbeddingConfig,
@@ -254,14 +255,14 @@ class TableCollection(CachedTables):
             raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
         return self._fused_optimizer
 
-    def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """The ops' output for bags of all features, in the collection's order; an update is prepared with it.
 
-        Args:
-            given: the bags. bag_starts: [F + 1] int64 where every bag has an output row of its own.
+        ``starts``: [F + 1] where features have batch sizes of their own; without ``shared``, every bag has a row then.
         """
-        bags, layout = (given.values, given.offsets, given.weights), self._layout(bag_starts)
-        cache = {} if self.row_cache is None else self.row_cache.arguments(self._slots((*bags[:2], bag_starts), layout))
+        bags, layout, cache = (given.values, given.offsets, given.weights), self._layout(starts, shared), {}
+        if self.row_cache is not None:
+            cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
         layout |= self._output() | cache
         if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self._stored]
@@ -278,15 +279,15 @@ class TableCollection(CachedTables):
                 self._watch(output)
             else:
                 output, status = _ops.embedding_bag(self._weights, *bags, **layout)
-                output = self._pending.record(output, *bags, status, bag_starts)
+                output = self._pending.record(output, shared, *bags, status, starts)
         if bounds.reports_late(status):
-            self._note(status, given, bag_starts)
+            self._note(status, given, starts, shared)
         if self._file is not None and output.requires_grad:
-            output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], bag_starts))
+            output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], starts))
         return output
 
-    def _note(self, status: Tensor, given: SelectedKeys | bounds.Expansion, bag_starts: Tensor | None = None) -> None:
-        self._reports.add(status, self._bad_position, given, bag_starts)
+    def _note(self, status: Tensor, *what: SelectedKeys | SharedBags | Tensor | None) -> None:
+        self._reports.add(status, self._bad_position, *what)
 
     def freeze(self, *features: str) -> None:
         """From now on, ids of these features give their tables no gradient; outputs stay as they are.
@@ -397,7 +398,11 @@ class TableCollection(CachedTables):
             self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
         with torch.no_grad():
             _ops.embedding_bag_backward_fused_(
-                *self._state(), *lookup[:4], **self._layout(lookup.bag_starts), **options, status=lookup.status
+                *self._state(),
+                *lookup[:4],
+                **self._layout(lookup.bag_starts, lookup.shared),
+                **options,
+                status=lookup.status,
             )
         if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
             torch.autograd.graph.increment_version(self._weights)

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from rec_kernels.nn.bounds import Expansion
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import SelectedKeys, check_keys, has_data, select_keys
+from rec_kernels.nn.shared_bags import SharedBags
 
 
-def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, Expansion | None]:
+def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
     """``keys`` in that order, as ``select_keys`` has them, from bags that may be kept once.
 
     Args:
         features: any of ``rk.KeyedJaggedTensor``, TorchRec's and ``rk.InverseKeyedJaggedTensor``.
 
     Returns:
-        The bags. What makes the whole batch of their rows: for the rows of whole samples, if all features are in one
-        group (the bags have no ``strides`` then); for those of bags otherwise. None where they are the batch's already,
-        or features have batch sizes of their own and nothing says which bags the batch has.
+        The bags, with ``strides`` if features have batch sizes of their own or samples share bags. Which of them the
+        samples have; None where they are the batch's already, or features have batch sizes of their own and nothing
+        says which bags the batch has.
 
     Raises:
         KeyError: a feature is missing. IndexError: inverse indices are out of range (on the CPU).
@@ -31,21 +31,24 @@ def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, Expansion 
     order = [names.index(key) for key in keys]
     if order != list(range(len(names))):
         places = places[order]
-    expansion = Expansion(places.to(given.offsets.device), given.strides, keys, list(range(len(keys))))
-    if has_data(expansion.places) and not (good := expansion.is_good()).all():
-        raise IndexError(expansion.message(*(~good).nonzero()[0].tolist()))
-    return given, expansion
+    shared = SharedBags(places.to(given.offsets.device), list(range(len(keys))), given.strides, keys)
+    if has_data(places) and (bad := shared.first_bad()) is not None:
+        raise IndexError(shared.message(*bad))
+    return given, shared
 
 
-def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[SelectedKeys, Expansion | None]:
+def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
     check_keys(keys, features.keys())
-    groups = features.group_of_keys()
-    used = {groups[key] for key in keys}
-    if used <= {None}:
+    number = features.group_of_keys()
+    groups = [-1 if number[key] is None else number[key] for key in keys]
+    used = set(groups)
+    if used <= {-1}:
         return select_keys(features.rest() if used else features.bags(), keys), None
-    if len(used) > 1:
-        given = select_keys(features.bags(), keys, features.known_offset_per_key())
-        return given, Expansion(features.places(keys), given.strides, keys, [groups[key] for key in keys])
-    group = used.pop()
-    unique = features.unique(group)
-    return select_keys(unique, keys), Expansion(features.inverse(group)[None], [unique.stride()], keys[:1], [group])
+    if len(used) == 1:
+        given = select_keys(features.unique(groups[0]), keys)
+        stride = features.unique(groups[0]).stride()
+        return given._replace(strides=[stride] * len(keys)), SharedBags(
+            features.inverse(groups[0])[None], [0] * len(keys), [stride] * len(keys), keys
+        )
+    given = select_keys(features.bags(), keys, features.known_offset_per_key())
+    return given, SharedBags(features.inverse_of_groups(), groups, given.strides, keys)

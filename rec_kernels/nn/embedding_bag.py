@@ -5,14 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels import _library
 from rec_kernels.nn import bounds
-from rec_kernels.nn.bounds import Expansion
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.distinct import select_distinct
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
+from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection
 
@@ -40,19 +41,16 @@ class PooledLookups:
             bad shapes, dtypes, devices or offsets. RuntimeError: fused tables inside DistributedDataParallel. Nothing
             has changed when one is raised. On a GPU, bad ids and offsets of earlier lookups are raised, see ``check``.
         """
-        given, expansion = select_distinct(features, self.feature_names)
-        if given.strides is not None and expansion is None:
+        given, shared = select_distinct(features, self.feature_names)
+        if shared is not None:
+            pooled = self._of_shared(given, shared)
+        elif given.strides is not None:
             raise ValueError(
                 "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
                 "outputs could be rows of: use by_feature()"
             )
-        pooled = self._lookup(*self._bags_of(given))
-        if given.strides is not None:
-            pooled = self._expand_each(pooled, expansion)
         else:
-            pooled = self._finish(pooled)
-            if expansion is not None:
-                pooled = self._expand(pooled, expansion)
+            pooled = self._finish(self._lookup(given))
         return KeyedTensor(self._output_keys, self._output_dims, pooled)
 
     def by_feature(self, features) -> dict[str, Tensor]:
@@ -62,9 +60,9 @@ class PooledLookups:
         """
         if isinstance(features, InverseKeyedJaggedTensor):
             return self.forward(features).to_dict()
-        given = self._select(features)
-        pooled = self._lookup(*self._bags_of(given))
-        if given.strides is None:
+        given, starts = self._bags_of(self._select(features))
+        pooled = self._lookup(given, starts)
+        if starts is None:
             return KeyedTensor(self._output_keys, self._output_dims, self._finish(pooled)).to_dict()
         return dict(zip(self._output_keys, self._finish_each(pooled, given.strides), strict=True))
 
@@ -99,34 +97,49 @@ class PooledLookups:
         return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(self.output_dtype)
 
     def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
-        """With where features begin, if they have batch sizes of their own: each bag has a row of the output then."""
-        if given.strides is None:
+        """With where features begin, if they have batch sizes of their own that the lookup is to know."""
+        strides, device = given.strides, given.offsets.device
+        if strides is None or (self._hands_out_later(device) and all(size == strides[0] for size in strides)):
             return given, None
-        return given, torch.tensor(given.bag_starts(len(self.feature_names)), device=given.offsets.device)
+        return given, torch.tensor(given.bag_starts(len(self.feature_names)), device=device)
 
-    def _expand(self, rows: Tensor, expansion: Expansion) -> Tensor:
-        """[B, F * D]: of the rows [bags, D] of F features, those that the rows of the batch have."""
-        features, batch = expansion.places.shape
-        wide, status = _ops.expand(rows, expansion.index())
-        if bounds.reports_late(status):
-            self._note(status, expansion)
-        return wide.view(batch, features * rows.shape[1])
+    def _hands_out_later(self, device: torch.device) -> bool:
+        """Whether distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
 
-    def _expand_each(self, rows: Tensor, expansion: Expansion) -> Tensor:
-        """[B, sum of D] of the ops' output for bags of all features, which are combined and projected first."""
-        is_wide = len(set(self._output_dims)) > 1
-        if not (is_wide or self._combines_later or self._projected):
-            return self._expand(rows, expansion)  # as wide as every feature
-        blocks = self._finish_each(rows, expansion.sizes)
-        if not is_wide:
-            return self._expand(torch.cat(blocks), expansion)
-        for group in expansion.together():
-            distinct = torch.cat([blocks[f] for f in group], dim=1)
-            wide = self._expand(distinct, expansion.of_feature(group[0]))
-            widths = [self._output_dims[f] for f in group]
-            for f, block in zip(group, wide.split(widths, dim=1), strict=True):
+        The Triton kernels know no shared bags, nor batch sizes that differ.
+        """
+        compiled = device.type != "cuda" or _library.cuda_unavailable is None
+        return bool(self._combines_later or self._projected) or not compiled
+
+    def _of_shared(self, given: SelectedKeys, shared: SharedBags) -> Tensor:
+        """[B, sum of D] of ``output_dtype``, of bags that samples share."""
+        given, starts = self._bags_of(given)
+        if not self._hands_out_later(given.offsets.device) and shared.fits_ops():
+            return self._lookup(given, starts, shared)
+        pooled = self._lookup(given, starts)
+        if starts is not None:
+            return self._hand_out(self._finish_each(pooled, shared.sizes), shared)
+        pooled = self._finish(pooled)
+        if shared.is_one_group():
+            return self._expand(pooled, shared)
+        return self._hand_out(list(pooled.split(self._output_dims, dim=1)), shared)
+
+    def _hand_out(self, blocks: list[Tensor], shared: SharedBags) -> Tensor:
+        """[B, sum of D] of [bags, D] of each feature."""
+        for group, members in shared.together().items():
+            distinct = torch.cat([blocks[f] for f in members], dim=1)
+            wide = self._expand(distinct, shared.of_group(group))
+            widths = [self._output_dims[f] for f in members]
+            for f, block in zip(members, wide.split(widths, dim=1), strict=True):
                 blocks[f] = block
         return torch.cat(blocks, dim=1)
+
+    def _expand(self, rows: Tensor, shared: SharedBags) -> Tensor:
+        """[B, C]: of the rows [bags, C] of a group, those that the samples have."""
+        wide, status = _ops.expand(rows, shared.inverse[0])
+        if bounds.reports_late(status):
+            self._note(status, None, None, shared)
+        return wide
 
 
 class ServedEmbeddingBags(PooledLookups, ServedTables):

@@ -147,6 +147,10 @@ class InverseKeyedJaggedTensor:
         """[B] int64: which distinct sample of the group each sample is. ``group`` and errors: as of ``unique``."""
         return self._inverse[self._number(group)]
 
+    def inverse_of_groups(self) -> Tensor:
+        """[G, B] int64: ``inverse`` of every group."""
+        return self._inverse
+
     def rest(self) -> KeyedJaggedTensor | None:
         """The features in no group, B bags each; None if there are none."""
         first = sum(map(len, self._groups))

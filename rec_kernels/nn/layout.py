@@ -11,6 +11,7 @@ from rec_kernels.nn import bounds
 from rec_kernels.nn.features import PARTITIONS, lookups, partitions
 from rec_kernels.nn.host_memory import staying
 from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage
 
@@ -134,13 +135,15 @@ class Layout(nn.Module):
         """Where lookups are made; the weights may be elsewhere."""
         return self._seed.device
 
-    def _layout(self, bag_starts: Tensor | None = None) -> dict[str, object]:
+    def _layout(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:
         buffers = self._buffers
         arguments = {name: buffers[buffer] for name, buffer in self._tensor_arguments} | self._other_arguments
         arguments["bounds_check"] = self.bounds_check
         if self._passes_frozen:
             arguments["frozen"] = self._frozen
-        if bag_starts is not None:  # every bag has a row of the output
+        if shared is not None:
+            arguments |= {"bag_starts": bag_starts, "inverse": shared.inverse, "groups": shared.groups}
+        elif bag_starts is not None:  # every bag has a row of the output
             wide = max(self._widths, default=0)
             arguments |= {"bag_starts": bag_starts, "output_offsets": self._columns_of_bags, "output_dim": wide}
         return arguments
@@ -196,11 +199,12 @@ class ServedTables(Layout):
             self.row_cache._apply(fn)
         return self
 
-    def _lookup(self, given: SelectedKeys, bag_starts: Tensor | None = None) -> Tensor:
-        layout = self._layout(bag_starts)
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+        layout = self._layout(starts, shared)
         cache = {}
         if self.row_cache is not None:
-            cache = self.row_cache.arguments(self.row_cache.lookup((given.values, given.offsets), layout))
+            slots = self.row_cache.lookup((given.values, given.offsets), self._layout(starts))
+            cache = self.row_cache.arguments(slots)
         layout |= self._output() | cache
         return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]
 

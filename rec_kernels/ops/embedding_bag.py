@@ -180,6 +180,8 @@ def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     starts = a.get("partition_starts")
     features = 1 if dims is None else dims.shape[0] if starts is None else starts.shape[0] - 1
     batch = bags if one_row_each else bags // max(features, 1)
+    if a.get("inverse") is not None:
+        batch = a["inverse"].shape[1]
     columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
     dtype = a.get("output_dtype") or torch.float32
     values = a["values"]

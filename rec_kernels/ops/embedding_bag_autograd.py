@@ -28,6 +28,8 @@ _LAYOUT = (
     "format_of",
     "embedding_dim",
     "bag_starts",
+    "inverse",
+    "groups",
     "frozen",
     "partition_starts",
     "divisors",

@@ -41,7 +41,7 @@ def check_offered(a: SimpleNamespace) -> None:
         )
     parts = (("partition_starts", None), ("max_parts", 0), ("multiplies", None))
     cache = (("cache_rows", None), ("cache_tags", None))
-    for name, default in (("bag_starts", None), *parts, *cache, *_STEP.items()):
+    for name, default in (("bag_starts", None), ("inverse", None), ("groups", None), *parts, *cache, *_STEP.items()):
         given = getattr(a, name, default)
         if given is not default and given != default:
             raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")

@@ -1,0 +1,89 @@
+#include "cpu/shared_rows.h"
+
+#include <algorithm>
+
+#include "core/parallel.h"
+#include "cpu/expand.h"
+#include "cpu/jagged.h"
+#include "cpu/row_sums.h"
+
+namespace rec_kernels {
+namespace {
+
+int64_t bags_of(const Bags& bags, int64_t feature) { return bags.first_bag(feature + 1) - bags.first_bag(feature); }
+
+// The bags of each group's features; 0 of a group without any.
+std::vector<int64_t> group_sizes(const BagInput& in) {
+  std::vector<int64_t> sizes(static_cast<size_t>(in.inverse->size(0)));
+  for (int64_t f = 0; f < in.num_features; ++f)
+    if (in.bags.groups[f] >= 0) sizes[static_cast<size_t>(in.bags.groups[f])] = bags_of(in.bags, f);
+  return sizes;
+}
+
+}  // namespace
+
+SharedRows::SharedRows(const BagInput& in, const void* rows, int64_t element_bytes) : in_(in), bytes_(element_bytes) {
+  if (!in.bags.groups) return;
+  const std::vector<int64_t> sizes = group_sizes(in);
+  const int64_t most = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
+  const int64_t row = in.output_dim * bytes_;
+  shifts_.resize(static_cast<size_t>(in.num_features));
+  for (int64_t f = 0; f < in.num_features; ++f) shifts_[static_cast<size_t>(f)] = -in.bags.starts[f];
+  if (most == 0 || row == 0) return;
+  // One row more, so that a whole number of rows lies between `rows` and what is used.
+  memory_ = Scratch<uint8_t>((most + 1) * row);
+  const int64_t away = reinterpret_cast<intptr_t>(memory_.get()) - reinterpret_cast<intptr_t>(rows);
+  const int64_t rows_away = away > 0 ? ceil_div(away, row) : -(-away / row);
+  shared_ = memory_.get() + (rows_away * row - away);
+  for (int64_t f = 0; f < in.num_features; ++f)
+    if (in.bags.groups[f] >= 0) shifts_[static_cast<size_t>(f)] += rows_away;
+}
+
+std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
+  std::vector<Columns> out;
+  for (int64_t p = 0; p < in_.num_parts; ++p) {
+    const Feature& f = in_.features[p];
+    const int64_t group = in_.bags.groups[f.number];
+    if (group < 0) continue;
+    const int64_t end = f.output_offset + f.embedding_dim;
+    if (!out.empty() && out.back().group == group && out.back().begin + out.back().count >= f.output_offset)
+      out.back().count = end - out.back().begin;  // parts that are added up have the columns of the one before
+    else out.push_back({group, f.output_offset, f.embedding_dim});
+  }
+  return out;
+}
+
+void SharedRows::expand(void* output) const {
+  if (!shared_) return;
+  const std::vector<Columns> columns = columns_of_groups();
+  const auto copy_rows = kernels<ExpandKernels>().copy_rows;
+  const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
+  const int64_t batch = in_.bags.batch, row = in_.output_dim * bytes_, piece = 1 + kFewBytes / row;
+  parallel_pieces(batch, piece, workers_for(batch, piece), [&](int64_t begin, int64_t end, int64_t) {
+    for (const Columns& c : columns) {
+      const int64_t first = c.begin * bytes_;
+      copy_rows(reinterpret_cast<const char*>(shared_) + first, inverse + c.group * batch, true, c.count * bytes_, row,
+                static_cast<char*>(output) + first, begin, end);
+    }
+  });
+}
+
+void SharedRows::sum(const float* grad) const {
+  if (!shared_) return;
+  const std::vector<int64_t> sizes = group_sizes(in_);
+  const std::vector<Columns> columns = columns_of_groups();
+  const int64_t batch = in_.bags.batch;
+  for (int64_t g = 0; g < in_.inverse->size(0); ++g) {
+    RowOrder order;
+    const int64_t rows = sizes[static_cast<size_t>(g)];
+    for (const Columns& c : columns) {
+      if (c.group != g) continue;
+      const int64_t* numbers = in_.inverse->const_data_ptr<int64_t>() + g * batch;
+      if (!order.starts) order = order_by_row(Integers(numbers), batch, rows);
+      sum_rows(grad + c.begin, in_.output_dim, order, rows, c.count, reinterpret_cast<float*>(shared_) + c.begin,
+               in_.output_dim);
+    }
+  }
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,39 @@
+// Rows that samples share: of the bags of features in groups, or of their gradients (Bags::groups of ops/bags.h).
+#pragma once
+
+#include <vector>
+
+#include "cpu/embedding_bag_input.h"
+#include "cpu/scratch.h"
+
+namespace rec_kernels {
+
+// Memory for shared rows beside the rows [B, output_dim] of an output or its gradient, with the same columns; the
+// columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
+class SharedRows {
+ public:
+  // `rows`: the output or its gradient, with elements of so many bytes. Points to the input, which stays.
+  SharedRows(const BagInput& in, const void* rows, int64_t element_bytes);
+
+  // Bags::row_shifts: kernels find the memory as so many rows from `rows` on. Null without groups.
+  const int64_t* row_shifts() const { return shifts_.empty() ? nullptr : shifts_.data(); }
+  // From pooled bags to `output`, the rows of the samples that have them.
+  void expand(void* output) const;
+  // The sums of the samples' gradients `grad`.
+  void sum(const float* grad) const;
+
+ private:
+  // Columns that lie side by side, of features of one group.
+  struct Columns {
+    int64_t group, begin, count;
+  };
+  std::vector<Columns> columns_of_groups() const;
+
+  const BagInput& in_;
+  int64_t bytes_;
+  Scratch<uint8_t> memory_;
+  uint8_t* shared_ = nullptr;
+  std::vector<int64_t> shifts_;
+};
+
+}  // namespace rec_kernels
