@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 from timing import take_turns
 from torch.nn.functional import binary_cross_entropy_with_logits
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from train_step import RESULTS, environment, positive
 
@@ -67,11 +68,9 @@ class Way:
 
 
 def num_bytes(shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor) -> int:
-    """Bytes of ids and offsets, and of what says which bag a row has."""
-    if isinstance(shared, rk.KeyedJaggedTensor):
-        return shared.values().nbytes + shared.offsets().nbytes
-    unique = shared.unique(HISTORY)
-    return unique.values().nbytes + unique.offsets().nbytes + shared.inverse(HISTORY).nbytes
+    """Bytes of ids and of where bags are, and of what says which bag a row has."""
+    # All that they are made of: a container is a tree of tensors.
+    return sum(t.nbytes for t in tree_leaves(shared) if t is not None)
 
 
 def some_batches(data: DataSet, size: int) -> list[Batch]:

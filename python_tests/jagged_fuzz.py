@@ -17,6 +17,7 @@ from torch import Tensor
 from rec_kernels.reference.jagged_bucketize import jagged_bucketize
 from rec_kernels.reference.jagged_dedup import jagged_dedup
 from rec_kernels.reference.jagged_index_select import jagged_index_select
+from rec_kernels.reference.jagged_windows import jagged_windows
 from rec_kernels.testing import same_bits
 
 INTEGERS = [torch.int32, torch.int64]
@@ -95,6 +96,27 @@ def _check_select(r: random.Random, rows: BadRows, ops) -> None:
     assert same_bits(out, _fitted(expected, len(expected) if total is None else total))
     assert same_bits(found, offsets.clamp(max=len(out)))
     first = min([rows.first, *outside, *([len(index)] if wrong else [])])
+    _check_status(status, first, len(outside))
+
+
+def _check_windows(r: random.Random, rows: BadRows, ops) -> None:
+    """Windows of all values, whatever the offsets are."""
+    size, dtypes = len(rows.batch.values), (r.choice(INTEGERS), r.choice(INTEGERS))
+    bounds = [sorted(r.randint(0, size) for _ in range(2)) for _ in range(r.randint(0, 20))]
+    near = [-1, 0, size, size + 1]
+    starts = _spoil(r, torch.tensor([a for a, _ in bounds], dtype=dtypes[0]), near)
+    lengths = _spoil(r, torch.tensor([b - a for a, b in bounds], dtype=dtypes[1]), near)
+    pairs = zip(starts.tolist(), lengths.tolist(), strict=True)
+    outside = [i for i, (start, count) in enumerate(pairs) if not (0 <= start <= start + count <= size)]
+    values = torch.randn(size, r.choice([0, 1, 3, 4])).to(r.choice([torch.float32, torch.float16]))
+    good = lengths.index_fill(0, torch.tensor(outside, dtype=torch.int64), 0)
+    expected, offsets = jagged_windows(values, starts.clamp(0, size), good)
+    total = r.choice([None, len(expected), len(expected), r.randint(0, 2 * len(expected) + 5)])
+    out, found, status = ops.jagged_windows(values, starts, lengths, total)
+    wrong = total not in (None, len(expected))
+    assert same_bits(out, _fitted(expected, len(expected) if total is None else total))
+    assert same_bits(found, offsets.clamp(max=len(out)))
+    first = min([INT64_MAX, *outside, *([len(starts)] if wrong else [])])
     _check_status(status, first, len(outside))
 
 
@@ -231,7 +253,7 @@ def check(seed: int, backend: Backend) -> int:
     torch.manual_seed(seed)
     try:
         rows = BadRows(r)
-        for each in (_check_dedup, _check_select, _check_permute, _check_bucketize):
+        for each in (_check_dedup, _check_select, _check_windows, _check_permute, _check_bucketize):
             each(r, rows, backend.ops)
         _check_expand(r, backend.ops)
         _check_shared(r, backend.ops)

@@ -162,6 +162,7 @@ def _jagged(ops) -> Iterator[object]:
         for columns, dtype in ((1, torch.int8), (3, torch.float16), (4, torch.float32), (130, torch.float64)):
             rows = torch.arange(len(each.values) * columns).view(-1, columns).to(dtype)
             yield ops.jagged_index_select(rows, each.offsets, index)
+            yield ops.jagged_windows(rows, each.offsets[:-2], each.offsets[2:] - each.offsets[:-2])
         strides, order = each.strides, list(range(len(each.strides)))[::-1]
         yield ops.jagged_permute(each.values, each.offsets, order, strides, each.weights)
         yield ops.jagged_permute(each.values, each.offsets, order[:1] * 2, strides)

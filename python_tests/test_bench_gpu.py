@@ -337,9 +337,9 @@ def test_jagged_ops_are_checked() -> None:
         assert peers.fbgemm_ops() is not None
     rows = measure.measure_case(case, CPU, Ticks(), effort(), COPY)["results"]
     assert not [row for row in rows if "error" in row]
-    assert [row["operation"] for row in rows[:4]] == ["dedup", "select", "permute", "bucketize"]
+    assert [row["operation"] for row in rows[:5]] == ["dedup", "select", "windows", "permute", "bucketize"]
     assert rows[0]["bytes"] == {"all": 2 * 960 + 320 + 320, "unique": 960 + 320 + 320}
-    for operation in ("dedup", "select", "permute", "bucketize"):
+    for operation in ("dedup", "select", "windows", "permute", "bucketize"):
         right = getattr(case, f"_{operation}_by_ours")()
         wrong = (right[0], right[1].flip(1), right[2]) if operation == "dedup" else right + 1
         case._build(lambda found=right: found, operation, "ours").check()

@@ -230,7 +230,7 @@ MAY_WAIT = {
     ("csrc/cuda/embedding_bag_input.cu", "read_layout", "to_host"),
     ("csrc/cuda/embedding_bag_input.cu", "read_part_counts", "to_host"),
     ("csrc/cuda/embedding_bag_backward.cu", "backward_sparse", "copy_to_host"),
-    ("csrc/cuda/jagged.cu", "select_rows", "copy_to_host"),
+    ("csrc/cuda/jagged.cu", "place_rows", "copy_to_host"),
 }
 
 
@@ -287,9 +287,9 @@ def test_a_layout_with_its_counts_of_parts_is_not_read_back() -> None:
 
 
 def test_a_total_is_not_read_back() -> None:
-    """One that is given, of jagged_index_select and jagged_permute."""
+    """One that is given, of jagged_index_select, jagged_windows and jagged_permute."""
     code = _code(ROOT / "csrc/cuda/jagged.cu")
-    assert re.search(r"if \(total\) out.total = \*total;\s+else copy_to_host\(", code)
+    assert re.search(r"if \(total\) s.total = \*total;\s+else copy_to_host\(", code)
     assert "if (!total && names_each_once(" in _code(ROOT / "csrc/cuda/jagged_permute.cu")
 
 

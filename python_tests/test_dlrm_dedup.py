@@ -262,7 +262,7 @@ def test_another_choice_is_another_run(tmp_path: Path) -> None:
 
 
 def test_wrong_choices_are_refused(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ValueError, match="dedup is 'maybe', allowed is auto, on or off"):
+    with pytest.raises(ValueError, match="dedup is 'maybe', allowed is auto, on, windows or off"):
         TrainConfig(dedup="maybe")
     with pytest.raises(SystemExit, match="2"):
         main(["train", "--dedup", "maybe"])

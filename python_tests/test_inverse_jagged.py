@@ -154,7 +154,7 @@ def _inverse(place: tuple[int, int], value: int) -> Tensor:
 
 
 BAD_PARTS = [
-    (TypeError, {"unique": {"a": 1}}, "unique must be an rk.KeyedJaggedTensor, got dict"),
+    (TypeError, {"unique": {"a": 1}}, "unique must be an rk.KeyedJaggedTensor or rk.KeyedJaggedWindows, got dict"),
     (KeyError, {"groups": [["c", "a"], ["x"]]}, r"groups\[1\] names 'x', which is not among the keys \['c', 'a'"),
     (ValueError, {"groups": [["c", "a"], ["c"]]}, r"'c' is in groups\[0\] = \['c', 'a'\] and in groups\[1\] = \['c'\]"),
     (ValueError, {"groups": [["c", "a"], []]}, r"groups\[1\] is empty"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from types import SimpleNamespace
 
 import pytest
@@ -25,6 +24,7 @@ from jagged_cases import (
 )
 
 import rec_kernels as rk
+from rec_kernels.ops import jagged_copies
 from rec_kernels.reference.jagged_index_select import jagged_index_select as reference
 from rec_kernels.testing import assert_same_sum, same_bits
 
@@ -154,11 +154,11 @@ def test_a_wrong_total(total: int, columns: int | None) -> None:
 @pytest.mark.parametrize("total", [5, 9])
 def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left out gets none; the zeros behind the last row give none."""
-    module = importlib.import_module("rec_kernels.ops.jagged_index_select")
+    backward = jagged_copies.backward_of("jagged_index_select")
     ctx = SimpleNamespace(saved_tensors=(OFFSETS, INDEX), shape=torch.Size([7]), dtype=torch.float32, total=total)
     for backend in device_backends():
-        monkeypatch.setattr(module, "_ops", backend.ops)
-        found = module._backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
+        monkeypatch.setattr(jagged_copies, "_ops", backend.ops)
+        found = backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
         assert found.tolist() == [6.0 * (total > 5), 7.0 * (total > 5), 1, 2, 3, 4, 5], backend.name
 
 

@@ -166,6 +166,12 @@ def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
             ((weights, offsets.int(), index.int()), {"total": chosen}),
             ((values, offsets, index), {"total": chosen}),
         ],
+        "jagged_overlaps": [((values, offsets), {}), ((values.int(), offsets.int()), {})],
+        "jagged_windows": [
+            ((rows, index, index % 3), {}),
+            ((weights, index.int(), index % 3), {"total": int((index % 3).sum())}),
+            ((values, index, index.int() % 3), {"total": int((index % 3).sum())}),
+        ],
         "jagged_permute": [
             ((rows[:, 0].detach(), offsets, [2, 0, 1], sizes, weights), {}),
             ((rows[:, 0].detach(), offsets, [1, 1], sizes, weights), {}),

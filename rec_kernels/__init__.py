@@ -9,6 +9,7 @@ from rec_kernels.nn.embedding import EmbeddingCollection
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
 from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.path import PathEmbeddingBag
@@ -24,7 +25,9 @@ from rec_kernels.ops.grouped_projection import grouped_projection
 from rec_kernels.ops.jagged_bucketize import jagged_bucketize
 from rec_kernels.ops.jagged_dedup import jagged_dedup
 from rec_kernels.ops.jagged_index_select import jagged_index_select
+from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_permute import jagged_permute
+from rec_kernels.ops.jagged_windows import jagged_windows
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
@@ -49,6 +52,7 @@ __all__ = [
     "InverseKeyedJaggedTensor",
     "JaggedTensor",
     "KeyedJaggedTensor",
+    "KeyedJaggedWindows",
     "KeyedTensor",
     "MixedDimension",
     "MixedDimensionEmbeddingBag",
@@ -70,7 +74,9 @@ __all__ = [
     "jagged_bucketize",
     "jagged_dedup",
     "jagged_index_select",
+    "jagged_overlaps",
     "jagged_permute",
+    "jagged_windows",
     "mixed_dimensions",
     "ops",
     "place_tables",

@@ -71,7 +71,8 @@ class Expand:
 
 
 class Jagged:
-    """F features of B bags of L ids: samples found that are alike, bags chosen, features permuted, ids bucketized."""
+    """F features of B bags of L ids: samples found that are alike, bags chosen, windows copied, features permuted, ids
+    bucketized."""
 
     def __init__(self, features: int, batch: int, bag: int, fbgemm: bool = False) -> None:
         self.features, self.batch, self.bag = features, batch, bag
@@ -90,6 +91,7 @@ class Jagged:
         moved = {
             "dedup": {"all": 2 * ids + bags + 16 * self.batch, "unique": ids + bags + 16 * self.batch},
             "select": dict.fromkeys(("all", "unique"), 2 * chosen * self.bag + 3 * chosen + bags),
+            "windows": dict.fromkeys(("all", "unique"), 2 * chosen * self.bag + 6 * chosen),
             "permute": dict.fromkeys(("all", "unique"), 2 * ids + 2 * bags),
             "bucketize": dict.fromkeys(("all", "unique"), 3 * ids + (1 + BUCKETS) * bags),
         }
@@ -113,6 +115,9 @@ class Jagged:
         self.offsets = torch.arange(0, F * B * L + 1, L, device=device)
         self.lengths = torch.full((F * B,), L, device=device)
         self.index = torch.randint(F * B, (F * B // 2,), device=device)
+        #: Windows of all ids, wherever bags are.
+        self.starts = torch.randint((F * B - 1) * L + 1, (F * B // 2,), device=device)
+        self.window_lengths = torch.full_like(self.starts, L)
         self.order = list(range(F))[::-1]
         self.permutation = torch.tensor(self.order, device=device)
         self.permutation32 = self.permutation.int()
@@ -135,6 +140,14 @@ class Jagged:
     def _select_by_fbgemm(self) -> Tensor:
         values = self.ids.view(-1, 1)
         return torch.ops.fbgemm.jagged_index_select(values, self.lengths, self.index)[0].view(-1)
+
+    def _windows_by_ours(self) -> Tensor:
+        total = len(self.starts) * self.bag
+        return rk.jagged_windows(self.ids.view(-1), self.starts, self.window_lengths, total=total)[0]
+
+    def _windows_by_torch(self) -> Tensor:
+        within = torch.arange(self.bag, device=self.starts.device)
+        return self.ids.view(-1)[(self.starts[:, None] + within).view(-1)]
 
     def _permute_by_ours(self) -> Tensor:
         strides = [self.batch] * self.features

@@ -94,35 +94,58 @@ class FirstBad {
   std::vector<int64_t> found_;
 };
 
+// The first of items [begin, end) that is_bad(i) is true of, or kNoBadPosition. Without branches while all is well.
+template <class IsBad>
+int64_t first_bad_of(int64_t begin, int64_t end, const IsBad& is_bad) {
+  constexpr int64_t kAtOnce = 1024;
+  const IsBad mine = is_bad;  // owned: compilers then keep what it reads in registers
+  for (; begin < end; begin += kAtOnce) {
+    const int64_t stop = begin + kAtOnce < end ? begin + kAtOnce : end;
+    bool bad = false;
+    for (int64_t i = begin; i < stop; ++i) bad |= mine(i);
+    if (!bad) continue;
+    for (int64_t i = begin; i < stop; ++i)
+      if (mine(i)) return i;
+  }
+  return kNoBadPosition;
+}
+
+// The same of all items, by several workers.
+template <class IsBad>
+int64_t first_bad(int64_t items, const IsBad& is_bad) {
+  const int64_t workers = workers_for(items, 4 * kFewItems), piece = ceil_div(items, workers);
+  FirstBad bad(workers);
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t begin = w * piece, end = items - begin < piece ? items : begin + piece;
+    bad.note(w, first_bad_of(begin, end, is_bad));
+  });
+  return bad.position();
+}
+
+// Whether a number is outside of [0, limit).
+inline bool is_outside(int64_t number, int64_t limit) {
+  return static_cast<uint64_t>(number) >= static_cast<uint64_t>(limit);
+}
+
 // The first of `count` numbers that is not in [0, limit), or kNoBadPosition.
 template <class Integer>
 int64_t first_outside(const Integer* numbers, int64_t count, int64_t limit) {
-  constexpr int64_t kAtOnce = 1024;
-  for (int64_t begin = 0; begin < count; begin += kAtOnce) {
-    const int64_t end = begin + kAtOnce < count ? begin + kAtOnce : count;
-    bool bad = false;
-    for (int64_t i = begin; i < end; ++i)
-      bad |= static_cast<uint64_t>(int64_t{numbers[i]}) >= static_cast<uint64_t>(limit);
-    if (!bad) continue;
-    for (int64_t i = begin; i < end; ++i)
-      if (static_cast<uint64_t>(int64_t{numbers[i]}) >= static_cast<uint64_t>(limit)) return i;
-  }
-  return kNoBadPosition;
+  return first_bad_of(0, count, [numbers, limit](int64_t i) { return is_outside(numbers[i], limit); });
+}
+
+// Calls body with the numbers, of int32 or int64, to be read.
+template <class Body>
+auto with_numbers(const Integers& numbers, const Body& body) {
+  return numbers.wide ? body(static_cast<const int64_t*>(numbers.data))
+                      : body(static_cast<const int32_t*>(numbers.data));
 }
 
 // Throws std::out_of_range for the first number of `t` that is not in [0, limit).
 inline void check_numbers(const Tensor& t, int64_t limit, const char* name, const char* of) {
   const Integers numbers(t);
-  const int64_t count = t.size(0), workers = workers_for(count, 4 * kFewItems);
-  const int64_t piece = ceil_div(count, workers);
-  FirstBad bad(workers);
-  parallel_workers(workers, [&](int64_t w) {
-    const int64_t begin = w * piece, here = count - begin < piece ? count - begin : piece;
-    const int64_t found = numbers.wide ? first_outside(static_cast<const int64_t*>(numbers.data) + begin, here, limit)
-                                       : first_outside(static_cast<const int32_t*>(numbers.data) + begin, here, limit);
-    if (found != kNoBadPosition) bad.note(w, begin + found);
+  const int64_t i = with_numbers(numbers, [&](const auto* number) {
+    return first_bad(t.size(0), [number, limit](int64_t at) { return is_outside(number[at], limit); });
   });
-  const int64_t i = bad.position();
   if (i == kNoBadPosition) return;
   throw std::out_of_range(join(name, "[", i, "] = ", numbers[i], " must be in [0, ", limit, "), ", of));
 }

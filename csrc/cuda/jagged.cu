@@ -1,5 +1,6 @@
-// Rows chosen from a jagged tensor. Bytes moved: the offsets of the rows in turn and of those chosen, and every chosen
-// value read and written once. A group of lanes takes a row, in words as wide as all rows are aligned to.
+// Rows chosen from a jagged tensor. Bytes moved: the offsets of the rows in turn and of those chosen, where each of
+// these begins, written and read, and every chosen value read and written once. A group of lanes takes a row, in words
+// as wide as all rows are aligned to.
 #include <algorithm>
 
 #include "core/device_algorithms.h"
@@ -27,6 +28,7 @@ struct LengthArgs {
   Bags rows;
   Integers index;
   int64_t count;
+  int64_t* from;
   int64_t* lengths;  // [count + 1], the last of them 0
   int64_t* status;
 };
@@ -34,23 +36,19 @@ struct LengthArgs {
 __global__ void __launch_bounds__(kThreads) lengths_kernel(LengthArgs a) {
   note_offsets(a.rows, a.status);
   for (int64_t m = Group<1>::first(); m <= a.count; m += Group<1>::stride()) {
-    int64_t length = 0;
+    Range r{0, 0};
     if (m < a.count) {
       const int64_t row = a.index[m];
-      if (row < 0 || row >= a.rows.num_bags) {
-        note_left_out(a.status, m);
-      } else {
-        const Range r = good_range(a.rows, row);
-        length = r.stop - r.start;
-      }
+      if (row < 0 || row >= a.rows.num_bags) note_left_out(a.status, m);
+      else r = good_range(a.rows, row);
+      a.from[m] = r.start;
     }
-    a.lengths[m] = length;
+    a.lengths[m] = r.stop - r.start;
   }
 }
 
 struct CopyArgs {
-  Bags rows;
-  Integers index;
+  Integers rows;  // where they begin in the input
   int64_t count;
   const int64_t* starts;
   int64_t total;
@@ -67,10 +65,10 @@ __global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lan
   const int64_t thread = Group<1>::first(), threads = Group<1>::stride();
   const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
   for (int64_t m = thread / lanes; m < a.count; m += threads / lanes) {
-    const int64_t start = a.starts[m], stop = a.starts[m + 1], row = a.index[m];
+    const int64_t start = a.starts[m], stop = a.starts[m + 1];
     if (lane == 0 && a.offsets.data) a.offsets.put(m, start < a.total ? start : a.total);
     if (stop == start) continue;  // as one out of range does
-    const int64_t from = a.rows.offset(row) * a.words, to = start * a.words;
+    const int64_t from = a.rows[m] * a.words, to = start * a.words;
     const int64_t words = ((stop < a.total ? stop : a.total) - start) * a.words;
     for (int64_t w = lane; w < words; w += lanes) store_word(a.to, to + w, load_word<Word>(a.from, from + w));
   }
@@ -102,18 +100,28 @@ Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStrea
   return out;
 }
 
+Selection new_selection(int64_t count, const Tensor& from, int64_t* status, const char* name) {
+  check_value(count < INT64_C(0xffffffff), name, " has ", count, " numbers; at most 2^32 - 2 fit in a call on a GPU");
+  return {count, from, new_tensor(from, {count + 1}, ScalarType::Long), 0, status};
+}
+
+void place_rows(Selection& s, std::optional<int64_t> total, const Tensor& like, const char* name, cudaStream_t stream) {
+  auto* starts = s.starts.mutable_data_ptr<int64_t>();
+  exclusive_sum(starts, starts, s.count + 1, s.starts, stream);
+  if (total) s.total = *total;
+  else copy_to_host(&s.total, starts + s.count, sizeof(int64_t), stream);
+  check_fits(s.total, like, name);
+}
+
 Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offsets, std::optional<int64_t> total,
                       int64_t* status, cudaStream_t stream) {
   const int64_t count = index.size(0);
-  check_value(count < INT64_C(0xffffffff), "index has ", count, " numbers; at most 2^32 - 2 fit in a call on a GPU");
-  Selection out{rows, Integers(index), count, new_tensor(index, {count + 1}, ScalarType::Long), 0, status};
-  auto* starts = out.starts.mutable_data_ptr<int64_t>();
-  launch(lengths_kernel, blocks_for(std::max(count, rows.num_bags) + 1, 1), dim3(kThreads), 0, stream,
-         LengthArgs{rows, out.index, count, starts, status});
-  exclusive_sum(starts, starts, count + 1, index, stream);
-  if (total) out.total = *total;
-  else copy_to_host(&out.total, starts + count, sizeof(int64_t), stream);
-  check_fits(out.total, offsets);
+  Selection out = new_selection(count, new_tensor(index, {count}, ScalarType::Long), status, "index");
+  const LengthArgs args{
+      rows,  Integers(index), count, out.from.mutable_data_ptr<int64_t>(), out.starts.mutable_data_ptr<int64_t>(),
+      status};
+  launch(lengths_kernel, blocks_for(std::max(count, rows.num_bags) + 1, 1), dim3(kThreads), 0, stream, args);
+  place_rows(out, total, offsets, "offsets", stream);
   return out;
 }
 
@@ -122,8 +130,7 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
   const auto bytes = columns * static_cast<int64_t>(values.element_size());
   const int64_t word = word_bytes(bytes, values.const_data_ptr(), output.const_data_ptr());
   const IntegersOut offsets = output_offsets ? integers_out(*output_offsets) : IntegersOut{nullptr, false};
-  const CopyArgs args{s.rows,
-                      s.index,
+  const CopyArgs args{Integers(s.from),
                       s.count,
                       s.starts.const_data_ptr<int64_t>(),
                       s.total,
@@ -138,6 +145,17 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
     launch(copy_rows_kernel<decltype(unit)>, blocks_for(std::max<int64_t>(s.count, 1), lanes), dim3(kThreads), 0,
            stream, args, lanes);
   });
+}
+
+std::tuple<Tensor, Tensor> copied_rows(const Selection& s, const Tensor& values, const Tensor& like,
+                                       cudaStream_t stream) {
+  const bool wide = values.dim() == 2;
+  const int64_t columns = wide ? values.size(1) : 1;
+  Tensor output = wide ? new_tensor(values, {s.total, columns}, values.scalar_type())
+                       : new_tensor(values, {s.total}, values.scalar_type());
+  Tensor output_offsets = new_tensor(like, {s.count + 1}, like.scalar_type());
+  copy_rows(s, values, columns, output, output_offsets, stream);
+  return {output, output_offsets};
 }
 
 }  // namespace rec_kernels

@@ -1,6 +1,7 @@
 // What the CUDA kernels of the ops on jagged rows share: the status, numbers of the host, and copies of rows.
 #pragma once
 
+#include <tuple>
 #include <vector>
 
 #include "cuda/embedding_bag.cuh"
@@ -84,22 +85,30 @@ Tensor new_jagged_status(const Tensor& like, cudaStream_t stream);
 // [n] int64 on the GPU. They travel as arguments of kernels: nobody waits, and a CUDA graph keeps them.
 Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStream_t stream);
 
-// Rows chosen from a jagged tensor.
+// Rows to be copied, each of which is a part of `values`.
 struct Selection {
-  Bags rows;
-  Integers index;
-  int64_t count;  // M rows are chosen
-  Tensor starts;  // [M + 1] int64: where they start in the output, and end
+  int64_t count;  // M rows
+  Tensor from;    // [M] int32 or int64: where they begin in the input; of an empty one anything
+  Tensor starts;  // [M + 1] int64: where they begin in the output, and end
   int64_t total;  // values of the output, which may be fewer or more than these rows have
   int64_t* status;
 };
 
-// Notes bad offsets, numbers out of range and a wrong total. Waits for the GPU unless `total` is known.
+// With `from` and `starts` to be filled in: `starts` with the rows' lengths first, and a 0 behind them.
+Selection new_selection(int64_t count, const Tensor& from, int64_t* status, const char* name);
+// From lengths to starts. Waits for the GPU unless `total` is known. Offsets of the output are to have the dtype of
+// argument `name`, `like`.
+void place_rows(Selection& selection, std::optional<int64_t> total, const Tensor& like, const char* name,
+                cudaStream_t stream);
+// The rows of a jagged tensor that `index` names. Notes bad offsets and numbers out of range.
 Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offsets, std::optional<int64_t> total,
                       int64_t* status, cudaStream_t stream);
 // Copies the values of the rows, `columns` elements each; what does not fit is left out, and the rest is zeros. Writes
-// the offsets, too, if there are any to write.
+// the offsets, too, if there are any to write, and notes a wrong total.
 void copy_rows(const Selection& selection, const Tensor& values, int64_t columns, const Tensor& output,
                const OptionalTensor& output_offsets, cudaStream_t stream);
+// The same into new tensors: the output, and its offsets of the dtype of `like`.
+std::tuple<Tensor, Tensor> copied_rows(const Selection& selection, const Tensor& values, const Tensor& like,
+                                       cudaStream_t stream);
 
 }  // namespace rec_kernels

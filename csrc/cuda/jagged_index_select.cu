@@ -13,12 +13,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cuda(const Tensor& values
   Tensor status = new_jagged_status(values, device.stream());
   const Selection rows = select_rows(jagged_rows(values, offsets), index, offsets, total,
                                      status.mutable_data_ptr<int64_t>(), device.stream());
-  const bool wide = values.dim() == 2;
-  const int64_t columns = wide ? values.size(1) : 1;
-  Tensor output = wide ? new_tensor(values, {rows.total, columns}, values.scalar_type())
-                       : new_tensor(values, {rows.total}, values.scalar_type());
-  Tensor output_offsets = new_tensor(offsets, {rows.count + 1}, offsets.scalar_type());
-  copy_rows(rows, values, columns, output, output_offsets, device.stream());
+  const auto [output, output_offsets] = copied_rows(rows, values, offsets, device.stream());
   return {output, output_offsets, status};
 }
 

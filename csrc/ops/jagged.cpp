@@ -39,9 +39,9 @@ std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor
   return starts;
 }
 
-void check_fits(int64_t values, const Tensor& offsets) {
+void check_fits(int64_t values, const Tensor& offsets, const char* name) {
   check_value(offsets.scalar_type() == ScalarType::Long || values <= std::numeric_limits<int32_t>::max(),
-              "the result has ", values, " values, more than int32 offsets can name: give int64 offsets");
+              "the result has ", values, " values, more than int32 offsets can name: give int64 ", name);
 }
 
 void check_offsets(const Bags& rows) {

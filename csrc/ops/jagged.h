@@ -1,4 +1,5 @@
-// What the ops on jagged rows share: jagged_dedup, jagged_index_select, jagged_permute, jagged_bucketize.
+// What the ops on jagged rows share: jagged_dedup, jagged_index_select, jagged_windows, jagged_overlaps,
+// jagged_permute, jagged_bucketize.
 //
 // Row r of a jagged tensor is values[offsets[r] : offsets[r+1]]; values [N] or [N, D], offsets int32 or int64, rising,
 // in [0, N]. A key-major batch (TorchRec's KeyedJaggedTensor) is one, whose rows are bags: feature 0's, then feature
@@ -51,8 +52,8 @@ RK_EXPORT void check_jagged_weights(const Tensor& values, const OptionalTensor& 
 RK_EXPORT void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
 // [F + 1]: where the bags of features with these batch sizes start; they must end with the rows of `offsets`.
 RK_EXPORT std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
-// That so many values fit into offsets of this dtype.
-RK_EXPORT void check_fits(int64_t values, const Tensor& offsets);
+// That so many values fit into offsets of this dtype, which is that of argument `name`.
+RK_EXPORT void check_fits(int64_t values, const Tensor& offsets, const char* name = "offsets");
 // Throws if offsets [R + 1] in host memory do not rise or leave [0, N].
 RK_EXPORT void check_offsets(const Bags& rows);
 

@@ -21,7 +21,7 @@ from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
-DEDUP = ("auto", "on", "off")
+DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
@@ -145,8 +145,9 @@ class TrainConfig:
     )
     dedup: str = _choice(
         "auto",
-        "look up and update once what rows of a batch have in common in shared features: on, off, or auto, which turns "
-        "it on if that saves a quarter of the ids in the first batches, or more",
+        "look up and update once what rows of a batch have in common in shared features: on; windows, which also keeps "
+        "once what different bags have in common; off; or auto, which is on if that saves a quarter of the ids in the "
+        "first batches, or more",
         DEDUP,
     )
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)

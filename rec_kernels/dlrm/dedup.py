@@ -1,8 +1,8 @@
-"""Whole-bag deduplication: the bags that rows of a batch have in common are moved, looked up and updated once.
+"""Deduplication: the bags that rows of a batch have in common are moved, looked up and updated once.
 
-A stage of the reader, behind the data set and on its thread: a step does not wait for it while it takes less time than
-the step. Source: Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model Training
-Infrastructure", MLSys 2023, arXiv:2211.05239.
+With windows, ids that different bags have in common are moved once, too. A stage of the reader, behind the data set and
+on its thread: a step does not wait for it while it takes less time than the step. Source: Zhao et al., "RecD:
+Deduplication for End-to-End Deep Learning Recommendation Model Training Infrastructure", MLSys 2023, arXiv:2211.05239.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Tally:
 
     Attributes:
         seconds: on the reader's thread.
-        ids: by feature, those of all rows and those of the distinct bags.
+        ids: by feature, those of all rows and those that are kept: of the distinct bags, or of their windows.
     """
 
     def __init__(self, state: dict | None = None):
@@ -86,10 +86,11 @@ class DedupReader:
     Args:
         data: the data set and its split.
         on: whether bags are given once.
+        windows: whether these are windows of one buffer, then.
     """
 
-    def __init__(self, data: HeldOut, on: bool):
-        self.data, self.on = data, on
+    def __init__(self, data: HeldOut, on: bool, windows: bool = False):
+        self.data, self.on, self.windows = data, on, windows
         self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
         self.batch_size = data.batch_size
 
@@ -107,7 +108,7 @@ class DedupReader:
         """
         for batch in self.data.batches(split, batch_size, start):
             check_shared(batch, self.name)
-            batch, tally = dedup_batch(batch) if self.on else expanded(batch)
+            batch, tally = dedup_batch(batch, self.windows) if self.on else expanded(batch)
             if tallies is not None:
                 tallies.append(tally)
             yield batch
@@ -122,8 +123,11 @@ def check_shared(batch: Batch, name: str) -> None:
         )
 
 
-def dedup_batch(batch: Batch) -> tuple[Batch, Tally]:
-    """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay."""
+def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
+    """The batch with its shared features as one group of distinct bags; those of a data set that knows them stay.
+
+    With ``windows``, the bags are windows of one buffer.
+    """
     tally = Tally()
     if batch.shared is None:
         return batch, tally
@@ -131,6 +135,8 @@ def dedup_batch(batch: Batch) -> tuple[Batch, Tally]:
     shared = batch.shared
     if not isinstance(shared, rk.InverseKeyedJaggedTensor):
         shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
+    if windows:
+        shared = shared.with_windows()
     tally.seconds = time.perf_counter() - started
     tally.ids = _count(shared)
     return batch._replace(shared=shared), tally
@@ -148,12 +154,11 @@ def expanded(batch: Batch) -> tuple[Batch, Tally]:
 
 
 def _count(shared: rk.InverseKeyedJaggedTensor) -> dict[str, tuple[int, int]]:
-    """By feature, ids of all rows and of the distinct bags."""
+    """By feature, ids of all rows and those that are kept."""
     counts = {}
     for group, keys in enumerate(shared.groups()):
-        lengths = shared.unique(group).lengths().view(len(keys), -1)
-        before = lengths.index_select(1, shared.inverse(group)).sum(1).tolist()
-        counts |= dict(zip(keys, zip(before, lengths.sum(1).tolist(), strict=True), strict=True))
+        before = shared.lengths(group).index_select(1, shared.inverse(group)).sum(1).tolist()
+        counts |= {key: (ids, shared.num_stored([key])) for key, ids in zip(keys, before, strict=True)}
     return counts
 
 
@@ -161,7 +166,7 @@ def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
     """Whether a run deduplicates.
 
     Args:
-        mode: "on", "off" or "auto", which measures the first batches of the training.
+        mode: "on", "windows", "off" or "auto", which measures the first batches of the training.
         data: of the run.
         run: folder of one that is gone on with: what "auto" has decided there holds.
 
@@ -169,7 +174,7 @@ def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
         DataError: as ``DedupReader.batches``, or the run's ``config.json`` has something else there.
     """
     if mode != "auto":
-        return Decision(mode == "on")
+        return Decision(mode != "off")
     return _recorded(run) or _measured(data)
 
 

@@ -75,11 +75,15 @@ def tiers(report: dict[str, int]) -> str:
 
 
 def dedup(test: dict) -> str:
-    """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread"."""
+    """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
+
+    Of windows: "once, as windows: ...".
+    """
     if not test["dedup"]:
         return "one for every row"
     factors = ", ".join(f"{name} {factor:.1f}x" for name, factor in test.get("dedup_factors", {}).items())
-    return f"once: {factors} fewer ids; {test.get('dedup_seconds', 0.0):.1f} s on the reader's thread"
+    once = "once, as windows" if test.get("windows") else "once"
+    return f"{once}: {factors} fewer ids; {test.get('dedup_seconds', 0.0):.1f} s on the reader's thread"
 
 
 def memory(tables: Sequence[dict]) -> str:

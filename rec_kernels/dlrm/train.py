@@ -122,7 +122,8 @@ def train(
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
     if resume is None:
         runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
-    run = Run(config, DedupReader(data, decision.on), directory, resume=resume is not None)
+    data = DedupReader(data, decision.on, config.dedup == "windows")
+    run = Run(config, data, directory, resume=resume is not None)
     run.progress = progress
     try:
         with StopAtSignal() as stop:
@@ -175,7 +176,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
     if data is None:
         refuse_to_run_code(config, directory)
     data = _split(config, data)
-    data = DedupReader(data, decide(config.dedup, data, directory).on)
+    data = DedupReader(data, decide(config.dedup, data, directory).on, config.dedup == "windows")
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
@@ -259,10 +260,14 @@ class Run:
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
-            **({"dedup": self.data.on} | self.dedup.record() if self.model.shared is not None else {}),
+            **(self._dedup() if self.model.shared is not None else {}),
         }
         self.records.append(test)
         return test
+
+    def _dedup(self) -> dict:
+        """Of the test record: what became of the shared bags."""
+        return {"dedup": self.data.on, "windows": self.data.windows} | self.dedup.record()
 
     def save(self) -> None:
         """Writes the checkpoint."""

@@ -45,10 +45,9 @@ def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[Sel
     if used <= {-1}:
         return select_keys(features.rest() if used else features.bags(), keys), None
     if len(used) == 1:
-        given = select_keys(features.unique(groups[0]), keys)
-        stride = features.unique(groups[0]).stride()
-        return given._replace(strides=[stride] * len(keys)), SharedBags(
-            features.inverse(groups[0])[None], [0] * len(keys), [stride] * len(keys), keys
-        )
+        unique, count = features.unique(groups[0]), len(keys)
+        sizes = [unique.stride()] * count
+        shared = SharedBags(features.inverse(groups[0])[None], [0] * count, sizes, keys)
+        return select_keys(unique, keys)._replace(strides=sizes), shared
     given = select_keys(features.bags(), keys, features.known_offset_per_key())
     return given, SharedBags(features.inverse_of_groups(), groups, given.strides, keys)

@@ -1,4 +1,4 @@
-"""InverseKeyedJaggedTensor: a batch whose repeated bags are kept once."""
+"""InverseKeyedJaggedTensor: a batch whose repeated bags are kept once, and if wanted what bags have in common."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
 from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data, select_bags
+from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
 
 _ops = torch.ops.rec_kernels
 
@@ -22,9 +23,12 @@ class InverseKeyedJaggedTensor:
     ``from_kjt`` finds the distinct samples of a batch; data that knows its sessions gives them here. Nobody writes to
     the tensors afterwards.
 
+    Bags that overlap may be windows of one buffer, which is smaller to keep and to move; ``with_windows()`` finds them.
+    Bags are made of them once, where ids are first asked for; nothing else changes.
+
     Args:
         unique: the bags, those of groups first, group after group, then the rest; ``stride_per_key`` is U for features
-            of a group, and B for the rest.
+            of a group, and B for the rest. ``rk.KeyedJaggedTensor`` or ``rk.KeyedJaggedWindows``.
         groups: names of the features of each group, in the order of ``unique``.
         inverse: [G, B] int64: which distinct sample of each group each sample of the batch is.
         keys: all feature names in the order of the batch; None: that of ``unique``.
@@ -41,19 +45,21 @@ class InverseKeyedJaggedTensor:
 
     def __init__(
         self,
-        unique: KeyedJaggedTensor,
+        unique: KeyedJaggedTensor | KeyedJaggedWindows,
         groups: Sequence[Sequence[str]],
         inverse: Tensor,
         keys: list[str] | None = None,
     ) -> None:
-        if not isinstance(unique, KeyedJaggedTensor):
-            raise TypeError(f"unique must be an rk.KeyedJaggedTensor, got {type(unique).__name__}")
+        if not isinstance(unique, (KeyedJaggedTensor, KeyedJaggedWindows)):
+            raise TypeError(
+                f"unique must be an rk.KeyedJaggedTensor or rk.KeyedJaggedWindows, got {type(unique).__name__}"
+            )
         groups = _checked_groups(groups, unique.keys())
         _check_parts(unique, groups, inverse)
         keys = list(unique.keys() if keys is None else keys)
         if sorted(keys) != sorted(unique.keys()):
             raise ValueError(f"keys must be those of unique, {unique.keys()}, in the batch's order, got {keys}")
-        if has_data(unique.offsets()):
+        if has_data(unique.values()):
             unique.offset_per_key()  # is known from now on, when it has been moved, too
         self._unique, self._groups, self._inverse, self._keys = unique, groups, inverse, keys
 
@@ -97,7 +103,7 @@ class InverseKeyedJaggedTensor:
 
     @classmethod
     def _of(
-        cls, unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Tensor, keys: list[str]
+        cls, unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[list[str]], inverse: Tensor, keys: list[str]
     ) -> InverseKeyedJaggedTensor:
         """From parts that fit."""
         new = cls.__new__(cls)
@@ -117,11 +123,28 @@ class InverseKeyedJaggedTensor:
         return self._inverse.shape[1]
 
     def bags(self) -> KeyedJaggedTensor:
-        """All bags that are kept, as the constructor has them: groups first, batch sizes of their own."""
+        """All bags that are kept, as the constructor has them: groups first, batch sizes of their own.
+
+        Those of windows are made now, if they were not before. On a GPU the host waits for windows that were given
+        there, and then: IndexError, if one is not within their values.
+        """
+        return self._unique if isinstance(self._unique, KeyedJaggedTensor) else self._unique.to_kjt()
+
+    def stored(self) -> KeyedJaggedTensor | KeyedJaggedWindows:
+        """What is kept: bags, or windows that they are made of."""
         return self._unique
+
+    def with_windows(self) -> InverseKeyedJaggedTensor:
+        """The same, of bags without weights on the CPU that are windows of one buffer (``KeyedJaggedWindows
+        .from_kjt``, whose errors it raises)."""
+        if isinstance(self._unique, KeyedJaggedWindows):
+            return self
+        return self._of(KeyedJaggedWindows.from_kjt(self._unique), self._groups, self._inverse, self._keys)
 
     def known_offset_per_key(self) -> list[int] | None:
         """[F + 1]: where the ids of each feature of ``bags()`` start, if the host knows it."""
+        if isinstance(self._unique, KeyedJaggedWindows):
+            return self._unique.known_offset_per_key()
         known = self._unique._offset_per_key
         if torch.compiler.is_compiling():  # which cannot see that nobody has written to the offsets
             return None if known is None else known[1]
@@ -181,7 +204,7 @@ class InverseKeyedJaggedTensor:
             IndexError: on a GPU, ``inverse`` is out of range.
         """
         index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
-        unique = self._unique
+        unique = self.bags()
         values, offsets, weights = select_bags(unique.values(), unique.offsets(), unique.weights_or_none(), index)
         return KeyedJaggedTensor(self._keys, values, offsets=offsets, weights=weights)
 
@@ -194,26 +217,37 @@ class InverseKeyedJaggedTensor:
         Raises:
             KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range.
         """
-        groups, ids = self.group_of_keys(), self._unique.offset_per_key()
+        groups = self.group_of_keys()
         if key is not None:
             _entry(groups, key)
         names = [name for name, g in groups.items() if g is not None and key in (None, name)]
-        counts = dict(zip(self._unique.keys(), (b - a for a, b in itertools.pairwise(ids)), strict=True))
-        kept = sum(counts[name] for name in names)
+        kept = self.num_stored(names)
         return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
+
+    def num_stored(self, keys: Sequence[str]) -> int:
+        """How many ids are kept of these features; of windows, those that they cover. On a GPU the host waits."""
+        if isinstance(self._unique, KeyedJaggedWindows):
+            return self._unique.num_stored(keys)
+        counts = itertools.pairwise(self._unique.offset_per_key())
+        return sum(b - a for key, (a, b) in zip(self._unique.keys(), counts, strict=True) if key in keys)
+
+    def lengths(self, group: int | str) -> Tensor:
+        """[F, U]: bag lengths of the distinct samples of a group. ``group`` and errors: as of ``unique``."""
+        g = self._number(group)
+        first, strides = sum(map(len, self._groups[:g])), self._unique.stride_per_key()
+        start, features = sum(strides[:first]), len(self._groups[g])
+        return self._unique.lengths()[start : start + features * strides[first]].view(features, -1)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> InverseKeyedJaggedTensor:
         """The same on another device."""
-        return self._mapped(
-            lambda kjt: kjt.to(device, non_blocking), lambda t: t.to(device=device, non_blocking=non_blocking)
-        )
+        return self._mapped(lambda part: part.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self) -> InverseKeyedJaggedTensor:
         """The same in page-locked host memory."""
-        return self._mapped(KeyedJaggedTensor.pin_memory, Tensor.pin_memory)
+        return self._mapped(lambda part: part.pin_memory())
 
-    def _mapped(self, bags: Callable, tensor: Callable[[Tensor], Tensor]) -> InverseKeyedJaggedTensor:
-        return self._of(bags(self._unique), self._groups, tensor(self._inverse), self._keys)
+    def _mapped(self, move: Callable) -> InverseKeyedJaggedTensor:
+        return self._of(move(self._unique), self._groups, move(self._inverse), self._keys)
 
     def _number(self, group: int | str) -> int:
         if isinstance(group, str):
@@ -229,7 +263,7 @@ class InverseKeyedJaggedTensor:
 
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
         """Features ``first`` up to ``last`` of the kept bags, which have one batch size."""
-        unique, strides = self._unique, self._unique.stride_per_key()
+        unique, strides = self.bags(), self._unique.stride_per_key()
         bags = list(itertools.accumulate(strides, initial=0))
         values, offsets, weights = unique.values(), unique.offsets(), unique.weights_or_none()
         if last - first == len(strides):  # all of them: where they begin need not be known
@@ -276,20 +310,20 @@ def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[li
     return groups
 
 
-def _check_parts(unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Tensor) -> None:
+def _check_parts(unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[list[str]], inverse: Tensor) -> None:
     names, strides = unique.keys(), unique.stride_per_key()
     grouped = [key for group in groups for key in group]
     if names[: len(grouped)] != grouped:
         raise ValueError(f"unique must have the features of groups first, {grouped}, in this order, got {names}")
-    if unique.inverse_indices_or_none() is not None:
+    if isinstance(unique, KeyedJaggedTensor) and unique.inverse_indices_or_none() is not None:
         raise ValueError("unique must have no inverse_indices: inverse says which bags samples have")
     if inverse.dtype != torch.int64 or inverse.dim() != 2 or inverse.shape[0] != len(groups):
         raise ValueError(
             f"inverse must be int64 [{len(groups)}, B] for the {len(groups)} groups, got {inverse.dtype} "
             f"{list(inverse.shape)}"
         )
-    if inverse.device != unique.offsets().device:
-        raise ValueError(f"inverse must be on unique's device, {unique.offsets().device}, got {inverse.device}")
+    if inverse.device != unique.values().device:
+        raise ValueError(f"inverse must be on unique's device, {unique.values().device}, got {inverse.device}")
     sizes = dict(zip(names, strides, strict=True))
     for g, group in enumerate(groups):
         if len({sizes[key] for key in group}) > 1:
@@ -304,7 +338,7 @@ def _check_parts(unique: KeyedJaggedTensor, groups: list[list[str]], inverse: Te
         _check_ranges(inverse, groups, unique)
 
 
-def _check_ranges(inverse: Tensor, groups: list[list[str]], unique: KeyedJaggedTensor) -> None:
+def _check_ranges(inverse: Tensor, groups: list[list[str]], unique: KeyedJaggedTensor | KeyedJaggedWindows) -> None:
     sizes = dict(zip(unique.keys(), unique.stride_per_key(), strict=True))
     for g, group in enumerate(groups):
         size = sizes[group[0]]

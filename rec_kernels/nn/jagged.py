@@ -13,7 +13,8 @@ from rec_kernels.ops.jagged_index_select import jagged_index_select
 from rec_kernels.ops.jagged_permute import jagged_permute
 
 
-def _to_offsets(lengths: Tensor) -> Tensor:
+def to_offsets(lengths: Tensor) -> Tensor:
+    """[len(lengths) + 1], of the dtype of ``lengths``."""
     offsets = lengths.new_zeros(lengths.shape[0] + 1)
     offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
     return offsets
@@ -120,20 +121,14 @@ class KeyedJaggedTensor:
     ) -> None:
         if (lengths is None) == (offsets is None):
             raise ValueError("exactly one of lengths and offsets must be given")
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"keys must differ, got {list(keys)}")
         bags = lengths.shape[0] if offsets is None else offsets.shape[0] - 1
-        which = "lengths" if offsets is None else "offsets"
-        if stride_per_key is not None:
-            _check_strides(stride_per_key, keys, bags, which)
-        elif bags < 0 or (bags % len(keys) if keys else bags):
-            raise ValueError(f"{which} describe {bags} bags, which is not a multiple of the {len(keys)} keys")
+        check_bags(keys, stride_per_key, bags, "lengths" if offsets is None else "offsets")
         if inverse_indices is not None:
             _check_inverse(inverse_indices, keys, stride_per_key)
         if weights is not None and weights.shape != values.shape:
             raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
         self._keys, self._values, self._weights = list(keys), values, weights
-        self._offsets = _to_offsets(lengths) if offsets is None else offsets
+        self._offsets = to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
         self._inverse_keys, self._inverse = inverse_indices or (None, None)
         self._offset_per_key: tuple[int, list[int]] | None = None
@@ -232,7 +227,15 @@ class KeyedJaggedTensor:
         return f"KeyedJaggedTensor(keys={self._keys}, batch={self.stride()}, values={self._values.shape[0]})"
 
 
-def _check_strides(strides: list[int], keys: list[str], bags: int, which: str) -> None:
+def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str) -> None:
+    """Raises ValueError unless ``keys`` differ and have ``bags`` bags, as argument ``which`` says; ``strides``: F or
+    None."""
+    if len(set(keys)) != len(keys):
+        raise ValueError(f"keys must differ, got {list(keys)}")
+    if strides is None:
+        if bags < 0 or (bags % len(keys) if keys else bags):
+            raise ValueError(f"{which} describe {bags} bags, which is not a multiple of the {len(keys)} keys")
+        return
     if len(strides) != len(keys) or any(s < 0 for s in strides):
         raise ValueError(f"stride_per_key must have a batch size for each of the {len(keys)} keys, got {strides}")
     if sum(strides) != bags:
@@ -312,7 +315,7 @@ def _permuted(
         starts = list(itertools.accumulate(strides, initial=0))
         bags = torch.cat([torch.arange(starts[f], starts[f + 1], device=offsets.device) for f in order])
         lengths = offsets.diff()[bags]
-        new_offsets = _to_offsets(lengths)
+        new_offsets = to_offsets(lengths)
         # Position i of the output comes from its bag's start plus its place within the bag.
         within = torch.arange(int(new_offsets[-1]), device=offsets.device)
         source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)

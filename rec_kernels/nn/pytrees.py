@@ -7,24 +7,32 @@ from torch.utils import _pytree
 
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
 
 # Attributes that are tensors, None or trees of tensors; the others are plain values.
 _TENSORS = {
     JaggedTensor: ("_values", "_offsets", "_weights"),
     KeyedJaggedTensor: ("_values", "_offsets", "_weights", "_inverse"),
+    KeyedJaggedWindows: ("_values", "_starts", "_lengths"),
     KeyedTensor: ("_values",),
     InverseKeyedJaggedTensor: ("_unique", "_inverse"),
 }
 _OTHERS = {
     JaggedTensor: (),
     KeyedJaggedTensor: ("_keys", "_strides", "_inverse_keys"),
+    KeyedJaggedWindows: ("_keys", "_strides"),
     KeyedTensor: ("_keys", "_lengths"),
     InverseKeyedJaggedTensor: ("_groups", "_keys"),
+}
+# What is learned of the tensors, and so not of those that stand for them: None at first.
+_LEARNED = {
+    KeyedJaggedTensor: ("_offset_per_key",),
+    KeyedJaggedWindows: ("_offset_per_key", "_bags"),
 }
 
 
 def _register(kind: type) -> None:
-    tensors, others = _TENSORS[kind], _OTHERS[kind]
+    tensors, others, learned = _TENSORS[kind], _OTHERS[kind], _LEARNED.get(kind, ())
 
     def flatten(x: object) -> tuple[list, list]:
         # Lists, which saving a program and loading it leaves what they are.
@@ -35,8 +43,8 @@ def _register(kind: type) -> None:
         x = kind.__new__(kind)
         for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
             setattr(x, name, value)
-        if kind is KeyedJaggedTensor:
-            x._offset_per_key = None
+        for name in learned:
+            setattr(x, name, None)
         return x
 
     def with_keys(x: object) -> tuple[list, list]:

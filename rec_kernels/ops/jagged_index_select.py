@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.fakes import check_one_device, dynamic_size
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops import jagged_copies
 
 _ops = torch.ops.rec_kernels
 
@@ -38,36 +36,11 @@ def jagged_index_select(
 
 @torch.library.register_fake("rec_kernels::jagged_index_select")
 def _(values, offsets, index, total=None):
-    check_one_device((values, offsets, index))
-    size = dynamic_size() if total is None else total
-    chosen = values.new_empty((size, *values.shape[1:]))
-    return chosen, offsets.new_empty((index.shape[0] + 1,)), offsets.new_empty((2,), dtype=torch.int64)
+    return jagged_copies.fake(values, (offsets, index), index.shape[0], offsets, total)
 
 
-def _setup(ctx, inputs, output) -> None:
-    values, offsets, index = inputs[:3]
-    if values.dtype not in FLOAT_DTYPES.values():
-        raise ValueError(
-            f"values are {values.dtype} and require a gradient, which is of float32, float16 and bfloat16 only: "
-            "detach them"
-        )
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.shape, ctx.dtype, ctx.total = values.shape, values.dtype, output[0].shape[0]
-    ctx.save_for_backward(offsets, index)
-
-
-@once_differentiable
-def _backward(ctx, grad: Tensor | None, *_):
-    if grad is None:
-        return None, None, None, None
-    offsets, index = ctx.saved_tensors
-    # Counted from 1: what a total that is too large leaves empty on a GPU then comes from -1, which is left out.
-    places = torch.arange(1, ctx.shape[0] + 1, device=grad.device)
-    sources = _ops.jagged_index_select(places, offsets, index, ctx.total)[0] - 1
-    rows = grad.float().reshape(ctx.total, ctx.shape[1:].numel())
-    summed = _ops.expand_backward(rows, sources, ctx.shape[0])
-    return summed.view(ctx.shape).to(ctx.dtype), None, None, None
-
-
-torch.library.register_autograd("rec_kernels::jagged_index_select", _backward, setup_context=_setup)
+torch.library.register_autograd(
+    "rec_kernels::jagged_index_select",
+    jagged_copies.backward_of("jagged_index_select"),
+    setup_context=jagged_copies.setup_context,
+)

@@ -1,0 +1,146 @@
+"""Bytes of a batch's shared features and time of the reader's stage: without deduplication, with it, and with windows.
+
+Complete Journey, for several lengths of the longest history and sizes of the batch, its rows in two orders:
+
+time        that of the data: between two baskets of a household there are those of others
+household   clustered, as RecD has it: a household's baskets, in the order of time, are neighbours
+
+stage       what the trainer's reader does on its thread: equal bags are found, then windows
+bags        what the first lookup of windows takes longer: bags are made of them; here on the CPU
+
+Ways take turns; times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from dedup_step import INPUTS, num_bytes, sizes, some_batches, times
+from tqdm import tqdm
+from train_step import RESULTS, environment, positive
+
+import rec_kernels as rk
+from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
+from rec_kernels.dlrm.completejourney import FEATURES, HISTORY, Prepared
+from rec_kernels.dlrm.dedup import dedup_batch
+
+HISTORIES, BATCHES = (10, 50, 200), (2048, 8192, 65536)
+ORDERS = ("time", "household")
+
+
+def by_household(data: Prepared) -> Prepared:
+    """The same baskets, those of a household one after the other, each split by itself."""
+    first = np.searchsorted(data.basket, np.arange(len(data.history_offsets) - 1))
+    household = data.ids[FEATURES.index("household")][first]
+    order = np.lexsort((household, first >= data.train_rows))
+    number = np.empty_like(order)
+    number[order] = np.arange(len(order))
+    rows = np.argsort(number[data.basket], kind="stable")
+    histories = (torch.from_numpy(np.array(part)) for part in (data.history_products, data.history_offsets))
+    products, offsets = rk.jagged_index_select(*histories, torch.from_numpy(order))
+    return dataclasses.replace(
+        data,
+        ids=data.ids[:, rows],
+        dense=data.dense[rows],
+        label=data.label[rows],
+        basket=number[data.basket][rows].astype(np.int32),
+        history_offsets=offsets.numpy(),
+        history_products=products.numpy(),
+    )
+
+
+def measure(data: CompleteJourney, size: int, turns: int, seconds: float) -> dict:
+    """All figures of one data set and batch size."""
+    plain = some_batches(data, size)
+    ways = {"on": [dedup_batch(b) for b in plain], "windows": [dedup_batch(b, windows=True) for b in plain]}
+    check(plain, [batch for batch, _ in ways["windows"]])
+    batches = {"without": plain} | {name: [batch for batch, _ in made] for name, made in ways.items()}
+    tallies = {name: [tally.ids[HISTORY] for _, tally in made] for name, made in ways.items()}
+    counts = {name: [sum(each) for each in zip(*of_way, strict=True)] for name, of_way in tallies.items()}
+    found = [batch.shared for batch in batches["windows"]]
+    calls = {"on": lambda i: dedup_batch(plain[i]), "windows": lambda i: dedup_batch(plain[i], windows=True)}
+    return {
+        "rows": len(plain[0].label),
+        "ids_per_row": counts["on"][0] / sum(len(batch.label) for batch in plain),
+        "factor": {name: before / stored for name, (before, stored) in counts.items()},
+        "bytes": {name: sum(num_bytes(b.shared) for b in made) / INPUTS for name, made in batches.items()},
+        "stage_ms": times(calls, turns, seconds),
+        # Moved, they have no bags yet.
+        "bags_ms": times({"bags": lambda i: found[i].to("cpu").bags()}, turns, seconds)["bags"],
+    }
+
+
+def check(plain: list[Batch], windows: list[Batch]) -> None:
+    """No figure of a wrong batch."""
+    for one, other in zip(plain, windows, strict=True):
+        whole = other.shared.to("cpu").to_kjt()
+        if not (
+            torch.equal(whole.values(), one.shared.values()) and torch.equal(whole.offsets(), one.shared.offsets())
+        ):
+            raise SystemExit("error: windows do not make the batch again: nothing was measured")
+
+
+def cases(options: argparse.Namespace) -> list[dict]:
+    """Every figure, by what was measured."""
+    results = []
+    todo = list(itertools.product(options.histories, ORDERS))
+    for history, order in tqdm(todo, desc="history"):
+        prepared = load_completejourney(options.weeks, options.data_dir, history=history)
+        data = CompleteJourney(by_household(prepared) if order == "household" else prepared)
+        for size in options.batch_sizes:
+            figures = measure(data, size, options.turns, options.seconds)
+            results.append({"history": history, "order": order} | figures)
+    return results
+
+
+def table(results: list[dict]) -> str:
+    """The results as Markdown; in parentheses: how many times fewer bytes than with whole bags."""
+    lines = [
+        "| order | history | batch | factor, on | windows | MB, without | on | windows | stage, ms, on | windows "
+        "| bags, ms |",
+        "|---|" + "---:|" * 10,
+    ]
+    for r in sorted(results, key=lambda r: ORDERS.index(r["order"])):
+        size, stage = r["bytes"], r["stage_ms"]
+        cells = [r["order"], r["history"], f"{r['rows']:,}", *(f"{r['factor'][way]:.2f}" for way in ("on", "windows"))]
+        cells += [f"{size['without'] / 1e6:.2f}", f"{size['on'] / 1e6:.3f}"]
+        cells.append(f"{size['windows'] / 1e6:.3f} ({size['on'] / size['windows']:.2f}x)")
+        cells += [f"{stage[way]['median']:.2f}" for way in ("on", "windows")]
+        cells.append(f"{r['bags_ms']['median']:.2f}")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    lengths, rows = (",".join(map(str, given)) for given in (HISTORIES, BATCHES))
+    parser.add_argument("--histories", type=sizes, default=HISTORIES, help=f"longest histories (default: {lengths})")
+    parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
+    parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
+    parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, at the least (default: 0.3)")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
+    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    parser.add_argument("--out", type=Path, default=RESULTS / "dedup_windows.json", help="result file")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    results = cases(options)
+    print(table(results))
+    settings = {key: getattr(options, key) for key in ("turns", "seconds", "weeks")}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"environment": environment(), "settings": settings, "results": results}
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(f"written to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Windows in the trainer's reader: the bits of whole bags, fewer ids in a batch, and a run that says so."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from dlrm_cases import Changed
+
+pytest.importorskip("pyarrow")
+
+import rec_kernels as rk
+from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
+from rec_kernels.dlrm.data import HeldOut
+from rec_kernels.dlrm.dedup import DedupReader, decide, dedup_batch
+from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
+from rec_kernels.dlrm.train import TrainingError
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+ROWS, SIZE = 3000, 500
+LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
+#: What two ways of the same training do not have in common.
+WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+WAYS |= {"dedup_seconds", "dedup_factors", "windows"}
+
+
+def slide(batch: Batch) -> Batch:
+    """Pairs of rows with the same history, which is ``STEP`` ids further on than the pair's before them."""
+    bag, first = torch.arange(len(batch.label)) // 2, len(batch.shared.values())
+    ids = (first + STEP * bag[:, None] + torch.arange(LONGEST)).flatten() % TABLE_ROWS
+    lengths = torch.full((len(bag),), LONGEST)
+    return batch._replace(shared=rk.KeyedJaggedTensor([HISTORY], ids, lengths=lengths))
+
+
+@pytest.fixture(scope="module")
+def data() -> Changed:
+    return Changed(Synthetic(ROWS, TABLE_ROWS), functools.partial(map, slide))
+
+
+def config(runs_dir: Path, **options) -> TrainConfig:
+    given = {"data": "synthetic", "rows": ROWS, "batch_size": SIZE, "threads": 1, "table_rows": TABLE_ROWS}
+    return TrainConfig(**given | {"runs_dir": str(runs_dir), "lr": 0.1} | options)
+
+
+def records(run: Path) -> list[dict]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_batch_has_each_id_once(data: Changed) -> None:
+    for batch in data.batches("train", SIZE):
+        found, tally = dedup_batch(batch, windows=True)
+        windows = found.shared.stored()
+        assert isinstance(windows, rk.KeyedJaggedWindows)
+        assert len(windows.values()) == STEP * (SIZE // 2 - 1) + LONGEST
+        assert windows._bags is None  # counting made none
+        assert tally.ids == {HISTORY: (LONGEST * SIZE, len(windows.values()))}
+        assert tally.factor() == found.shared.dedup_factor()
+        assert torch.equal(found.shared.to_kjt().values(), batch.shared.values())
+        plain, other = batch.tensors(), found.tensors()
+        assert all(np.array_equal(plain[name], other[name]) for name in plain)
+        again, _ = dedup_batch(dedup_batch(batch)[0], windows=True)  # of a data set that knows its sessions
+        assert torch.equal(again.shared.stored().values(), windows.values())
+    alone = batch._replace(shared=None)
+    assert dedup_batch(alone, windows=True)[0] is alone
+
+
+@pytest.mark.parametrize("options", [{}, {"batch_size": 125, "accumulate": 4, "optimizer": "adam"}], ids=["", "more"])
+def test_the_bits_of_whole_bags(data: Changed, tmp_path: Path, options: dict) -> None:
+    """Losses, scores and what is learned, with evaluations between."""
+    for mode in ("on", "windows"):
+        given = config(tmp_path, run=mode, dedup=mode, eval_every=4, valid_fraction=0.34, **options)
+        train(given, data, progress=False)
+    ways = [records(tmp_path / mode) for mode in ("on", "windows")]
+    on, windows = ([{k: v for k, v in r.items() if k not in WAYS} for r in way] for way in ways)
+    assert windows == on
+    models = [checkpoint.load(tmp_path / mode)["model"] for mode in ("on", "windows")]
+    assert models[0].keys() == models[1].keys()
+    assert all(torch.equal(t, models[1][name]) for name, t in models[0].items())
+    assert evaluate(tmp_path / "windows", data) == evaluate(tmp_path / "on", data)
+
+
+def test_records_and_report(data: Changed, tmp_path: Path) -> None:
+    test = train(config(tmp_path, run="run", dedup="windows"), data, progress=False)
+    assert (test["dedup"], test["windows"]) == (True, True)
+    kept = STEP * (SIZE // 2 - 1) + LONGEST
+    assert test["dedup_factors"] == {HISTORY: LONGEST * SIZE / kept}
+    assert test["dedup_seconds"] > 0
+    settings = json.loads((tmp_path / "run" / "config.json").read_text())
+    assert settings["config"]["dedup"] == "windows"
+    assert settings["dedup"] == {"on": True, "factor": None}
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert f"Shared bags: once, as windows: history {LONGEST * SIZE / kept:.1f}x fewer ids; " in text
+    with pytest.raises(TrainingError, match="another config: dedup is 'on', was 'windows'"):
+        train(config(tmp_path, dedup="on"), data, resume=tmp_path / "run", progress=False)
+
+
+def test_other_choices_make_no_windows(data: Changed) -> None:
+    held_out = HeldOut(data, SIZE, 0.0)
+    assert decide("windows", held_out) == (True, None)
+    batch = next(DedupReader(held_out, on=True).batches("train", SIZE))
+    assert isinstance(batch.shared.stored(), rk.KeyedJaggedTensor)
+    batch = next(DedupReader(held_out, on=True, windows=True).batches("train", SIZE))
+    assert isinstance(batch.shared.stored(), rk.KeyedJaggedWindows)

@@ -1,0 +1,148 @@
+"""jagged_overlaps: reference; windows of it make the rows again; what is found of sequences, and what is not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from backends import cpu_backends
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_cases import BAD_OFFSETS, INTEGERS, NOTHING_BAD, ODD, check_tensors, make_batch, offsets_of
+
+import rec_kernels as rk
+from rec_kernels.reference.jagged_overlaps import ANCHOR, TRIES
+from rec_kernels.reference.jagged_overlaps import jagged_overlaps as reference
+from rec_kernels.testing import same_bits
+
+ops = torch.ops.rec_kernels
+
+
+def jagged(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64), offsets_of([*map(len, rows)])
+
+
+def check_overlaps(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The reference's buffer and starts, and windows of them are the rows. Returns the buffer."""
+    expected = reference(values, offsets)
+    for backend in cpu_backends():
+        found = backend.ops.jagged_overlaps(values, offsets)
+        check_tensors(backend, found, expected)
+    again, bounds = rk.jagged_windows(*expected, offsets.diff())
+    assert same_bits(again, values[int(offsets[0]) : int(offsets[-1])])
+    assert same_bits(bounds, offsets - offsets[0])
+    return expected[0]
+
+
+def sizes(*rows: list[int]) -> int:
+    """Ids that are stored of these rows."""
+    return len(check_overlaps(*jagged(list(rows))))
+
+
+def histories(sequence: list[int], ends: list[int], longest: int) -> list[list[int]]:
+    return [sequence[max(end - longest, 0) : end] for end in ends]
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_batches(name: str) -> None:
+    batch = ODD[name]()
+    check_overlaps(batch.values, batch.offsets)
+
+
+@st.composite
+def users(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
+    """Histories of a few users, one after the other or mixed, of ids that repeat often or hardly ever."""
+    rows, most = draw(st.sampled_from([1, 2, 9, 1000])), draw(st.sampled_from([0, 3, 4, 5, 20]))
+    sequences = draw(st.lists(st.lists(st.integers(0, rows), max_size=60), min_size=1, max_size=3))
+    steps = draw(st.lists(st.tuples(st.integers(0, len(sequences) - 1), st.integers(0, 9)), max_size=25))
+    ends, found = [0] * len(sequences), []
+    for user, step in steps:
+        ends[user] = min(ends[user] + step, len(sequences[user]))
+        found += histories(sequences[user], [ends[user]], most)
+    values, offsets = jagged(found)
+    return values.to(draw(st.sampled_from(INTEGERS))), offsets.to(draw(st.sampled_from(INTEGERS)))
+
+
+@given(users())
+def test_any_histories(case: tuple[torch.Tensor, torch.Tensor]) -> None:
+    check_overlaps(*case)
+
+
+def test_each_id_of_a_sequence_is_stored_once() -> None:
+    """Histories grow, then slide; those of two users in turns; two samples with the same one."""
+    one, other = list(range(100, 200)), list(range(500, 600))
+    assert sizes(*histories(one, [4, 9, 20, 20, 33, 40, 76], 40)) == 76
+    mixed = zip(histories(one, [10, 25, 40], 20), histories(other, [50, 55, 64], 20), strict=True)
+    assert sizes(*itertools.chain.from_iterable(mixed)) == 40 + (64 - 30)
+    values, offsets = jagged(histories(one, [10, 12, 11, 12], 10))  # one that is behind: it is stored
+    assert len(check_overlaps(values, offsets)) == 12 + 10
+    assert sizes(one[:10], one[3:10], one[5:13]) == 13  # a shorter one, within the other
+    # Offsets need not start at 0 or end with the values.
+    assert len(check_overlaps(torch.arange(30), torch.tensor([3, 9, 9, 30]))) == 27
+
+
+def test_what_is_not_found_is_stored() -> None:
+    """Too few ids in common; a row from which another goes on already; one that begins before the end of another."""
+    ids = list(range(50))
+    assert sizes(ids[:10], ids[10 - ANCHOR + 1 : 20]) == 10 + 10 + ANCHOR - 1
+    assert sizes(ids[:10], ids[10 - ANCHOR : 20]) == 20
+    assert sizes(ids[:10], [*ids[2:10], 77], [*ids[2:10], 88]) == 11 + 9
+    assert sizes(ids[10:20], ids[5:15]) == 20
+
+
+def test_ids_that_are_all_alike_take_no_longer() -> None:
+    """Comparisons that fail are counted: a row that would fit is not reached after too many."""
+    same, other = [7] * 30, [9] * (ANCHOR + TRIES)
+    first = [*same, *other[:ANCHOR]]
+    assert sizes(first, [*same[:20], *other[1:]]) == len(first) + TRIES - 1
+    assert sizes(first, [*same[:20], *other]) == len(first) + 20 + len(other)
+    assert sizes(same, same, [*same, 5]) == 31
+
+
+def test_many_rows() -> None:
+    """Collisions of places in the table, and rows of users far apart."""
+    sequence = torch.randint(1 << 40, (50, 300), generator=torch.Generator().manual_seed(0)).tolist()
+    rows = [sequence[i % 50][i // 50 : i // 50 + 40] for i in range(50 * 60)]
+    assert sizes(*rows) == 50 * (40 + 59)
+
+
+def test_strided_inputs() -> None:
+    batch = make_batch(3, 30, session=4, mean_length=9, seed=2)
+    doubled = [torch.stack([t, t], dim=1)[:, 0] for t in (batch.values, batch.offsets)]
+    assert not doubled[0].is_contiguous()
+    check_overlaps(*doubled)
+
+
+@pytest.mark.parametrize(("bounds", "first"), BAD_OFFSETS)
+def test_bad_offsets(bounds: list[int], first: int) -> None:
+    with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in "):
+        ops.jagged_overlaps(torch.arange(7), torch.tensor(bounds))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((torch.zeros(2, 3).long(), torch.tensor([0])), r"values must have 1 dimension\(s\), got shape \[2, 3\]"),
+        ((torch.zeros(2), torch.tensor([0])), "values must be int32 or int64, got float32"),
+        ((torch.arange(2), torch.tensor([0.0])), "offsets must be int32 or int64, got float32"),
+        ((torch.arange(2), torch.tensor([], dtype=torch.int64)), "offsets must have one element more than there are"),
+    ],
+)
+def test_bad_input(args: tuple, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_overlaps(*args)
+
+
+def test_compiled() -> None:
+    """In one graph with the windows that it finds."""
+
+    def again(values, offsets):
+        found, starts = rk.jagged_overlaps(values, offsets)
+        return rk.jagged_windows(found, starts, offsets.diff())[0]
+
+    torch._dynamo.reset()
+    values, offsets = jagged(histories(list(range(40)), [5, 9, 30, 33], 10))
+    assert same_bits(torch.compile(again, fullgraph=True, backend="aot_eager")(values, offsets), values)
+    assert ops.jagged_overlaps(values, offsets)[2].tolist() == NOTHING_BAD

@@ -1,0 +1,240 @@
+"""jagged_windows: reference, gradients, totals that are known or wrong, windows that are not within the values."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from backends import device_backends, every_backend
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_cases import INTEGERS, NOTHING_BAD, check_tensors
+
+import rec_kernels as rk
+from rec_kernels.ops import jagged_copies
+from rec_kernels.reference.jagged_windows import jagged_windows as reference
+from rec_kernels.testing import assert_same_sum, same_bits
+
+ops = torch.ops.rec_kernels
+
+
+def check_windows(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> None:
+    """With the total and without."""
+    expected = reference(values, starts, lengths)
+    for backend in every_backend():
+        for total in (None, len(expected[0])):
+            check_tensors(backend, backend.ops.jagged_windows(values, starts, lengths, total), expected)
+
+
+#: N, starts, lengths.
+ODD = {
+    "no windows": (5, [], []),
+    "no values": (0, [0, 0], [0, 0]),
+    "empty ones": (4, [4, 0, 2], [0, 0, 0]),
+    "all of it, often": (6, [0, 0, 0], [6, 6, 6]),
+    "one after the other": (9, [0, 2, 2, 5, 9], [2, 0, 3, 4, 0]),
+    "backwards": (9, [6, 3, 0], [3, 3, 3]),
+    "sliding": (40, list(range(30)), [10] * 30),
+    "a long one": (3000, [1, 0, 2999], [1, 2999, 1]),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_windows(name: str) -> None:
+    size, starts, lengths = ODD[name]
+    for starts_dtype in INTEGERS:
+        for lengths_dtype in INTEGERS:
+            places = torch.tensor(starts, dtype=starts_dtype), torch.tensor(lengths, dtype=lengths_dtype)
+            check_windows(torch.arange(size), *places)
+
+
+DTYPES = [torch.bool, torch.int8, torch.int16, torch.bfloat16, torch.int32, torch.float64, torch.complex128]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("columns", [None, 0, 1, 3, 4, 17, 4100])
+def test_values_of_any_kind(dtype: torch.dtype, columns: int | None) -> None:
+    """Elements of 1 to 16 bytes, windows of values that are aligned to any word."""
+    values = torch.randint(-100, 100, (11,) if columns is None else (11, columns)).to(dtype)
+    starts, lengths = torch.tensor([7, 0, 1, 3, 11], dtype=torch.int32), torch.tensor([4, 3, 5, 0, 0])
+    expected = reference(values, starts, lengths)
+    for backend in every_backend():
+        out, offsets, status = backend.ops.jagged_windows(values, starts, lengths)
+        assert out.dtype == dtype
+        assert torch.equal(out, expected[0]), backend.name
+        assert torch.equal(offsets, expected[1]), backend.name
+        assert status.tolist() == NOTHING_BAD
+
+
+@given(st.data(), st.sampled_from(INTEGERS), st.sampled_from(INTEGERS), st.sampled_from([None, 0, 1, 5]))
+def test_any_windows(data: st.DataObject, wide: torch.dtype, other: torch.dtype, columns: int | None) -> None:
+    size = data.draw(st.integers(0, 30))
+    bounds = st.tuples(st.integers(0, size), st.integers(0, size)).map(sorted)
+    pairs = data.draw(st.lists(bounds, max_size=40))
+    values = torch.arange(size) if columns is None else torch.randn(size, columns).half()
+    starts = torch.tensor([a for a, _ in pairs], dtype=wide)
+    check_windows(values, starts, torch.tensor([b - a for a, b in pairs], dtype=other))
+
+
+def test_many_windows() -> None:
+    """Enough for every thread to get some; strided inputs."""
+    starts = torch.randint(9000, (2 * 20000,))[::2]
+    lengths = torch.randint(30, (2 * 20000,))[::2]
+    check_windows(torch.randn(2 * 9030)[::2], starts, lengths)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [None, 9])
+def test_gradients(dtype: torch.dtype, columns: int | None) -> None:
+    """Against torch's own; what a value gets from several windows is summed in float32."""
+    shape = (50,) if columns is None else (50, columns)
+    mine, starts = torch.randn(shape).to(dtype).requires_grad_(), torch.randint(30, (200,))
+    lengths = torch.arange(200) % 20
+    out, _ = rk.jagged_windows(mine, starts, lengths)
+    weight = torch.randn(out.shape).to(dtype)
+    (out * weight).sum().backward()
+    sources = reference(torch.arange(50), starts, lengths)[0]
+    expected, magnitude = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
+    expected.index_add_(0, sources, weight.double())
+    magnitude.index_add_(0, sources, weight.double().abs())
+    assert mine.grad.dtype == dtype
+    if dtype == torch.float32:
+        assert_same_sum(mine.grad, expected, magnitude, terms=len(sources))
+    else:
+        torch.testing.assert_close(mine.grad, expected.to(dtype))
+
+
+def test_the_order_of_a_sum() -> None:
+    """Windows in turn: large terms that cancel come first here, and a small one is then not lost."""
+    values = torch.zeros(3, requires_grad=True)
+    out, _ = rk.jagged_windows(values, torch.tensor([0, 1, 1]), torch.tensor([2, 1, 2]))
+    out.backward(torch.tensor([1.0, 2.0**30, -(2.0**30), 0.25, 5.0]))
+    assert values.grad.tolist() == [1, 0.25, 5]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_compiled(known: bool) -> None:
+    """One graph, whether the total is told or depends on data."""
+
+    def step(values, starts, lengths, total):
+        out, bounds = rk.jagged_windows(values * 2, starts, lengths, total=total)
+        return out.square().sum(), bounds
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for size in (5, 12):
+        starts, lengths, grads = torch.randint(size, (7,)), torch.randint(3, (7,)), []
+        total = int(lengths.sum()) if known else None
+        for function in (step, compiled):
+            values = torch.linspace(-1, 2, size + 3, requires_grad=True)
+            loss, bounds = function(values, starts, lengths, total)
+            loss.backward()
+            grads.append((values.grad, bounds))
+        assert all(map(same_bits, *grads))
+
+
+IDS, STARTS, LENGTHS = torch.arange(7), torch.tensor([2, 0]), torch.tensor([5, 2])
+
+
+@pytest.mark.parametrize("columns", [None, 3])
+@pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
+def test_a_wrong_total(total: int, columns: int | None) -> None:
+    """On a device, what does not fit is left out, and what is missing is zeros."""
+    values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
+    with pytest.raises(ValueError, match=f"total = {total}, and the windows have 7 values"):
+        ops.jagged_windows(values, STARTS, LENGTHS, total)
+    whole = torch.cat([values[2:], values[:2]])[:total]
+    expected = torch.cat([whole, whole.new_zeros(total - len(whole), *values.shape[1:])])
+    for backend in device_backends():
+        out, offsets, status = backend.ops.jagged_windows(values, STARTS, LENGTHS, total)
+        assert same_bits(out, expected), backend.name
+        assert offsets.tolist() == [0, min(5, total), min(7, total)], backend.name
+        assert status.tolist() == [2, 0], backend.name
+
+
+@pytest.mark.parametrize("total", [5, 9])
+def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left out gets none; the zeros behind the last window give none."""
+    backward = jagged_copies.backward_of("jagged_windows")
+    ctx = SimpleNamespace(saved_tensors=(STARTS, LENGTHS), shape=torch.Size([7]), dtype=torch.float32, total=total)
+    for backend in device_backends():
+        monkeypatch.setattr(jagged_copies, "_ops", backend.ops)
+        found = backward(ctx, torch.arange(1.0, total + 1), None, None)[0]
+        assert found.tolist() == [6.0 * (total > 5), 7.0 * (total > 5), 1, 2, 3, 4, 5], backend.name
+
+
+BIG = 2**63 - 1
+#: starts, lengths, which are bad, and what the CPU says of the first.
+BAD = [
+    ([0, 8, 2], [7, 0, 1], [1], r"starts\[1\] = 8 must be in \[0, 7\], the number of values"),
+    ([0, -1, 2], [7, 1, 1], [1], r"starts\[1\] = -1 must be in \[0, 7\]"),
+    ([6, 3, 2], [2, 4, 6], [0, 2], r"lengths\[0\] = 2 must be in \[0, 1\]: the window begins at 6 of 7 values"),
+    ([0, 3, 2], [7, -1, 1], [1], r"lengths\[1\] = -1 must be in \[0, 4\]"),
+    ([1, 7, BIG, -BIG - 1], [BIG, BIG, BIG, BIG], [0, 1, 2, 3], rf"lengths\[0\] = {BIG} must be in \[0, 6\]"),
+    ([3, BIG, 1], [4, 1, -BIG - 1], [1, 2], rf"starts\[1\] = {BIG} must be in \[0, 7\]"),
+]
+
+
+@pytest.mark.parametrize(("starts", "lengths", "bad", "message"), BAD)
+def test_windows_that_are_not_within_the_values(starts: list, lengths: list, bad: list, message: str) -> None:
+    """An error on the CPU, whatever overflows; on a device they are empty, and the status tells of them."""
+    given_starts, given_lengths = torch.tensor(starts), torch.tensor(lengths)
+    with pytest.raises(IndexError, match=message):
+        ops.jagged_windows(IDS, given_starts, given_lengths)
+    repaired = given_lengths.index_fill(0, torch.tensor(bad), 0)
+    expected = reference(IDS, given_starts.clamp(0, 7), repaired)
+    for backend in device_backends():
+        for total in (None, len(expected[0])):
+            *found, status = backend.ops.jagged_windows(IDS, given_starts, given_lengths, total)
+            assert all(map(same_bits, found, expected)), backend.name
+            assert status.tolist() == [bad[0], len(bad)], backend.name
+
+
+def test_the_first_bad_one_of_many() -> None:
+    """Whichever thread finds it."""
+    starts, lengths = torch.zeros(100_000, dtype=torch.int64), torch.ones(100_000, dtype=torch.int32)
+    starts[[70_001, 70_002, 99_999]] = 9
+    for backend in every_backend():
+        if backend.kind == "cpu":
+            with pytest.raises(IndexError, match=r"starts\[70001\] = 9"):
+                backend.ops.jagged_windows(IDS, starts, lengths)
+        else:
+            assert backend.ops.jagged_windows(IDS, starts, lengths)[2].tolist() == [70_001, 3], backend.name
+
+
+def test_too_many_for_the_lengths() -> None:
+    """int32 offsets name 2^31 - 1 values at most."""
+    values, starts = torch.zeros(2**15, dtype=torch.bool), torch.zeros(2**16, dtype=torch.int64)
+    for backend in every_backend():
+        with pytest.raises((ValueError, RuntimeError), match="int32 offsets can name: give int64 lengths"):
+            backend.ops.jagged_windows(values, starts, torch.full((2**16,), 2**15, dtype=torch.int32))
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((IDS[None, None], STARTS, LENGTHS), r"values must be \[N\] or \[N, D\], got shape \[1, 1, 7\]"),
+        ((IDS, STARTS[None], LENGTHS), r"starts must have 1 dimension\(s\), got shape \[1, 2\]"),
+        ((IDS, STARTS.short(), LENGTHS), "starts must be int32 or int64, got int16"),
+        ((IDS, STARTS.to("meta"), LENGTHS), "must be on the same device"),
+        ((IDS, STARTS, LENGTHS[:1]), r"lengths must have shape \[2\], got \[1\]"),
+        ((IDS, STARTS, LENGTHS.float()), "lengths must be int32 or int64, got float32"),
+        ((IDS, STARTS, LENGTHS.to("meta")), "must be on the same device"),
+        ((IDS, STARTS, LENGTHS, -1), "total = -1 must be 0 or more"),
+        ((torch.empty(2**62, 0), STARTS * 0, torch.tensor([2**62] * 2)), r"could have more than 2\^63"),
+        ((IDS, STARTS, LENGTHS.int(), 2**31), "the result has 2147483648 values, more than int32 offsets can name"),
+    ],
+)
+def test_bad_input(args: tuple, message: str) -> None:
+    """The message names the argument and what is allowed."""
+    with pytest.raises(ValueError, match=message):
+        ops.jagged_windows(*args)
+
+
+def test_gradients_of_other_dtypes() -> None:
+    """Refused: they would be those of float32."""
+    values = torch.ones(7, dtype=torch.float64)
+    assert ops.jagged_windows(values, STARTS, LENGTHS)[0].dtype == torch.float64
+    with pytest.raises(ValueError, match="require a gradient, which is of float32, float16 and bfloat16 only"):
+        ops.jagged_windows(values.requires_grad_(), STARTS, LENGTHS)
