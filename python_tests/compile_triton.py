@@ -2,8 +2,9 @@
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
 compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel (with its row
-format), and how often the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions
-that approximate or flush denormals, and multiplies TF32 tiles.
+format; of products, with their precision and dtype), and how often the PTX fuses a multiplication and an addition,
+divides exactly, rounds to BF16, has instructions that approximate or flush denormals, and multiplies tiles of TF32 and
+of half precision.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from triton.runtime.jit import JITFunction, mangle_type
 
 import rec_kernels as rk
 import rec_kernels.triton as kernels
-from rec_kernels.triton import grouped_projection
+from rec_kernels.triton import dot_interaction, factorization_machine, grouped_projection
 from rec_kernels.triton.fake_quantize import fake_quantize
 
-TARGETS = [GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)]
-COUNTED = [r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\.", r"mma\.sync.*\.tf32\.tf32\."]
-PRECISIONS = {"cuda": "tf32x3", "hip": "ieee"}  # of products, as rec_kernels.triton.grouped_projection has them
+NVIDIA, AMD = GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
+HOPPER = GPUTarget("cuda", 90, 32)  # whose products of large tiles are other instructions
+COUNTED = [
+    *(r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\."),
+    *(r"mma(?:\.sync|_async).*\.tf32\.tf32", r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)"),
+]
 _seen: set[tuple] = set()
 
 
@@ -39,13 +43,17 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     if key in _seen:
         return
     _seen.add(key)
-    precision = self.arg_names.index("PRECISION") if "PRECISION" in self.arg_names else None
-    for target in TARGETS:
-        if precision is not None:
-            constants[(precision,)] = PRECISIONS[target.backend]
+    products = "PRECISION" in given
+    label = [given[name] for name in ("FORMAT", "PRECISION") if name in given]
+    label += [signature[self.arg_names[0]].removeprefix("*")] if products else []
+    # What the functions choose where torch is for AMD GPUs, and where there is no interpreter.
+    chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
+    for target in (NVIDIA, HOPPER, AMD) if products else (NVIDIA, AMD):
+        for name in chosen[target.backend].keys() & given.keys():
+            constants[(self.arg_names.index(name),)] = chosen[target.backend][name]
         code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
         ptx = code.get("ptx", "")
-        kernel = "-".join([self.fn.__name__, *([given["FORMAT"]] if "FORMAT" in given else [])])
+        kernel = "-".join([self.fn.__name__, *label])
         print(target.backend, kernel, *(len(re.findall(text, ptx)) for text in COUNTED))
 
 
@@ -96,9 +104,36 @@ def compile_grouped_projection() -> None:
         grouped_projection.grouped_projection_backward_input(grad, weights, *dims)
 
 
+# float32's own products of large tiles take the compilers minutes: small ones are enough.
+FULL = (torch.float32, "ieee")
+KINDS = [(torch.float32, "tf32"), (torch.float16, "ieee"), (torch.bfloat16, "ieee")]
+
+
+def compile_dot_interaction() -> None:
+    """Calls it and its gradient in every precision, with few vectors and with more than a tile has."""
+    small, large = (3, 10, True), (80, 128, False)
+    for (vectors, columns, self_interaction), kinds in ((small, [FULL, *KINDS]), (large, KINDS)):
+        for dtype, precision in kinds:
+            dense, sparse = torch.zeros(2, columns, dtype=dtype), torch.zeros(2, vectors, columns, dtype=dtype)
+            grad = dot_interaction.dot_interaction(dense, sparse, self_interaction, precision)
+            dot_interaction.dot_interaction_backward(grad, dense, sparse, self_interaction, precision)
+
+
+def compile_factorization_machine() -> None:
+    """Calls it and its gradient in every precision."""
+    small, large = (3, 10, 4), (27, 64, 24)
+    for (vectors, columns, factors), kinds in ((small, [FULL]), (large, KINDS)):
+        for dtype, precision in kinds:
+            x, y = torch.zeros(2, vectors, columns, dtype=dtype), torch.zeros(vectors, factors, dtype=dtype)
+            grad = factorization_machine.factorization_machine(x, y, precision)
+            factorization_machine.factorization_machine_backward(grad, x, y, precision)
+
+
 if __name__ == "__main__":
     JITFunction.run = compile_instead
     compile_embedding_bag()
     compile_expand()
     compile_fake_quantize()
     compile_grouped_projection()
+    compile_dot_interaction()
+    compile_factorization_machine()

@@ -20,13 +20,18 @@ from bench.gpu import cases, report, subjects
 from bench.gpu import implementations as imp
 
 GROUPS = "grouped-projection-5x2x4"
+DENSE = [f"{op}-5x3x4{kind}" for op in ("dot-interaction", "factorization-machine") for kind in ("", "-bf16")]
 JAGGED = ["expand-20x16", "jagged-f2-b20-l3"]
 
 
 def test_the_whole_command(tmp_path: Path) -> None:
     """A trial on the CPU in a process of its own, Triton's kernels interpreted."""
     output = tmp_path / "trial.json"
-    chosen = [part for case in ("trial-zipf", "scale-rows", "grouped", "expand", "jagged") for part in ("--case", case)]
+    chosen = [
+        part
+        for case in ("trial-zipf", "scale-rows", "grouped", "dot", "factor", "expand", "jagged")
+        for part in ("--case", case)
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "bench.gpu", "--device", "cpu", "--output", output, "--commit", "abc", *chosen],
         env=os.environ | {"TRITON_INTERPRET": "1"},
@@ -48,7 +53,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
         assert "triton" not in about["left_out"]
     failed = [row for case in found["cases"] for row in case["results"] if "error" in row or "graph_error" in row]
     assert not failed
-    assert [case["name"] for case in others] == ["scale-rows-5x16", GROUPS, *JAGGED]
+    assert [case["name"] for case in others] == ["scale-rows-5x16", GROUPS, *DENSE, *JAGGED]
     assert all({row["implementation"] for row in case["results"]} - {"fbgemm"} == {"ours", "torch"} for case in others)
     assert report.table(found) in done.stdout
     assert "| trial-zipf | forward |" in done.stdout
@@ -76,7 +81,13 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     assert command.effort_of(arguments(monkeypatch, "--quick", "--limit", "5")).limit_s == 5
     monkeypatch.setattr(sys, "argv", ["bench.gpu", "--list", "--device", "cpu", "--output", str(tmp_path / "x")])
     command.main()
-    assert capsys.readouterr().out.split() == [*(w.name for w in cases.TRIAL), "scale-rows-5x16", GROUPS, *JAGGED]
+    assert capsys.readouterr().out.split() == [
+        *(w.name for w in cases.TRIAL),
+        "scale-rows-5x16",
+        GROUPS,
+        *DENSE,
+        *JAGGED,
+    ]
 
 
 def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +96,7 @@ def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict.fromkeys(["ours", "triton", "torch"])
     every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
     bags = [case for case in every if case.about()["op"] == "embedding_bag"]
-    assert len(every) == len(bags) + 4 + 5
+    assert len(every) == len(bags) + 4 + 8 + 5
     assert [next(iter(case.available)) for case in bags[:4]] == ["ours", "triton", "torch", "ours"]
     some = arguments(monkeypatch, "--case", "d128-zipf", "--case", "d64-zipf")
     names = [case.name for case in command.chosen_cases(some, found, 140 * 2**30)]

@@ -19,7 +19,6 @@ from rec_kernels.dlrm import (
     CompleteJourney,
     TrainConfig,
     TrainingError,
-    dot_interaction,
     load_completejourney,
     runs,
 )
@@ -302,17 +301,6 @@ def test_missing_data_package_is_one_line(command, tmp_path, monkeypatch, capsys
     monkeypatch.setattr("rec_kernels.dlrm.completejourney.PACKAGE", "completejourney-absent")
     assert main([*command, "--data-dir", str(tmp_path / "other")]) == 1
     assert capsys.readouterr().err.startswith("error: the data package completejourney-absent is not installed")
-
-
-def test_dot_interaction_is_the_lower_triangle():
-    generator = torch.Generator().manual_seed(0)
-    dense = torch.randn(3, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    sparse = torch.randn(3, 5, 4, dtype=torch.float64, generator=generator, requires_grad=True)
-    out = dot_interaction(dense, sparse)
-    vectors = torch.cat([dense.unsqueeze(1), sparse], dim=1)
-    pairs = [(vectors[:, i] * vectors[:, j]).sum(1) for i in range(6) for j in range(i)]
-    torch.testing.assert_close(out, torch.cat([dense, torch.stack(pairs, dim=1)], dim=1))
-    assert torch.autograd.gradcheck(dot_interaction, (dense, sparse))
 
 
 def test_tables_start_uniform_within_one_over_root_rows(data):

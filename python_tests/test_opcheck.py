@@ -121,6 +121,20 @@ def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
     projected, matrices = torch.randn(5, 10), torch.randn(22)
     return {
         "scale_rows": [((x, scale), {})],
+        "dot_interaction": [
+            ((*(torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((5, 6), (5, 3, 6))), pairs), {})
+            for dtype in (torch.float32, torch.bfloat16)
+            for pairs in (False, True)
+        ],
+        "dot_interaction_backward": [((torch.randn(5, 12), torch.randn(5, 6), torch.randn(5, 3, 6)), {})],
+        "factorization_machine": [
+            (tuple(torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((5, 3, 6), y)), {})
+            for dtype in (torch.float32, torch.bfloat16)
+            for y in ((3, 4), (5, 3, 4))
+        ],
+        "factorization_machine_backward": [
+            ((torch.randn(5, 3, 4), torch.randn(5, 3, 6), torch.randn(y)), {}) for y in ((3, 4), (5, 3, 4))
+        ],
         "quantize_rows": [
             ((torch.randn(5, 37), format, *rest), {})
             for format in rk.ROW_FORMATS

@@ -16,7 +16,17 @@ from rec_kernels import ROW_FORMATS
 pytest.importorskip("triton")
 
 INTEGER_ROWS = {"long_row_kernel", *(f"tile_kernel-{format}" for format in ("int8", "int4", "int2"))}
-PRODUCTS = {"product_kernel", "weight_gradient_kernel"}
+PRODUCTS = {f"{kernel}-tf32x3-fp32" for kernel in ("product_kernel", "weight_gradient_kernel")}
+INTERACTIONS = {
+    f"{kernel}-{kind}"
+    for kernel in ("interaction_kernel", "interaction_gradient_kernel")
+    for kind in ("ieee-fp32", "tf32-fp32", "ieee-fp16", "ieee-bf16")
+}
+FACTORIZATIONS = {
+    f"{kernel}-{kind}"
+    for kernel in ("factorization_kernel", "factorization_x_gradient_kernel", "factorization_y_gradient_kernel")
+    for kind in ("ieee-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
+}
 FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
 
 
@@ -31,9 +41,11 @@ def run(*arguments: str, interpret: bool = False) -> str:
 @pytest.mark.parametrize(
     ("op", "comparisons"),
     [
+        ("dot_interaction", 200),
         ("embedding_bag", 200),
         ("embedding_bag_options", 5),
         ("expand", 100),
+        ("factorization_machine", 100),
         ("fake_quantize", 500),
         ("grouped_projection", 60),
     ],
@@ -63,10 +75,10 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
 
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
-    counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS}
+    counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
     assert counts.keys() == {(target, f"{kernel}_kernel") for target in ("cuda", "hip") for kernel in kernels}
-    assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, _ in counts.values())
+    assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, *_ in counts.values())
     divides = {kernel for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
     assert divides == {f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")}
     assert counts["cuda", "finish_rows_kernel"][2] > 0
@@ -76,7 +88,7 @@ def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> N
     """In every format: only integer rows are divided and decoded by a fused operation; no denormal becomes 0."""
     assert {kernel for target, kernel in compiled if target == "hip"} >= FAKE_QUANTIZE
     for kernel in FAKE_QUANTIZE:
-        fused, divisions, _, inexact, _ = compiled["cuda", kernel]
+        fused, divisions, _, inexact, *_ = compiled["cuda", kernel]
         has_grid = kernel in INTEGER_ROWS
         assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
 
@@ -85,10 +97,28 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA, tiles are multiplied by the tensor cores, three times, and by nothing else."""
     for kernel in PRODUCTS:
         assert ("hip", kernel) in compiled
-        fused, divisions, _, _, products = compiled["cuda", kernel]
-        assert (fused, divisions) == (0, 0), kernel
+        fused, divisions, _, _, products, halves = compiled["cuda", kernel]
+        assert (fused, divisions, halves) == (0, 0, 0), kernel
         assert products > 0
         assert products % 3 == 0
+
+
+def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """For NVIDIA: float32's own products without the tensor cores, TF32's and halves' each by theirs."""
+    for kernel in INTERACTIONS:
+        assert ("hip", kernel) in compiled
+        fused, _, _, inexact, tf32, halves = compiled["cuda", kernel]
+        assert (tf32 > 0, halves > 0) == ("-tf32-" in kernel, "16" in kernel), kernel
+        assert inexact == 0, kernel
+        assert fused > 0 or "-ieee-fp32" not in kernel, kernel
+
+
+def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
+    """For NVIDIA: float32's own products without the tensor cores, all others as TF32's."""
+    for kernel in FACTORIZATIONS:
+        assert ("hip", kernel) in compiled
+        fused, _, _, inexact, tf32, halves = compiled["cuda", kernel]
+        assert (fused > 0, tf32 > 0, halves, inexact) == ("ieee" in kernel, "tf32" in kernel, 0, 0), kernel
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")

@@ -18,8 +18,10 @@ from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blo
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.row_cache import RowCache
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.ops.dot_interaction import dot_interaction
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.expand import expand
+from rec_kernels.ops.factorization_machine import factorization_machine
 from rec_kernels.ops.fake_quantize import fake_quantize
 from rec_kernels.ops.grouped_projection import grouped_projection
 from rec_kernels.ops.jagged_bucketize import jagged_bucketize
@@ -67,8 +69,10 @@ __all__ = [
     "build_info",
     "deduplicated",
     "dequantize_rows",
+    "dot_interaction",
     "embedding_bag",
     "expand",
+    "factorization_machine",
     "fake_quantize",
     "grouped_projection",
     "jagged_bucketize",

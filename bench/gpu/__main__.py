@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from bench.gpu import cases, report
+from bench.gpu.dense_side import DenseSide
 from bench.gpu.implementations import available
 from bench.gpu.jagged import Expand, Jagged
 from bench.gpu.measure import Effort, measure_case
@@ -57,16 +58,22 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
     """The cases, filtered by --case; implementations take turns at going first."""
     if args.device == "cpu":
         workloads, rows, groups = cases.TRIAL, [(5, 16)], [(5, [2, 4], 4)]
-        samples, bags = [(20, 16)], [(2, 20, 3)]
+        interactions, samples, bags = [(5, 3, 4)], [(20, 16)], [(2, 20, 3)]
     else:
         workloads, rows, groups = cases.workloads(memory), [(2**20, 128), (2**22, 16)], cases.GROUPS
-        samples, bags = cases.SAMPLES, cases.BAGS
+        interactions, samples, bags = cases.INTERACTIONS, cases.SAMPLES, cases.BAGS
     names = list(found)
     turned = [names[i % len(names) :] + names[: i % len(names)] for i in range(len(workloads))]
     every: list[Case] = [
         *(EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)),
         *(ScaleRows(*size) for size in rows),
         *(GroupedProjection(*group) for group in groups),
+        *(
+            DenseSide(op, *size, dtype)
+            for op in ("dot_interaction", "factorization_machine")
+            for size in interactions
+            for dtype in (torch.float32, torch.bfloat16)
+        ),
         *(Expand(*size) for size in samples),
         *(Jagged(*size, fbgemm="fbgemm" in found) for size in bags),
     ]

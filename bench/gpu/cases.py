@@ -60,6 +60,9 @@ GROUPS = [
     (8192, [4 + 60 * g // 25 for g in range(26)], 64),
 ]
 
+#: Of dot_interaction and factorization_machine: batch, sparse vectors, columns.
+INTERACTIONS = [(8192, 27, 64), (8192, 27, 128)]
+
 #: Of expand: samples, columns of a row.
 SAMPLES = [(2**18, 128), (2**20, 16)]
 #: Of the ops on jagged rows: features, samples, ids of a bag. Criteo's shape, and histories.

@@ -13,7 +13,7 @@ from rec_kernels.dlrm.batches import CompleteJourney  # noqa: E402
 from rec_kernels.dlrm.config import TrainConfig  # noqa: E402
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature  # noqa: E402
 from rec_kernels.dlrm.devices import DeviceError  # noqa: E402
-from rec_kernels.dlrm.model import DLRM, dot_interaction  # noqa: E402
+from rec_kernels.dlrm.model import DLRM  # noqa: E402
 from rec_kernels.dlrm.prepared import load_completejourney  # noqa: E402
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, train  # noqa: E402
 
@@ -28,7 +28,6 @@ __all__ = [
     "RunInterruptedError",
     "TrainConfig",
     "TrainingError",
-    "dot_interaction",
     "evaluate",
     "load_completejourney",
     "train",

@@ -2,9 +2,11 @@
 
 from rec_kernels import _library  # noqa: F401  (the schemas must be registered before what follows)
 from rec_kernels.ops import (  # noqa: F401
+    dot_interaction,
     embedding_bag,
     embedding_bag_autograd,
     expand,
+    factorization_machine,
     fake_quantize,
     grouped_projection,
     jagged_bucketize,

@@ -1,0 +1,62 @@
+"""dot_interaction beside torch's bmm, index and cat, the same compiled, and two limits."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from bench.dense_side import NAMES, DenseSubject
+from bench.timing import turned
+
+BATCH = 2048
+SHAPES = list(itertools.product((13, 27), (16, 32, 64, 128)))  # F, D
+
+
+@functools.cache
+def _triangle(vectors: int) -> tuple[Tensor, Tensor]:
+    return tuple(torch.tril_indices(vectors, vectors, -1))
+
+
+def recipe(dense: Tensor, sparse: Tensor) -> Tensor:
+    """What a user would write."""
+    x = torch.cat([dense.unsqueeze(1), sparse], 1)
+    rows, columns = _triangle(x.shape[1])
+    return torch.cat([dense, torch.bmm(x, x.transpose(1, 2))[:, rows, columns]], 1)
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"F={s[0]} D={s[1]}")
+def subject(request: pytest.FixtureRequest) -> DenseSubject:
+    """The shape under test."""
+    vectors, columns = request.param
+    _triangle(vectors + 1)  # not while it is compiled
+    products = BATCH * vectors * (vectors + 1) // 2 * columns
+    return DenseSubject(
+        f"F={vectors} D={columns}",
+        rk.dot_interaction,
+        recipe,
+        lambda: (torch.randn(BATCH, columns), torch.randn(BATCH, vectors, columns)),
+        # Backward, a pair's gradient is multiplied by both of its vectors.
+        (products, 3 * products),
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The implementations take turns at who goes first."""
+    metafunc.parametrize("name", turned(NAMES, metafunc.config))
+
+
+def test_forward(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
+    """Under no_grad."""
+    benchmark.group = f"dot_interaction {subject.name}"
+    subject.time(benchmark, "forward", name, rounds)
+
+
+def test_train(benchmark, subject: DenseSubject, name: str, rounds: int) -> None:
+    """Forward and backward."""
+    benchmark.group = f"dot_interaction, trained, {subject.name}"
+    subject.time(benchmark, "train", name, rounds)

@@ -1,0 +1,79 @@
+"""What the benchmarks of the dense side have in common: an op beside torch's recipe, compiled, too, and two limits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.limits import limits
+from bench.timing import time_calls
+
+#: Inputs that the calls take in turn.
+INPUTS = 6
+#: Who takes part: "torch" is the plain recipe, "compiled" torch.compile of it; "bytes" and "products" are the limits.
+NAMES = ["ours", "torch", "compiled", "bytes", "products"]
+
+
+class DenseSubject:
+    """Some inputs of a shape, and who computes something of them: functions of the number of an input.
+
+    Args:
+        name: of the shape.
+        ours, recipe: functions of two tensors.
+        make: gives the two tensors of one input.
+        products: multiplications of a forward that no implementation can do without, and of a forward and a backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ours: Callable[[Tensor, Tensor], Tensor],
+        recipe: Callable[[Tensor, Tensor], Tensor],
+        make: Callable[[], tuple[Tensor, Tensor]],
+        products: tuple[int, int],
+    ) -> None:
+        self.name = name
+        # Another shape is another subject, whose graph must not be one of sizes that are not known.
+        torch._dynamo.reset()
+        self.functions = {"ours": ours, "torch": recipe, "compiled": torch.compile(recipe, dynamic=False)}
+        self.inputs = [tuple(t.requires_grad_() for t in make()) for _ in range(INPUTS)]
+        self.products = dict(zip(("forward", "train"), products, strict=True))
+        with torch.no_grad():
+            self.grad = torch.randn_like(ours(*self.inputs[0]))
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Forward: inputs read, the result written. Backward: its gradient and the inputs read, theirs written."""
+        given, out = 4 * sum(t.numel() for t in self.inputs[0]), 4 * self.grad.numel()
+        return {"forward": given + out, "train": 3 * given + 2 * out}
+
+    def forward(self, name: str, i: int) -> None:
+        """Under no_grad."""
+        with torch.no_grad():
+            self.functions[name](*self.inputs[i])
+
+    def train(self, name: str, i: int) -> None:
+        """Forward and both gradients."""
+        torch.autograd.grad(self.functions[name](*self.inputs[i]), self.inputs[i], self.grad)
+
+    def move(self, operation: str, i: int) -> None:
+        """Reads and writes as many bytes by torch's sums and fills."""
+        for _ in range(1 if operation == "forward" else 2):
+            for t in self.inputs[i]:
+                t.detach().sum()
+        torch.empty_like(self.grad).fill_(1)
+        if operation == "train":
+            self.grad.sum()
+            for t in self.inputs[i]:
+                torch.empty_like(t).fill_(1)
+
+    def time(self, benchmark, operation: str, name: str, rounds: int) -> None:
+        """One implementation's turn, or a limit's; operation: "forward" or "train"."""
+        function = {
+            "bytes": functools.partial(self.move, operation),
+            "products": lambda i: limits().multiply_add(self.products[operation]),
+        }.get(name) or functools.partial(getattr(self, operation), name)
+        time_calls(benchmark, function, INPUTS, rounds, self.bytes[operation])

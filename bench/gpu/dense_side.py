@@ -1,0 +1,86 @@
+"""dot_interaction and factorization_machine beside torch's recipes, in float32 and in bfloat16."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+from bench.gpu.subjects import Built, Subject
+from rec_kernels.reference.dot_interaction import interaction_reference
+from rec_kernels.reference.factorization_machine import formula
+
+#: Columns of factorization_machine's projection.
+FACTORS = 16
+
+_FUNCTIONS: dict[str, dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "dot_interaction": {"ours": rk.dot_interaction, "torch": interaction_reference},
+    "factorization_machine": {"ours": rk.factorization_machine, "torch": formula},
+}
+
+
+class DenseSide:
+    """One of the ops. Everything is read or written once: the two counts of bytes are the same.
+
+    Args:
+        op: "dot_interaction" or "factorization_machine".
+        batch, vectors, columns: B, F and D.
+        dtype: torch.float32 or torch.bfloat16.
+    """
+
+    def __init__(self, op: str, batch: int, vectors: int, columns: int, dtype: torch.dtype = torch.float32) -> None:
+        self.op, self.sizes, self.dtype = op, (batch, vectors, columns), dtype
+        kind = "" if dtype == torch.float32 else "-bf16"
+        self.name = f"{op.replace('_', '-')}-{batch}x{vectors}x{columns}{kind}"
+
+    def about(self) -> dict[str, object]:
+        """Samples, sparse vectors of each, their columns, dtype."""
+        sizes = dict(zip(("batch", "vectors", "dim"), self.sizes, strict=True))
+        return {"name": self.name, "op": self.op, "dtype": str(self.dtype).removeprefix("torch.")} | sizes
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        batch, vectors, columns = self.sizes
+        make = functools.partial(torch.randn, device=device, dtype=self.dtype, requires_grad=True)
+        if self.op == "dot_interaction":
+            given = make(batch, columns), make(batch, vectors, columns)
+            out = batch * (columns + vectors * (vectors + 1) // 2)
+        else:
+            given = make(batch, vectors, columns), make(vectors, FACTORS)
+            out = batch * vectors * FACTORS
+        # Forward: arguments read, the result written. Backward: its gradient and the arguments read, theirs written.
+        size, read = self.dtype.itemsize, sum(t.numel() for t in given)
+        moved = {"forward": size * (read + out), "backward": size * (2 * read + out)}
+        for name, function in _FUNCTIONS[self.op].items():
+            for operation, count in moved.items():
+                build = functools.partial(self._build, function, operation, given)
+                yield Subject(name, operation, None, {"all": count, "unique": count}, build)
+
+    def _build(self, function: Callable, operation: str, given: tuple[Tensor, Tensor]) -> Built:
+        output = function(*given)
+        grad = torch.randn_like(output)
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(*given)
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(output, given, grad, retain_graph=True)
+
+        def each(change: Callable[[Tensor], Tensor]) -> tuple[Tensor, ...]:
+            wide = [change(t.detach().double()).requires_grad_() for t in given]
+            out = _FUNCTIONS[self.op]["torch"](*wide)
+            return out, *torch.autograd.grad(out, wide, change(grad.double()))
+
+        def check() -> None:
+            # As docs/numerics.md has it, for more terms than any sum has here; torch rounds to bfloat16 several times.
+            bound = 2.0**-6 if self.dtype == torch.bfloat16 else (sum(self.sizes) + 64 * self.sizes[2] + 16) * 2.0**-22
+            compared = zip((forward(), *backward()), each(lambda t: t), each(torch.abs), strict=True)
+            for mine, right, magnitude in compared:
+                assert ((mine.double() - right).abs() - bound * magnitude).max().item() <= 0
+
+        # Autograd would need its forward within the graph.
+        call = {"forward": forward, "backward": backward}[operation]
+        return Built(call, lambda turn: None, check, operation == "forward")

@@ -1,0 +1,32 @@
+// dot_interaction: the dense vector of a sample, followed by the dot products of the pairs among it and the sample's
+// sparse vectors (Naumov et al., "Deep Learning Recommendation Model for Personalization and Recommendation Systems",
+// arXiv:1906.00091).
+//
+// Contract. dense [B, D] and sparse [B, F, D], both float32, float16 or bfloat16, D >= 1. The vectors of a sample are
+// numbered: 0 is the dense one, 1 + f its sparse vector f. The result is a new [B, D + pairs] of their dtype: dense,
+// then the pairs (i, j), j < i, in row-major order: (1, 0), (2, 0), (2, 1), ... With self_interaction also those with
+// j = i. Sums are float32, and rounded once; docs/numerics.md has their order on the CPU and their error elsewhere.
+// `precision` is that of products of float32 on a GPU. F = 0 and B = 0 are allowed. NaN and Inf propagate.
+// Differentiable in dense and sparse, once; both gradients come from one op, of the inputs' dtype.
+#pragma once
+
+#include <string>
+
+#include "core/stable.h"
+
+namespace rec_kernels {
+
+struct InteractionSizes {
+  int64_t B, F, D;
+  int64_t pairs;
+  int64_t columns() const { return D + pairs; }
+};
+
+// Each throws std::invalid_argument naming the argument.
+RK_EXPORT void check_precision(const std::string& precision);
+RK_EXPORT InteractionSizes check_dot_interaction(const Tensor& dense, const Tensor& sparse, bool self_interaction,
+                                                 const std::string& precision);
+RK_EXPORT InteractionSizes check_dot_interaction_backward(const Tensor& grad, const Tensor& dense, const Tensor& sparse,
+                                                          bool self_interaction, const std::string& precision);
+
+}  // namespace rec_kernels

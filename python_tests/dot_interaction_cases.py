@@ -1,0 +1,95 @@
+"""Samples of every size for the tests of dot_interaction, bounds of their sums, and wrong arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.ops.dot_interaction import num_pairs
+from rec_kernels.reference.dot_interaction import interaction_reference
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: F, D: one vector, partial registers and tiles, whole ones, several.
+SIZES = [(0, 1), (0, 20), (1, 1), (3, 5), (4, 16), (13, 10), (15, 32), (27, 64), (40, 70), (5, 130)]
+MANY, LONG = (70, 9), (2, 1024)
+
+
+class Call(NamedTuple):
+    """dense [B, D], sparse [B, F, D], grad [B, D + pairs], and whether vectors are paired with themselves."""
+
+    dense: Tensor
+    sparse: Tensor
+    grad: Tensor
+    self_interaction: bool
+
+    def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The result and both gradients, as two calls of ``ops``."""
+        options = (self.self_interaction, *precision)
+        out = ops.dot_interaction(self.dense, self.sparse, *options)
+        return out, *ops.dot_interaction_backward(self.grad, self.dense, self.sparse, *options)
+
+    def map(self, function) -> Call:
+        """The call with ``function`` applied to its tensors."""
+        return Call(*map(function, self[:3]), self.self_interaction)
+
+
+def make_call(size: tuple[int, int], batch: int, self_interaction: bool, dtype: torch.dtype = torch.float32) -> Call:
+    """Random numbers for (F, D)."""
+    (vectors, columns), pairs = size, num_pairs(size[0], self_interaction)
+    shapes = (batch, columns), (batch, vectors, columns), (batch, columns + pairs)
+    return Call(*(torch.randn(shape).to(dtype) for shape in shapes), self_interaction)
+
+
+def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and both gradients by torch's autograd, in float64."""
+    dense, sparse = (t.detach().double().requires_grad_() for t in (call.dense, call.sparse))
+    out = interaction_reference(dense, sparse, call.self_interaction)
+    return out.detach(), *torch.autograd.grad(out, (dense, sparse), call.grad.double(), materialize_grads=True)
+
+
+def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each element, the sum of its terms' absolute values, in float64."""
+    return each_by_torch(call.map(torch.abs))
+
+
+def most_terms(call: Call) -> tuple[int, int, int]:
+    """The most terms that an element of the result and of each gradient is the sum of."""
+    vectors = call.sparse.shape[1] + 1
+    return call.dense.shape[1], vectors + 1, vectors
+
+
+GOOD = {"dense": torch.ones(2, 3), "sparse": torch.ones(2, 4, 3), "precision": "ieee"}
+GRAD = {"grad": torch.ones(2, 13)}
+#: What both ops say of wrong arguments.
+BAD = {
+    "dense must have 2 dimension(s), got shape [3]": {"dense": torch.ones(3)},
+    "dense must be float32, float16 or bfloat16, got float64": {"dense": torch.ones(2, 3).double()},
+    "dense must have 1 to 1048576 columns, got shape [2, 0]": {"dense": torch.ones(2, 0)},
+    "dense must have 1 to 1048576 columns, got shape [0, 1048577]": {"dense": torch.ones(0, 2**20 + 1)},
+    "sparse must have 3 dimension(s), got shape [2, 12]": {"sparse": torch.ones(2, 12)},
+    "sparse must be float32, got bfloat16": {"sparse": torch.ones(2, 4, 3).bfloat16()},
+    "sparse must have shape [2, 4, 3], got [5, 4, 3]": {"sparse": torch.ones(5, 4, 3)},
+    "sparse must have shape [2, 4, 3], got [2, 4, 2]": {"sparse": torch.ones(2, 4, 2)},
+    "sparse must have fewer than 1048576 vectors per sample, got shape [0, 1048576, 3]": {
+        "sparse": torch.ones(0, 2**20, 3)
+    },
+    'precision must be "ieee" or "tf32", got "tf32x3"': {"precision": "tf32x3"},
+}
+BAD_GRAD = {
+    "grad must have shape [2, 13], got [2, 18]": {"grad": torch.ones(2, 18)},
+    "grad must have shape [2, 13], got [26]": {"grad": torch.ones(26)},
+    "grad must be float32, got float16": {"grad": torch.ones(2, 13).half()},
+}
+BAD_CALLS = [
+    *(("dot_interaction", message) for message in BAD),
+    *(("dot_interaction_backward", message) for message in BAD | BAD_GRAD),
+]
+
+
+def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
+    """Arguments of an op that are right, and those for which it must give the message."""
+    good = GOOD if op == "dot_interaction" else GRAD | GOOD
+    bad = good | (BAD | BAD_GRAD)[message]
+    return tuple((*list(a.values())[:-1], False, a["precision"]) for a in (good, bad))

@@ -1,0 +1,89 @@
+"""Samples of every size for the tests of factorization_machine, bounds of their sums, and wrong arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.reference.factorization_machine import formula
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+#: F, D, K: one number, partial registers and tiles, whole ones, several.
+SIZES = [(1, 1, 1), (3, 10, 5), (7, 16, 16), (13, 20, 9), (27, 64, 24), (40, 70, 17), (2, 130, 70)]
+
+
+class Call(NamedTuple):
+    """x [B, F, D], y [F, K] or [B, F, K], grad [B, F, K]."""
+
+    x: Tensor
+    y: Tensor
+    grad: Tensor
+
+    def each(self, ops: object, *precision: str) -> tuple[Tensor, Tensor, Tensor]:
+        """The result and both gradients, as two calls of ``ops``."""
+        out = ops.factorization_machine(self.x, self.y, *precision)
+        return out, *ops.factorization_machine_backward(self.grad, self.x, self.y, *precision)
+
+    def map(self, function) -> Call:
+        """The call with ``function`` applied to its tensors."""
+        return Call(*map(function, self))
+
+
+def make_call(size: tuple[int, int, int], batch: int, shared: bool, dtype: torch.dtype = torch.float32) -> Call:
+    """Random numbers for (F, D, K)."""
+    vectors, columns, factors = size
+    y = (vectors, factors) if shared else (batch, vectors, factors)
+    shapes = (batch, vectors, columns), y, (batch, vectors, factors)
+    return Call(*(torch.randn(shape).to(dtype) for shape in shapes))
+
+
+def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """The result and both gradients by torch's autograd, in float64."""
+    given = [t.detach().double().requires_grad_() for t in (call.x, call.y)]
+    out = formula(*given)
+    return out.detach(), *torch.autograd.grad(out, given, call.grad.double())
+
+
+def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each element, the sum of its terms' absolute values, in float64."""
+    return each_by_torch(call.map(torch.abs))
+
+
+def most_terms(call: Call) -> tuple[int, int, int]:
+    """The most additions that a term of an element of the result and of each gradient goes through."""
+    (batch, vectors, columns), factors = call.x.shape, call.y.shape[-1]
+    summed = columns * min(batch, 64) + batch if call.y.dim() == 2 else columns
+    return vectors + columns, vectors + 2 * factors, vectors + summed
+
+
+GOOD = {"x": torch.ones(2, 4, 3), "y": torch.ones(4, 5), "precision": "ieee"}
+GRAD = {"grad": torch.ones(2, 4, 5)}
+#: What both ops say of wrong arguments.
+BAD = {
+    "x must have 3 dimension(s), got shape [4, 3]": {"x": torch.ones(4, 3)},
+    "x must be float32, float16 or bfloat16, got int64": {"x": torch.ones(2, 4, 3).long()},
+    "x must have 1 to 1048576 columns, got shape [2, 4, 0]": {"x": torch.ones(2, 4, 0)},
+    "x must have at most 1048576 vectors per sample, got shape [0, 1048577, 3]": {"x": torch.ones(0, 2**20 + 1, 3)},
+    "y must have 2 or 3 dimensions, got shape [20]": {"y": torch.ones(20)},
+    "y must be float32, got float16": {"y": torch.ones(4, 5).half()},
+    "y must have 1 to 1048576 columns, got shape [4, 0]": {"y": torch.ones(4, 0)},
+    "y must have shape [4, 5], got [3, 5]": {"y": torch.ones(3, 5)},
+    "y must have shape [2, 4, 5], got [1, 4, 5]": {"y": torch.ones(1, 4, 5)},
+    'precision must be "ieee" or "tf32", got ""': {"precision": ""},
+}
+BAD_GRAD = {
+    "grad must have shape [2, 4, 5], got [2, 4, 3]": {"grad": torch.ones(2, 4, 3)},
+    "grad must be float32, got bfloat16": {"grad": torch.ones(2, 4, 5).bfloat16()},
+}
+BAD_CALLS = [
+    *(("factorization_machine", message) for message in BAD),
+    *(("factorization_machine_backward", message) for message in BAD | BAD_GRAD),
+]
+
+
+def bad_arguments(op: str, message: str) -> tuple[tuple, tuple]:
+    """Arguments of an op that are right, and those for which it must give the message."""
+    good = GOOD if op == "factorization_machine" else GRAD | GOOD
+    return tuple(good.values()), tuple((good | (BAD | BAD_GRAD)[message]).values())

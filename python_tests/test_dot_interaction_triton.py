@@ -1,0 +1,140 @@
+"""dot_interaction in Triton against float64, within the bounds of docs/numerics.md.
+
+Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
+starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_tests/test_dot_interaction_triton.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from backends import PASSED
+from dot_interaction_cases import (
+    BAD_CALLS,
+    FLOATS,
+    LONG,
+    MANY,
+    SIZES,
+    Call,
+    bad_arguments,
+    each_by_torch,
+    magnitudes,
+    make_call,
+    most_terms,
+)
+from torch import Tensor
+
+from rec_kernels.testing import same_bits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rec_kernels.triton import dot_interaction as module  # noqa: E402  (after the check that it can be imported)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def on_device(call: Call) -> Call:
+    """The same call where the kernels run."""
+    return call.map(lambda t: t.to(DEVICE))
+
+
+def check(call: Call, precision: str = "ieee") -> None:
+    """The result and both gradients: apart from float64 by at most the bound of each."""
+    found = [t.cpu() for t in on_device(call).each(module, precision)]
+    # A factor cut to TF32 is off by less than 2^-10 of itself, a product of two by twice that.
+    products = 2.0**-9 if precision == "tf32" and call.dense.dtype == torch.float32 else 0.0
+    unit = UNITS[call.dense.dtype]
+    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
+    for mine, right, magnitude, terms in compared:
+        assert mine.shape == right.shape
+        assert mine.dtype == call.dense.dtype
+        assert mine.is_contiguous()
+        allowed = ((terms + 8) * 2.0**-22 + products) * magnitude
+        allowed += unit * (right.abs() + allowed) + (2.0**-25 if mine.dtype == torch.float16 else 0.0)
+        assert bool(((mine.double() - right).abs() <= allowed).all())
+        PASSED["triton"] += 1
+    columns = call.dense.shape[1]
+    assert same_bits(found[0][:, :columns], call.dense)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("self_interaction", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_float64(size: tuple[int, int], self_interaction: bool, dtype: torch.dtype) -> None:
+    """Whole tiles and partial ones."""
+    check(make_call(size, 3, self_interaction, dtype))
+
+
+@pytest.mark.parametrize("size", [MANY, LONG, (2 * module.VECTORS, module.COLUMNS + 1)], ids=str)
+@pytest.mark.parametrize("self_interaction", [False, True])
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_several_tiles(size: tuple[int, int], self_interaction: bool, precision: str) -> None:
+    """More vectors, or more columns, than a tile has."""
+    check(make_call(size, 2, self_interaction), precision)
+
+
+def test_large_halves() -> None:
+    """Twice the gradient of a vector with itself is more than float16 has, the result is not."""
+    call = make_call((2, 16), 2, True, torch.float16)
+    call.grad[:, 16:] = 40000.0
+    check(Call(call.dense * 1e-3, call.sparse * 1e-3, call.grad, True))
+
+
+def test_again() -> None:
+    """The same bits; nothing is written to the arguments."""
+    call = on_device(make_call((27, 64), 5, False))
+    before = [t.clone() for t in call[:3]]
+    assert all(map(same_bits, call.each(module), call.each(module)))
+    assert all(map(same_bits, call[:3], before))
+
+
+def test_strided_inputs() -> None:
+    """Samples at any distance, and arguments that are copied."""
+    call = make_call((4, 6), 10, True)
+    wide = call.map(lambda t: torch.randn(len(t), *(2 * n for n in t.shape[1:])))
+    check(Call(wide.dense[:, :6], wide.sparse[:, 4:, :6], wide.grad[:, : call.grad.shape[1]], True))
+    check(Call(wide.dense[::2, ::2], wide.sparse[::2, ::2, ::2], wide.grad[::2, ::2], True))
+    check(call._replace(grad=torch.ones(1, 1).expand(call.grad.shape)))
+
+
+def test_without_samples() -> None:
+    """Empty results."""
+    call = on_device(make_call((4, 6), 0, False))
+    out, *grads = call.each(module)
+    assert out.shape == call.grad.shape
+    assert [g.shape for g in grads] == [call.dense.shape, call.sparse.shape]
+
+
+def test_nothing_but_its_pairs_meets_a_vector() -> None:
+    """NaN stays in its sample and in the pairs of its vector."""
+    call = make_call((3, 5), 4, False)
+    call.sparse[1, 1, 2] = torch.nan
+    out: Tensor = on_device(call).each(module)[0].cpu()
+    bad = torch.zeros(out.shape, dtype=torch.bool)
+    bad[1, [5 + 1, 5 + 2, 5 + 5]] = True  # pairs (2, 0), (2, 1), (3, 2)
+    assert torch.equal(out.isnan(), bad)
+
+
+@pytest.mark.parametrize(("op", "message"), BAD_CALLS)
+def test_bad_arguments(op: str, message: str) -> None:
+    """What the CPU's op says is said here."""
+    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
+    getattr(module, op)(*good)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        getattr(module, op)(*bad)
+
+
+def test_registered() -> None:
+    """GPU tensors reach these kernels."""
+    for op in ("dot_interaction", "dot_interaction_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
+    if not INTERPRETED:
+        call = on_device(make_call((27, 64), 9, False))
+        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(module)))

@@ -1,0 +1,126 @@
+"""factorization_machine in Triton against float64, within the bounds of docs/numerics.md.
+
+Without a GPU, the kernels run in Triton's interpreter, which has to be chosen before Triton is imported: test_triton.py
+starts a process for this file. By hand:
+``TRITON_INTERPRET=1 pytest python_tests/test_factorization_machine_triton.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import torch
+from backends import PASSED
+from factorization_machine_cases import (
+    BAD_CALLS,
+    FLOATS,
+    SIZES,
+    Call,
+    bad_arguments,
+    each_by_torch,
+    magnitudes,
+    make_call,
+    most_terms,
+)
+from torch import Tensor
+
+from rec_kernels.testing import same_bits
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+if not INTERPRETED and not torch.cuda.is_available():
+    pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
+pytest.importorskip("triton")
+
+from rec_kernels.triton import factorization_machine as module  # noqa: E402  (after the check that it can be imported)
+
+DEVICE = "cpu" if INTERPRETED else "cuda"
+UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+def on_device(call: Call) -> Call:
+    """The same call where the kernels run."""
+    return call.map(lambda t: t.to(DEVICE))
+
+
+def check(call: Call, precision: str = "ieee") -> None:
+    """The result and both gradients: apart from float64 by at most the bound of each."""
+    found = [t.cpu() for t in on_device(call).each(module, precision)]
+    unit = UNITS[call.x.dtype]
+    # Factors cut to TF32: four in a row, or of half-precision numbers only what is between the products.
+    cut = 2.0**-8 if precision == "tf32" or unit else 0.0
+    compared = zip(found, each_by_torch(call), magnitudes(call), most_terms(call), strict=True)
+    for mine, right, magnitude, terms in compared:
+        assert mine.shape == right.shape
+        assert mine.dtype == call.x.dtype
+        assert mine.is_contiguous()
+        allowed = ((terms + 16) * 2.0**-22 + cut) * magnitude
+        allowed += unit * (right.abs() + allowed) + (2.0**-25 if mine.dtype == torch.float16 else 0.0)
+        assert bool(((mine.double() - right).abs() <= allowed).all())
+        PASSED["triton"] += 1
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_matches_float64(size: tuple[int, int, int], shared: bool, dtype: torch.dtype) -> None:
+    """Whole tiles and partial ones, one and several."""
+    check(make_call(size, 3, shared, dtype))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_tf32(shared: bool) -> None:
+    """Its bound is wider."""
+    check(make_call((27, 64, 24), 3, shared), "tf32")
+
+
+def test_many_samples() -> None:
+    """The gradient of a shared y is summed by several programs, the last of which has few samples."""
+    check(make_call((2, 3, 2), 2 * module.SUMMED_SAMPLES + 5, True))
+
+
+def test_again() -> None:
+    """The same bits; nothing is written to the arguments."""
+    call = on_device(make_call((27, 64, 16), 70, True))
+    before = [t.clone() for t in call]
+    assert all(map(same_bits, call.each(module), call.each(module)))
+    assert all(map(same_bits, call, before))
+
+
+def test_strided_inputs() -> None:
+    """Samples at any distance, and arguments that are copied."""
+    call = make_call((4, 6, 3), 10, False)
+    wide = call.map(lambda t: torch.randn(2 * len(t), *(2 * n for n in t.shape[1:])))
+    rows = Call(*(t.flatten(1)[::2, 1 : 1 + a[0].numel()].view(a.shape) for t, a in zip(wide, call, strict=True)))
+    check(rows)
+    check(Call(wide.x[:10, ::2, ::2], wide.y[0, ::2, ::2], wide.grad[:10, ::2, 1::2]))
+    check(call._replace(grad=torch.ones(()).expand(call.grad.shape)))
+
+
+def test_without_samples_or_vectors() -> None:
+    """Empty results, and a gradient of zeros."""
+    for size, batch in (((4, 6, 3), 0), ((0, 6, 3), 5)):
+        for shared in (False, True):
+            call = make_call(size, batch, shared)
+            out, grad_x, grad_y = (t.cpu() for t in on_device(call).each(module))
+            assert (out.shape, grad_x.shape) == (call.grad.shape, call.x.shape)
+            assert same_bits(grad_y, torch.zeros_like(call.y))
+
+
+@pytest.mark.parametrize(("op", "message"), BAD_CALLS)
+def test_bad_arguments(op: str, message: str) -> None:
+    """What the CPU's op says is said here."""
+    good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
+    getattr(module, op)(*good)
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        getattr(module, op)(*bad)
+
+
+def test_registered() -> None:
+    """GPU tensors reach these kernels."""
+    for op in ("factorization_machine", "factorization_machine_backward"):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "CUDA")
+    if not INTERPRETED:
+        call = on_device(make_call((27, 64, 16), 9, True))
+        assert all(map(same_bits, call.each(torch.ops.rec_kernels), call.each(module)))

@@ -1,0 +1,84 @@
+"""factorization_machine: a sample's pairwise dot products, projected without being computed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from rec_kernels.ops.fakes import check_one_device
+
+_ops = torch.ops.rec_kernels
+
+
+def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> Tensor:
+    """``x (x^T y)`` of each sample, in one pass: all pairwise dot products x x^T, projected from F to K columns.
+
+    The optimized factorization machine of Wukong (B. Zhang et al., "Wukong: Towards a Scaling Law for Large-Scale
+    Recommendation", arXiv:2403.02545). Neither x x^T [B, F, F] nor x^T y [B, D, K] is ever in memory, and the work
+    grows with F, not with its square.
+
+    Args:
+        x: [B, F, D] float32, float16 or bfloat16, D from 1 to 2^20, F up to 2^20. Samples may lie at any distance from
+            each other; of other strides, a copy is taken.
+        y: [F, K] of x's dtype, a projection that the samples share, or [B, F, K], one of each sample's own, which a
+            model has computed from it. K from 1 to 2^20.
+        precision: of products of float32 on a GPU: "ieee" (float32's own) or "tf32" (tensor cores: inputs cut to 11
+            significant bits; on an AMD GPU "ieee"). On the CPU all are float32's own.
+
+    Returns:
+        [B, F, K] of x's dtype, contiguous. Differentiable in x and y, once. Sums, and x^T y, are float32 (on a GPU, of
+        half-precision arguments, x^T y is cut to 11 significant bits before it is multiplied); the result is rounded
+        once. On the CPU the same bits for every instruction set and number of threads; on a GPU, where the op is a
+        Triton kernel, within the bound of docs/numerics.md ("factorization_machine"). Under autocast, half-precision
+        arguments are widened and the result is float32.
+
+    Raises:
+        ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
+            what is allowed.
+    """
+    return _ops.factorization_machine(x, y, precision)
+
+
+@torch.library.register_fake("rec_kernels::factorization_machine")
+def _(x, y, precision="ieee"):
+    check_one_device((x, y))
+    return x.new_empty((*x.shape[:2], y.shape[-1]))
+
+
+@torch.library.register_fake("rec_kernels::factorization_machine_backward")
+def _(grad, x, y, precision="ieee"):
+    check_one_device((grad, x, y))
+    return x.new_empty(x.shape), y.new_empty(y.shape)
+
+
+def _register_triton(op: str) -> None:
+    """Gives GPU tensors the Triton kernels."""
+
+    def kernel(*inputs):
+        # Imported here: it takes Triton, and seconds.
+        from rec_kernels.triton import factorization_machine as in_triton
+
+        return getattr(in_triton, op)(*inputs)
+
+    torch.library.impl(f"rec_kernels::{op}", "CUDA")(kernel)
+
+
+for _op in ("factorization_machine", "factorization_machine_backward"):
+    _register_triton(_op)
+
+
+def _setup(ctx, inputs, output) -> None:
+    x, y, ctx.precision = inputs
+    ctx.save_for_backward(x, y)
+
+
+@once_differentiable
+def _backward(ctx, grad: Tensor):
+    grads = _ops.factorization_machine_backward(grad, *ctx.saved_tensors, ctx.precision)
+    return (*(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)), None)
+
+
+torch.library.register_autograd("rec_kernels::factorization_machine", _backward, setup_context=_setup)
+for _device in ("cpu", "cuda"):
+    torch.library.register_autocast("rec_kernels::factorization_machine", _device, torch.float32)

@@ -1,0 +1,48 @@
+"""References of dot_interaction: plain torch in the order of docs/numerics.md, and the recipe that models write."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rec_kernels.reference.numerics import fused_multiply_add
+
+
+def pairs(vectors: int, self_interaction: bool, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """The numbers i, j of the vectors of each pair, in the order of the result."""
+    return tuple(torch.tril_indices(vectors, vectors, 0 if self_interaction else -1, device=device))
+
+
+def interaction_reference(dense: Tensor, sparse: Tensor, self_interaction: bool = False) -> Tensor:
+    """dense [B, D], sparse [B, F, D] of any float dtype -> [B, D + pairs] by torch's ops, with torch's gradients."""
+    x = torch.cat([dense.unsqueeze(1), sparse], dim=1)
+    i, j = pairs(x.shape[1], self_interaction, x.device)
+    return torch.cat([dense, torch.bmm(x, x.transpose(1, 2))[:, i, j]], dim=1)
+
+
+def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee") -> Tensor:
+    """dense [B, D], sparse [B, F, D] -> [B, D + pairs] of their dtype: sums are float32, in ascending columns."""
+    x = torch.cat([dense.unsqueeze(1), sparse], dim=1).float()
+    i, j = pairs(x.shape[1], self_interaction)
+    sums = torch.zeros(len(x), len(i))
+    for d in range(x.shape[2]):
+        sums = fused_multiply_add(x[:, i, d], x[:, j, d], sums)
+    return torch.cat([dense, sums.to(dense.dtype)], dim=1)
+
+
+def dot_interaction_backward(
+    grad: Tensor, dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee"
+) -> tuple[Tensor, Tensor]:
+    """The gradients of dense and sparse, of their dtype: a vector's sum is over the others, in ascending order."""
+    x = torch.cat([dense.unsqueeze(1), sparse], dim=1).float()
+    vectors, columns = x.shape[1:]
+    i, j = pairs(vectors, self_interaction)
+    of_pair = torch.zeros(len(x), vectors, vectors)
+    of_pair[:, i, j] = grad[:, columns:].float()
+    of_pair = of_pair + of_pair.transpose(1, 2)
+    sums = torch.zeros_like(x)
+    for other in range(vectors):
+        sums = fused_multiply_add(of_pair[:, :, other, None], x[:, other, None], sums)
+    sums[:, 0] += grad[:, :columns].float()
+    sums = sums.to(dense.dtype)
+    return sums[:, 0], sums[:, 1:]

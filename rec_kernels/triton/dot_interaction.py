@@ -1,0 +1,211 @@
+"""dot_interaction and its gradients in Triton, each in one launch: the triangle is taken inside the kernels.
+
+The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles of vectors are multiplied by ``tl.dot``,
+sums are float32; docs/numerics.md ("dot_interaction") bounds the error. No float is added by an atomic operation: the
+same call on the same GPU gives the same bits. Nothing of it has run on a GPU yet.
+"""
+
+# ruff: noqa: N803 (constants of a kernel and D are written large)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rec_kernels.triton.inputs import FLOATS, check, check_tensor
+from rec_kernels.triton.row_formats import narrow, widen
+
+#: Vectors and columns of a tile at the most.
+VECTORS, COLUMNS = 64, 64
+
+_MOST = 2**20  # vectors of a sample, columns of a vector
+_MOST_PROGRAMS = 2**31 - 1
+
+
+@triton.jit
+def _load_vectors(dense, sparse, v, d, num_vectors, D, WIDEN: tl.constexpr):
+    """Columns d [COLUMNS] of the vectors v [VECTORS] of a sample, zeros where there are none."""
+    inside = (v < num_vectors)[:, None] & (d < D)[None, :]
+    x = tl.load(sparse + (v - 1)[:, None] * D + d[None, :], mask=inside & (v > 0)[:, None], other=0.0)
+    first = tl.load(dense + d, mask=d < D, other=0.0)
+    x = tl.where((v == 0)[:, None], first[None, :], x)
+    if WIDEN:
+        x = widen(x)
+    return x
+
+
+@triton.jit
+def _first_pair(i, SELF: tl.constexpr):
+    """Where the pairs of vector i begin."""
+    return i * (i + 1) // 2 if SELF else i * (i - 1) // 2
+
+
+@triton.jit(do_not_specialize=["num_vectors"])
+def interaction_kernel(
+    dense,  # [B, D], samples dense_stride apart
+    sparse,  # [B, num_vectors - 1, D], samples sparse_stride apart
+    out,  # [B, out_stride], written: D columns, then the pairs
+    num_vectors,
+    D,
+    dense_stride,
+    sparse_stride,
+    out_stride,
+    SELF: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program takes a tile of a sample's pairs: VECTORS vectors with as many others."""
+    sample = tl.program_id(0).to(tl.int64)
+    down, across = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if across > down:
+        return
+    dense += sample * dense_stride
+    sparse += sample * sparse_stride
+    out += sample * out_stride
+    i = down * VECTORS + tl.arange(0, VECTORS)
+    j = across * VECTORS + tl.arange(0, VECTORS)
+    total = tl.zeros([VECTORS, VECTORS], tl.float32)
+    for column in range(0, D, COLUMNS):
+        d = column + tl.arange(0, COLUMNS)
+        a = _load_vectors(dense, sparse, i, d, num_vectors, D, WIDEN)
+        b = _load_vectors(dense, sparse, j, d, num_vectors, D, WIDEN)
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+        if down == 0:
+            tl.store(out + d, tl.load(dense + d, mask=d < D, other=0.0), mask=d < D)
+    below = i[:, None] >= j[None, :] if SELF else i[:, None] > j[None, :]
+    at = out + D + _first_pair(i, SELF)[:, None] + j[None, :]
+    tl.store(at, narrow(total, out.dtype.element_ty), mask=below & (i < num_vectors)[:, None])
+
+
+@triton.jit(do_not_specialize=["num_vectors"])
+def interaction_gradient_kernel(
+    grad,  # [B, num_columns], samples grad_stride apart
+    dense,  # [B, D], samples dense_stride apart
+    sparse,  # [B, num_vectors - 1, D], samples sparse_stride apart
+    grad_dense,  # [B, D], written
+    grad_sparse,  # [B, num_vectors - 1, D], written
+    num_vectors,
+    D,
+    grad_stride,
+    dense_stride,
+    sparse_stride,
+    SELF: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A program takes VECTORS vectors of a sample: the square of the pairs' gradients times all vectors."""
+    sample, tile = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64) * VECTORS
+    grad += sample * grad_stride
+    dense += sample * dense_stride
+    sparse += sample * sparse_stride
+    grad_dense += sample * D
+    grad_sparse += sample * (num_vectors - 1) * D
+    i = tile + tl.arange(0, VECTORS)
+    there = (i < num_vectors)[:, None]
+    for column in range(0, D, COLUMNS):
+        d = column + tl.arange(0, COLUMNS)
+        total = tl.zeros([VECTORS, COLUMNS], tl.float32)
+        for first in range(0, num_vectors, VECTORS):
+            j = first + tl.arange(0, VECTORS).to(tl.int64)
+            low, high = tl.minimum(i[:, None], j[None, :]), tl.maximum(i[:, None], j[None, :])
+            is_pair = high < num_vectors if SELF else (high < num_vectors) & (low < high)
+            g = tl.load(grad + D + _first_pair(high, SELF) + low, mask=is_pair, other=0.0)
+            if WIDEN:
+                g = widen(g)
+            x = _load_vectors(dense, sparse, j, d, num_vectors, D, WIDEN)
+            total = tl.dot(g, x, total, input_precision=PRECISION)
+            if SELF:  # noqa: SIM102 (known when the kernel is compiled)
+                # Twice a half-precision number may be too large for one: the second time in float32.
+                if first == tile:
+                    own = tl.load(grad + D + _first_pair(i, SELF) + i, mask=i < num_vectors, other=0.0)
+                    total += widen(own)[:, None] * widen(x)
+        copied = widen(tl.load(grad + d, mask=d < D, other=0.0))
+        total = narrow(tl.where((i == 0)[:, None], total + copied[None, :], total), grad_dense.dtype.element_ty)
+        inside = there & (d < D)[None, :]
+        tl.store(grad_sparse + (i - 1)[:, None] * D + d[None, :], total, mask=inside & (i > 0)[:, None])
+        tl.store(grad_dense + (i * 0)[:, None] + d[None, :], total, mask=inside & (i == 0)[:, None])
+
+
+def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
+    """What the CPU's op checks, in its words."""
+    check_tensor(dense, "dense", (dense.dtype,), rank=2)
+    name = str(dense.dtype).removeprefix("torch.")
+    check(dense.dtype in FLOATS, f"dense must be float32, float16 or bfloat16, got {name}")
+    check(1 <= dense.shape[1] <= _MOST, f"dense must have 1 to {_MOST} columns, got shape {list(dense.shape)}")
+    check_tensor(sparse, "sparse", (dense.dtype,), rank=3)
+    few = f"sparse must have fewer than {_MOST} vectors per sample, got shape {list(sparse.shape)}"
+    check(sparse.shape[1] < _MOST, few)
+    check_tensor(sparse, "sparse", (dense.dtype,), shape=(len(dense), sparse.shape[1], dense.shape[1]))
+    check(sparse.device == dense.device, "sparse must be on the same device as dense")
+    check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
+    check(len(dense) <= _MOST_PROGRAMS, f"dense must have at most {_MOST_PROGRAMS} rows on a GPU, got {len(dense)}")
+
+
+def _by_sample(t: Tensor) -> Tensor:
+    """The same numbers, those of each sample contiguous."""
+    contiguous = t[:1].is_contiguous() if len(t) else True
+    return t if contiguous else t.contiguous()
+
+
+def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: str) -> dict[str, object]:
+    """What both kernels are told. Vectors are padded to a power of two, at least the 16 that tl.dot wants."""
+    vectors, columns = sparse.shape[1] + 1, dense.shape[1]
+    block = max(16, min(VECTORS, triton.next_power_of_2(vectors)))
+    return {
+        "num_vectors": vectors,
+        "D": columns,
+        "dense_stride": dense.stride(0),
+        "sparse_stride": sparse.stride(0),
+        "SELF": self_interaction,
+        # Only NVIDIA's tensor cores have it.
+        "PRECISION": "ieee" if torch.version.hip else precision,
+        # The interpreter multiplies the bits of bfloat16 numbers.
+        "WIDEN": dense.dtype == torch.bfloat16 and not dense.is_cuda,
+        "VECTORS": block,
+        "COLUMNS": max(16, min(COLUMNS, triton.next_power_of_2(columns))),
+        "num_warps": block // 16,
+    }
+
+
+def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee") -> Tensor:
+    """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
+    _check(dense, sparse, precision)
+    vectors = sparse.shape[1] + 1
+    pairs = vectors * (vectors + 1 if self_interaction else vectors - 1) // 2
+    out = dense.new_empty((len(dense), dense.shape[1] + pairs))
+    if not len(dense):
+        return out
+    dense, sparse = _by_sample(dense), _by_sample(sparse)
+    options = _options(dense, sparse, self_interaction, precision)
+    tiles = triton.cdiv(vectors, options["VECTORS"])
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.accelerator.device_index(dense.device.index):
+        interaction_kernel[(len(dense), tiles, tiles)](dense, sparse, out, out_stride=out.shape[1], **options)
+    return out
+
+
+def dot_interaction_backward(
+    grad: Tensor, dense: Tensor, sparse: Tensor, self_interaction: bool = False, precision: str = "ieee"
+) -> tuple[Tensor, Tensor]:
+    """The op: arguments, results and errors as in docs/ops.md."""
+    _check(dense, sparse, precision)
+    vectors = sparse.shape[1] + 1
+    pairs = vectors * (vectors + 1 if self_interaction else vectors - 1) // 2
+    check_tensor(grad, "grad", (dense.dtype,), shape=(len(dense), dense.shape[1] + pairs))
+    check(grad.device == dense.device, "grad must be on the same device as dense")
+    grads = dense.new_empty(dense.shape), sparse.new_empty(sparse.shape)
+    if not len(dense):
+        return grads
+    grad, dense, sparse = _by_sample(grad), _by_sample(dense), _by_sample(sparse)
+    options = _options(dense, sparse, self_interaction, precision)
+    tiles = triton.cdiv(vectors, options["VECTORS"])
+    with torch.accelerator.device_index(dense.device.index):
+        interaction_gradient_kernel[(len(dense), tiles)](
+            grad, dense, sparse, *grads, grad_stride=grad.stride(0), **options
+        )
+    return grads

@@ -1,0 +1,235 @@
+"""factorization_machine and its gradients in Triton: x^T y stays in the kernels' registers.
+
+The kernels of GPU tensors, and of CPU tensors under TRITON_INTERPRET=1. Tiles are multiplied by ``tl.dot`` as float32,
+half-precision numbers by the tensor cores in TF32, which holds them exactly; sums are float32. docs/numerics.md
+("factorization_machine") bounds the error. No float is added by an atomic operation: the same call on the same GPU
+gives the same bits. Nothing of it has run on a GPU yet.
+"""
+
+# ruff: noqa: N803 (constants of a kernel and sizes are written large)
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rec_kernels.triton.inputs import FLOATS, check, check_tensor
+from rec_kernels.triton.row_formats import narrow, widen
+
+#: Vectors, columns of x and columns of y of a tile at the most; samples whose gradients of a shared y a program sums.
+VECTORS, COLUMNS, FACTORS, SUMMED_SAMPLES = 32, 64, 32, 64
+
+_MOST = 2**20  # vectors of a sample, columns of a vector
+_MOST_PROGRAMS = 2**31 - 1
+
+
+@triton.jit
+def _load(matrix, row, column, rows, columns):
+    """A tile of a matrix [rows, columns] as float32, zeros outside."""
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    return widen(tl.load(matrix + row[:, None] * columns + column[None, :], mask=inside, other=0.0))
+
+
+@triton.jit
+def _inner_product(
+    x, y, d, k, F, D, K, PRECISION: tl.constexpr, VECTORS: tl.constexpr, COLUMNS: tl.constexpr, FACTORS: tl.constexpr
+):
+    """Columns d [COLUMNS] and k [FACTORS] of x^T y, of one sample."""
+    total = tl.zeros([COLUMNS, FACTORS], tl.float32)
+    for first in range(0, F, VECTORS):
+        f = first + tl.arange(0, VECTORS).to(tl.int64)
+        total = tl.dot(tl.trans(_load(x, f, d, F, D)), _load(y, f, k, F, K), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit(do_not_specialize=["F"])
+def factorization_kernel(
+    x,  # [B, F, D], samples x_stride apart
+    y,  # [F, K], y_stride from one sample's to the next
+    out,  # [B, F, K], written
+    F,
+    D,
+    K,
+    x_stride,
+    y_stride,
+    PRECISION: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """A program takes a tile of a sample's result."""
+    sample = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
+    x += sample * x_stride
+    y += sample * y_stride
+    total = tl.zeros([VECTORS, FACTORS], tl.float32)
+    for column in range(0, D, COLUMNS):
+        d = column + tl.arange(0, COLUMNS)
+        inner = _inner_product(x, y, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
+        total = tl.dot(_load(x, f, d, F, D), inner, total, input_precision=PRECISION)
+    at = out + sample * F * K + f[:, None] * K + k[None, :]
+    tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+
+
+@triton.jit(do_not_specialize=["F"])
+def factorization_x_gradient_kernel(
+    grad,  # [B, F, K], samples grad_stride apart
+    x,  # [B, F, D], samples x_stride apart
+    y,  # [F, K], y_stride from one sample's to the next
+    out,  # [B, F, D], written
+    F,
+    D,
+    K,
+    grad_stride,
+    x_stride,
+    y_stride,
+    PRECISION: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """A program takes a tile of a sample's gradient: grad (x^T y)^T + y (x^T grad)^T."""
+    sample = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    grad += sample * grad_stride
+    x += sample * x_stride
+    y += sample * y_stride
+    total = tl.zeros([VECTORS, COLUMNS], tl.float32)
+    for factor in range(0, K, FACTORS):
+        k = factor + tl.arange(0, FACTORS)
+        inner = _inner_product(x, y, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
+        total = tl.dot(_load(grad, f, k, F, K), tl.trans(inner), total, input_precision=PRECISION)
+        inner = _inner_product(x, grad, d, k, F, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
+        total = tl.dot(_load(y, f, k, F, K), tl.trans(inner), total, input_precision=PRECISION)
+    at = out + sample * F * D + f[:, None] * D + d[None, :]
+    tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (d < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["B", "F"])
+def factorization_y_gradient_kernel(
+    grad,  # [B, F, K], samples grad_stride apart
+    x,  # [B, F, D], samples x_stride apart
+    out,  # [., F, K], written: the sums of SAMPLES samples each
+    B,
+    F,
+    D,
+    K,
+    grad_stride,
+    x_stride,
+    SAMPLES: tl.constexpr,
+    PRECISION: tl.constexpr,
+    VECTORS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    FACTORS: tl.constexpr,
+):
+    """A program takes a tile of the gradient x (x^T grad), and SAMPLES samples."""
+    part = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1).to(tl.int64) * VECTORS + tl.arange(0, VECTORS)
+    k = tl.program_id(2) * FACTORS + tl.arange(0, FACTORS)
+    total = tl.zeros([VECTORS, FACTORS], tl.float32)
+    for number in range(SAMPLES):
+        sample = part * SAMPLES + number
+        # Behind the last sample, nothing is there.
+        vectors = tl.where(sample < B, F, 0)
+        for column in range(0, D, COLUMNS):
+            d = column + tl.arange(0, COLUMNS)
+            own, of = x + sample * x_stride, grad + sample * grad_stride
+            inner = _inner_product(own, of, d, k, vectors, D, K, PRECISION, VECTORS, COLUMNS, FACTORS)
+            total = tl.dot(_load(own, f, d, vectors, D), inner, total, input_precision=PRECISION)
+    at = out + part * F * K + f[:, None] * K + k[None, :]
+    tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
+
+
+def _check_columns(t: Tensor, name: str) -> None:
+    fits = 1 <= t.shape[-1] <= _MOST
+    check(fits, f"{name} must have 1 to {_MOST} columns, got shape {list(t.shape)}")
+
+
+def _check(x: Tensor, y: Tensor, precision: str) -> None:
+    """What the CPU's op checks, in its words."""
+    check_tensor(x, "x", (x.dtype,), rank=3)
+    name = str(x.dtype).removeprefix("torch.")
+    check(x.dtype in FLOATS, f"x must be float32, float16 or bfloat16, got {name}")
+    _check_columns(x, "x")
+    batch, vectors, _ = x.shape
+    check(vectors <= _MOST, f"x must have at most {_MOST} vectors per sample, got shape {list(x.shape)}")
+    check(y.dim() in (2, 3), f"y must have 2 or 3 dimensions, got shape {list(y.shape)}")
+    check_tensor(y, "y", (x.dtype,))
+    _check_columns(y, "y")
+    shape = (vectors, y.shape[-1]) if y.dim() == 2 else (batch, vectors, y.shape[-1])
+    check_tensor(y, "y", (x.dtype,), shape=shape)
+    check(y.device == x.device, "y must be on the same device as x")
+    check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
+    check(batch <= _MOST_PROGRAMS, f"x must have at most {_MOST_PROGRAMS} samples on a GPU, got {batch}")
+
+
+def _by_sample(t: Tensor) -> Tensor:
+    """The same numbers, those of each sample contiguous."""
+    return t if t[:1].is_contiguous() else t.contiguous()
+
+
+def _block(size: int, most: int) -> int:
+    """Of a tile: a power of two, at least the 16 that tl.dot wants."""
+    return max(16, min(most, triton.next_power_of_2(size)))
+
+
+def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
+    """What all kernels are told."""
+    _, vectors, columns = x.shape
+    if torch.version.hip:
+        precision = "ieee"  # only NVIDIA's tensor cores have the other
+    elif x.dtype != torch.float32:
+        precision = "tf32"
+    return {
+        "F": vectors,
+        "D": columns,
+        "K": y.shape[-1],
+        "x_stride": x.stride(0),
+        "PRECISION": precision,
+        "VECTORS": _block(vectors, VECTORS),
+        "COLUMNS": _block(columns, COLUMNS),
+        "FACTORS": _block(y.shape[-1], FACTORS),
+    }
+
+
+def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tensor:
+    """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
+    _check(x, y, precision)
+    out = x.new_empty((*x.shape[:2], y.shape[-1]))
+    if not out.numel():
+        return out
+    x, y = _by_sample(x), _by_sample(y) if y.dim() == 3 else y.contiguous()
+    options = _options(x, y, precision)
+    grid = (len(x), triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(y.shape[-1], options["FACTORS"]))
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.accelerator.device_index(x.device.index):
+        factorization_kernel[grid](x, y, out, y_stride=y.stride(0) if y.dim() == 3 else 0, **options)
+    return out
+
+
+def factorization_machine_backward(
+    grad: Tensor, x: Tensor, y: Tensor, precision: str = "ieee"
+) -> tuple[Tensor, Tensor]:
+    """The op: arguments, results and errors as in docs/ops.md. The sums of several programs are added by torch."""
+    _check(x, y, precision)
+    check_tensor(grad, "grad", (x.dtype,), shape=(*x.shape[:2], y.shape[-1]))
+    check(grad.device == x.device, "grad must be on the same device as x")
+    grad_x, shared = x.new_empty(x.shape), y.dim() == 2
+    if not x.numel():
+        return grad_x, y.new_zeros(y.shape)
+    grad, x, y = _by_sample(grad), _by_sample(x), y.contiguous() if shared else _by_sample(y)
+    options = _options(x, y, precision) | {"grad_stride": grad.stride(0)}
+    samples = SUMMED_SAMPLES if shared else 1
+    parts = triton.cdiv(len(x), samples)
+    sums = grad.new_empty((parts, *grad.shape[1:]), dtype=torch.float32 if shared else x.dtype)
+    down, across = triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(x.shape[2], options["COLUMNS"])
+    factors = triton.cdiv(y.shape[-1], options["FACTORS"])
+    with torch.accelerator.device_index(x.device.index):
+        factorization_x_gradient_kernel[(len(x), down, across)](
+            grad, x, y, grad_x, y_stride=0 if shared else y.stride(0), **options
+        )
+        factorization_y_gradient_kernel[(parts, down, factors)](grad, x, sums, len(x), SAMPLES=samples, **options)
+    return grad_x, sums.sum(0).to(x.dtype) if shared else sums
