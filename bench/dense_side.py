@@ -15,6 +15,8 @@ from bench.timing import time_calls
 INPUTS = 6
 #: Who takes part: "torch" is the plain recipe, "compiled" torch.compile of it; "bytes" and "products" are the limits.
 NAMES = ["ours", "torch", "compiled", "bytes", "products"]
+#: torch's best: a recipe with a backward of its own, where there is one.
+TUNED = "tuned"
 
 
 class DenseSubject:
@@ -25,6 +27,7 @@ class DenseSubject:
         ours, recipe: functions of two tensors.
         make: gives the two tensors of one input.
         products: multiplications of a forward that no implementation can do without, and of a forward and a backward.
+        tuned: the same as the recipe, for ``TUNED``.
     """
 
     def __init__(
@@ -34,11 +37,13 @@ class DenseSubject:
         recipe: Callable[[Tensor, Tensor], Tensor],
         make: Callable[[], tuple[Tensor, Tensor]],
         products: tuple[int, int],
+        tuned: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> None:
         self.name = name
         # Another shape is another subject, whose graph must not be one of sizes that are not known.
         torch._dynamo.reset()
         self.functions = {"ours": ours, "torch": recipe, "compiled": torch.compile(recipe, dynamic=False)}
+        self.functions |= {} if tuned is None else {TUNED: tuned}
         self.inputs = [tuple(t.requires_grad_() for t in make()) for _ in range(INPUTS)]
         self.products = dict(zip(("forward", "train"), products, strict=True))
         with torch.no_grad():

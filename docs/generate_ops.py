@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels  # noqa: F401  (registers the ops)
+from rec_kernels.ops.once import REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "rec_kernels::"
@@ -83,6 +84,7 @@ def backends_table() -> str:
         "| op | CPU (C++) | CUDA (C++) | Triton | row formats | differentiable | changes in place |",
         "|---|---|---|---|---|---|---|",
     ]
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for op in public_ops():
         arguments = schema(op).arguments
         written = [f"`{a.name}`" for a in arguments if a.alias_info is not None and a.alias_info.is_write]
@@ -92,7 +94,7 @@ def backends_table() -> str:
             "yes" if op in kernels["RK_CUDA_KEY"] else "-",
             "yes" if op in triton else "-",
             formats({a.name for a in arguments}),
-            "yes" if torch._C._dispatch_has_kernel_for_dispatch_key(NAMESPACE + op, "Autograd") else "-",
+            "yes" if op not in REFUSED and has_kernel(NAMESPACE + op, "Autograd") else "-",
             ", ".join(written) or "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")

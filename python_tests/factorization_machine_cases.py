@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -54,7 +55,7 @@ def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 def most_terms(call: Call) -> tuple[int, int, int]:
     """The most additions that a term of an element of the result and of each gradient goes through."""
     (batch, vectors, columns), factors = call.x.shape, call.y.shape[-1]
-    summed = columns * min(batch, 64) + batch if call.y.dim() == 2 else columns
+    summed = columns * min(batch, 64) + math.ceil(batch / 64) if call.y.dim() == 2 else columns
     return vectors + columns, vectors + 2 * factors, vectors + summed
 
 

@@ -101,6 +101,33 @@ def _tables(ops) -> object:
     return ops.embedding_bag_tables(weights, tables, torch.tensor([4, 0, 2]), torch.tensor([0, 2, 3]), **layout)
 
 
+def _shared(ops) -> Iterator[object]:
+    """Bags that samples share, of two groups, beside a feature in none; most samples have the first."""
+    inverse = (torch.arange(600) ** 2).view(2, 300) % 4 * (torch.arange(300) % 5 > 3)
+    sizes, groups = [4, 300, 4, 4], [0, -1, 1, 0]
+    case = make_case([(5, 16), (5, 33)], [0, 1, 0, 1], [1] * 1200, weighted=True, seed=4)
+    encoded = every_format_once(case)
+    of_feature = case.offsets.diff().view(4, 300)
+    lengths = torch.cat([each[:size] for each, size in zip(of_feature, sizes, strict=True)])
+    layout = encoded.layout | {
+        "bag_starts": torch.tensor([0, *sizes]).cumsum(0),
+        "inverse": inverse,
+        "groups": groups,
+    }
+    bags = case.values[: int(lengths.sum())], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    factors, grad = case.per_sample_weights[: len(bags[0])], case.grad
+    for dtype in (torch.float32, torch.bfloat16):
+        yield ops.embedding_bag(encoded.flat, *bags, factors, **layout, output_dtype=dtype)
+    yield ops.embedding_bag_backward_per_sample_weights(grad, encoded.flat, *bags, **layout)
+    weights, step = encoded.flat.clone(), torch.tensor(6)
+    state = (weights, None, step, torch.tensor(LR))
+    ops.embedding_bag_backward_fused_(*state, grad, *bags, factors, **layout, optimizer="sgd", rounding="nearest")
+    yield weights, step
+    floats = {name: value for name, value in layout.items() if name not in ("formats", "format_of")} | case.layout
+    for op in (ops.embedding_bag_backward_dense, ops.embedding_bag_backward_sparse):
+        yield op(grad, list(case.weights.shape), *bags, factors, **floats)
+
+
 def _row_formats(ops) -> Iterator[Tensor]:
     """Each format's codec both ways, rows of a few lanes and of more than a warp's, the last columns not four."""
     for columns in (5, 131):
@@ -184,7 +211,7 @@ def call_all(ops) -> list[Tensor]:
         found += _everything(encoded, ops)
     for policy in POLICIES:
         found += _row_cache(ops, policy)
-    found += _jagged(ops)
+    found += [*_shared(ops), *_jagged(ops)]
     return tree_flatten(found)[0]
 
 

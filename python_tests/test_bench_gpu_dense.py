@@ -21,12 +21,32 @@ def test_bytes_by_hand(dtype: torch.dtype) -> None:
         assert [row["bytes"]["all"] for row in found["results"]] == moved * 2
 
 
-def test_wrong_results_are_found() -> None:
-    """A result that is off by more than rounding, and a gradient."""
-    case, given = DenseSide("dot_interaction", 5, 3, 4), (torch.randn(5, 4), torch.randn(5, 3, 4))
-    given = tuple(t.requires_grad_() for t in given)
-    right = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args[0]
+def cut_to_tf32(t: torch.Tensor) -> torch.Tensor:
+    """float32 with the 11 significant bits of TF32."""
+    return (t.view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
+@pytest.mark.parametrize("op", ["dot_interaction", "factorization_machine"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_wrong_results_are_found(op: str, dtype: torch.dtype) -> None:
+    """Of a large batch, whose size is no excuse: a result and gradients that are off by more than rounding."""
+    case = DenseSide(op, 8192, 3, 4, dtype)
+    name, right, _, given = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args
     for operation in ("forward", "backward"):
-        case._build(right, operation, given).check()
+        case._build(name, right, operation, given).check()
+        error = 1e-3 if dtype == torch.float32 else 1.5e-2
         with pytest.raises(AssertionError):
-            case._build(lambda *x: right(*x) * (1 + 1e-3), operation, given).check()
+            case._build(name, lambda *x, by=error: right(*x) * (1 + by), operation, given).check()
+
+
+@pytest.mark.parametrize("op", ["dot_interaction", "factorization_machine"])
+def test_tf32_is_no_ieee(op: str) -> None:
+    """A result whose factors were cut to TF32."""
+    case = DenseSide(op, 8192, 3, 4)
+    name, right, operation, given = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args
+
+    def cut(*x: torch.Tensor) -> torch.Tensor:
+        return right(*(t + (cut_to_tf32(t.detach()) - t.detach()) for t in x))
+
+    with pytest.raises(AssertionError):
+        case._build(name, cut, operation, given).check()

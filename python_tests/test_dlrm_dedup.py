@@ -336,7 +336,7 @@ def test_tallies_add_up() -> None:
     assert (one.factor(), one.factors(), one.record()) == (1.0, {}, {})
     for _ in range(2):
         one.add(other)
-    assert one.state() == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}}
+    assert one.state() == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}, "windows": False}
     assert (one.factor(), one.factors()) == (2.5, {"a": 2.5, "b": 1.0})
     assert Tally(json.loads(json.dumps(one.state()))).state() == one.state()
 

@@ -15,8 +15,8 @@ pytest.importorskip("pyarrow")
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
-from rec_kernels.dlrm.data import HeldOut
-from rec_kernels.dlrm.dedup import DedupReader, decide, dedup_batch
+from rec_kernels.dlrm.data import DataError, HeldOut
+from rec_kernels.dlrm.dedup import DedupReader, Tally, decide, dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import TrainingError
 
@@ -96,6 +96,43 @@ def test_records_and_report(data: Changed, tmp_path: Path) -> None:
     assert f"Shared bags: once, as windows: history {LONGEST * SIZE / kept:.1f}x fewer ids; " in text
     with pytest.raises(TrainingError, match="another config: dedup is 'on', was 'windows'"):
         train(config(tmp_path, dedup="on"), data, resume=tmp_path / "run", progress=False)
+
+
+def test_a_data_set_that_gives_windows(data: Changed, tmp_path: Path) -> None:
+    """The record says what the batches had, whatever was asked for."""
+    given = Changed(data, functools.partial(map, lambda batch: dedup_batch(batch, windows=True)[0]))
+    for mode, windows in (("on", True), ("auto", True), ("off", False)):
+        test = train(config(tmp_path, run=mode, dedup=mode), given, progress=False)
+        assert (test["dedup"], test["windows"]) == (mode != "off", windows)
+    assert train(config(tmp_path, run="bags", dedup="on"), data, progress=False)["windows"] is False
+
+
+def test_tallies_of_windows(data: Changed) -> None:
+    """One batch with windows is enough; a checkpoint remembers, and one from before there were any has none."""
+    total, batch = Tally(), next(data.batches("train", SIZE))
+    for windows in (False, True, False):
+        total.add(dedup_batch(batch, windows)[1])
+        assert total.windows == Tally(total.state()).windows
+    assert total.windows
+    assert not Tally({"seconds": 1.0, "ids": {}}).windows
+
+
+@pytest.mark.parametrize("knows", [False, True])
+def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None:
+    """Of bags and of distinct ones: the data set and the option are named."""
+
+    def weighted(batch: Batch) -> Batch:
+        shared = batch.shared
+        ones = torch.ones(len(shared.values()))
+        shared = rk.KeyedJaggedTensor([HISTORY], shared.values(), offsets=shared.offsets(), weights=ones)
+        batch = batch._replace(shared=shared)
+        return dedup_batch(batch)[0] if knows else batch
+
+    given = Changed(data, functools.partial(map, weighted))
+    message = rf"{data.name!r} gave a batch whose shared features have weights, and dedup is 'windows'"
+    with pytest.raises(DataError, match=message):
+        train(config(tmp_path, run="windows", dedup="windows"), given, progress=False)
+    assert train(config(tmp_path, run="on", dedup="on"), given, progress=False)["dedup"]
 
 
 def test_other_choices_make_no_windows(data: Changed) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -242,6 +243,33 @@ def test_accumulate(groups: str, optimizer) -> None:
                 step(module, dedup(batch, groups) if module is few else batch, whole_numbers(9, WIDTH, seed=seed))
         assert module.step == 1
     assert_same(few, whole)
+
+
+def test_micro_batches_grouped_alike() -> None:
+    """As far as the collection's features go: other features, and the order of groups, may differ."""
+    table = [rk.EmbeddingBagConfig(12, 4, name=k, feature_names=[k]) for k in "ab"]
+    few, whole = (rk.EmbeddingBagCollection(table, optimizer=rk.SGD(lr=0.5)) for _ in range(2))
+    whole.load_state_dict(few.state_dict())
+    for module in (few, whole):
+        with module.accumulate():
+            for seed, groups in enumerate(([["c"], ["a"], ["b"]], [["b"], ["a"]], [["a"], ["b"], ["c"]])):
+                batch = sessions(list("abc"), seed=seed, most=1)
+                step(module, dedup(batch, groups) if module is few else batch, whole_numbers(9, 8, seed=seed))
+    assert_same(few, whole)
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
+def test_inverse_that_changes_before_the_backward(optimizer, accumulates: bool) -> None:
+    """Raises, as for ids: the gradient would go to other bags."""
+    if accumulates and optimizer is None:
+        return
+    module, few = collection(optimizer), dedup(sessions(list("abcd")), "one group")
+    with module.accumulate() if accumulates else contextlib.nullcontext():
+        output = module(few).values()
+        few.inverse_of_groups().zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
 
 
 def test_freeze() -> None:

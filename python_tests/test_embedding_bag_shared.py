@@ -194,6 +194,11 @@ def _two_groups() -> tuple[Case, dict]:
 
 
 BAD_INPUT = {
+    "no bags": (
+        {"offsets": torch.tensor([0]), "bag_starts": torch.tensor([0, 0, 0])},
+        ValueError,
+        "feature 1 has 0 bags, and must have 2",
+    ),
     "inverse too large": ({"inverse": torch.tensor([[1, 2]])}, IndexError, r"inverse\[0, 1\] = 2 is out of range: .*2"),
     "inverse negative": ({"inverse": torch.tensor([[-1, 0]])}, IndexError, r"inverse\[0, 0\] = -1 is out of range"),
     "too few bags": (
@@ -220,6 +225,7 @@ def test_bad_input(name: str) -> None:
     change, error, words = BAD_INPUT[name]
     case, layout = _two_groups()
     layout |= change
+    case.offsets = layout.pop("offsets", case.offsets)
     for backend in cpu_backends():
         with pytest.raises(error, match=words):
             backend.ops.embedding_bag(case.weights, *case.jagged, **layout)

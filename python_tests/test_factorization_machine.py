@@ -131,9 +131,10 @@ def test_gradients_of_what_is_wanted() -> None:
     assert not rk.factorization_machine(call.x, call.y).requires_grad
     x = call.x.clone().requires_grad_()
     out = rk.factorization_machine(x, call.y.clone().requires_grad_())
-    (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        first.sum().backward()
+    for reduced in (out.square().sum(), out.sum()):
+        (first,) = torch.autograd.grad(reduced, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            first.sum().backward(retain_graph=True)
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -168,13 +169,23 @@ def test_autocast() -> None:
 
 @pytest.mark.parametrize("isa", testing.cpu_isas())
 def test_denormals(isa: str) -> None:
-    """torch.set_flush_denormal changes nothing."""
-    tiny = make_call((4, 6, 3), 20, True).map(lambda t: t * 2.0**-46)
-    expected = tiny.each(reference)
-    assert 0 < expected[0].abs().max() < torch.finfo(torch.float32).tiny
-    with testing.use_cpu_isa(isa), testing.flush_denormals():
-        found = tiny.each(ops)
-    assert all(map(testing.same_bits, found, expected))
+    """torch.set_flush_denormal changes nothing; with several chunks of samples, too."""
+    for batch, shared in ((20, True), (200, True), (70, False)):
+        tiny = make_call((4, 6, 3), batch, shared).map(lambda t: t * 2.0**-46)
+        expected = tiny.each(reference)
+        assert 0 < expected[0].abs().max() < torch.finfo(torch.float32).tiny
+        with testing.use_cpu_isa(isa), testing.flush_denormals():
+            found = tiny.each(ops)
+        assert all(map(testing.same_bits, found, expected))
+
+
+def test_products_that_underflow() -> None:
+    """-0 where the rule gives -0: the gradient of a sample's own factors is no sum that starts at +0."""
+    call = make_call((1, 1, 1), 2, False)
+    call.x[:], call.y[:], call.grad[:] = 1e-20, 1.0, -1e-10
+    expected = call.each(reference)
+    assert torch.signbit(expected[2]).all()
+    assert all(map(testing.same_bits, call.each(ops), expected))
 
 
 def test_nan_stays_in_its_sample() -> None:

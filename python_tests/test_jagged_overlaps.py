@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
-from backends import cpu_backends
+from backends import ROOT, cpu_backends
 from hypothesis import given
 from hypothesis import strategies as st
 from jagged_cases import BAD_OFFSETS, INTEGERS, NOTHING_BAD, ODD, check_tensors, make_batch, offsets_of
@@ -105,6 +109,20 @@ def test_many_rows() -> None:
     sequence = torch.randint(1 << 40, (50, 300), generator=torch.Generator().manual_seed(0)).tolist()
     rows = [sequence[i % 50][i // 50 : i // 50 + 40] for i in range(50 * 60)]
     assert sizes(*rows) == 50 * (40 + 59)
+
+
+def test_rows_that_differ_in_one_id_spread_over_the_table(tmp_path: Path) -> None:
+    """What the search for one row looks at does not grow with the rows, whichever of the last ids tells them apart."""
+    library = tmp_path / "probes.so"
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([*command, ROOT / "python_tests" / "last_ids_probes.cpp", "-o", library], check=True)
+    count = ctypes.CDLL(str(library)).slots_looked_at
+    count.argtypes, count.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
+    rows = 1 << 12
+    for place, step in itertools.product(range(ANCHOR), (1, 1 << 12, 1 << 40)):
+        ids = torch.full((rows, ANCHOR), 7)
+        ids[:, place] = step * torch.arange(rows)
+        assert 2 * rows <= count(ids.data_ptr(), rows) < 4 * rows, (place, step)
 
 
 def test_strided_inputs() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import rec_kernels as rk
+from rec_kernels.nn import jagged_windows
 from rec_kernels.testing import same_bits
 
 KEYS = ["a", "b"]
@@ -89,6 +90,8 @@ def test_any_batch(case: tuple, by_hand: bool) -> None:
     for key in [*batch.keys(), None]:
         names = batch.keys() if key is None else [key]
         assert found.num_stored(names) == covered(found.stored(), names) <= plain.num_stored(names)
+    for some in (plain, found, found.stored()):
+        assert some.num_stored_of_keys() == {key: some.num_stored([key]) for key in plain.group_of_keys()}
     for key, g in plain.group_of_keys().items():
         ids, kept = len(batch[key].values()), found.num_stored([key])
         assert found.dedup_factor(key) == (1.0 if g is None or kept == 0 else ids / kept)
@@ -163,10 +166,43 @@ def test_bad_parts(error: type[Exception], changes: dict, message: str) -> None:
 
 def test_bad_windows_that_only_a_device_has_seen() -> None:
     """The constructor does not look at them there: what makes bags of them, or counts them, does."""
-    spoiled = _pytree.tree_map(lambda t: t + 6 * (t.dtype == torch.int32), given_parts())
-    for call in (spoiled.to_kjt, spoiled.offset_per_key):
+    grouped = rk.InverseKeyedJaggedTensor(given_parts(), [["x"], ["y"]], torch.zeros(2, 2).long())
+    grouped = _pytree.tree_map(lambda t: t + 6 * (t.dtype == torch.int32), grouped)
+    spoiled = grouped.stored()
+    calls = [spoiled.to_kjt, spoiled.offset_per_key, spoiled.num_stored_of_keys, lambda: spoiled.num_stored(["y"])]
+    for call in (*calls, grouped.bags, grouped.dedup_factor, lambda: grouped.dedup_factor("y")):
         with pytest.raises(IndexError, match=r"starts\[0\] = 10 and lengths\[0\] = 5, of bag 0 of 'x', are"):
             call()
+
+
+def test_bags_of_windows_that_were_written_to() -> None:
+    """They are made anew, and checked."""
+    windows = given_parts()
+    before = windows.to_kjt()
+    windows.values().fill_(3)
+    assert windows.known_offset_per_key() == [0, 8, 8]
+    assert windows.to_kjt().values().tolist() == [3] * 8
+    assert windows.to_kjt() is windows.to_kjt() is not before
+    windows.lengths()[1] = 1
+    assert windows.known_offset_per_key() is None
+    assert windows.to_kjt().offset_per_key() == windows.offset_per_key() == [0, 6, 6]
+    assert windows.to("cpu").known_offset_per_key() == [0, 6, 6]
+    windows.starts()[2] = 11
+    for call in (windows.to_kjt, windows.offset_per_key, lambda: windows.num_stored(["x"])):
+        with pytest.raises(IndexError, match=r"starts\[2\] = 11 and lengths\[2\] = 0, of bag 0 of 'y'"):
+            call()
+
+
+def test_a_capture_makes_bags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that took those of an earlier call would replay no jagged_windows."""
+    windows = given_parts()
+    kept = windows.to_kjt()
+    with monkeypatch.context() as patch:
+        patch.setattr(jagged_windows, "cannot_copy", lambda _: True)
+        captured = windows.to_kjt()
+    assert captured is not kept
+    assert_same_batch(captured, kept)
+    assert windows.to_kjt() is kept
 
 
 def test_bad_batches() -> None:
@@ -273,6 +309,28 @@ def test_collections(groups: str, optimizer) -> None:
             assert a.grad is None or same_bits(a.grad, b.grad)
     for (name, a), b in zip(with_windows.state_dict().items(), with_bags.state_dict().values(), strict=True):
         assert same_bits(a, b), name
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
+def test_training_after_inference(optimizer) -> None:
+    """Bags that are kept are no inference tensors; windows that were made as such have bags all the same."""
+    module, few = collection(optimizer), windowed(histories(), GROUPS["one group"])
+    with torch.inference_mode():
+        expected = module(few).values().clone()
+        assert_same_batch(windowed(histories(), GROUPS["groups"]).to("cpu").to_kjt(), histories())
+    found = module(few).values()
+    assert same_bits(found.detach(), expected)
+    found.sum().backward()
+    assert_same_batch(few.to_kjt(), histories())
+
+
+def test_windows_without_groups_are_refused() -> None:
+    """A collection takes batches; the message says what to make of windows."""
+    windows = rk.KeyedJaggedWindows.from_kjt(histories())
+    single = rk.EmbeddingCollection([rk.EmbeddingConfig(40, 8, name="t", feature_names=KEYS)])
+    for call in (collection(), collection().by_feature, rk.deduplicated(collection()), single):
+        with pytest.raises(TypeError, match=r"got KeyedJaggedWindows: of rk.KeyedJaggedWindows give to_kjt\(\), or to"):
+            call(windows)
 
 
 def test_deduplicated_modules() -> None:

@@ -217,7 +217,8 @@ void check_shared_bags(const BagInput& in) {
   for (size_t g = 0; g < first_of.size(); ++g) {
     if (first_of[g] < 0) continue;
     const int64_t* numbers = inverse + static_cast<int64_t>(g) * b.batch;
-    const int64_t limit = count(first_of[g]), i = first_outside(numbers, b.batch, limit);
+    const int64_t limit = count(first_of[g]);
+    const int64_t i = first_bad(b.batch, [numbers, limit](int64_t at) { return is_outside(numbers[at], limit); });
     if (i != kNoBadPosition)
       throw std::out_of_range(join("inverse[", g, ", ", i, "] = ", numbers[i], " is out of range: it must be in [0, ",
                                    limit, "), the bags of feature ", first_of[g], ", which is in group ", g));

@@ -15,6 +15,8 @@ namespace {
 
 // Multiplications that a worker should have at the least: some ten microseconds.
 constexpr int64_t kWorkerProducts = 1 << 19;
+// Numbers to round that are worth a thread's start.
+constexpr int64_t kFewNumbers = 1 << 15;
 
 // y as the kernels take it: of every sample its own, or widened once for all.
 class Factors {
@@ -85,9 +87,9 @@ struct FactorGradients {
   FactorGradients(const FactorizationSizes& s)
       : count(s.shared ? ceil_div(s.B, kSampleChunk) : s.B), stride(ceil_div(s.F * s.K, 16) * 16) {
     numbers = Scratch<float>(count * stride);
-    std::fill_n(numbers.get(), count * stride, 0.0f);
+    if (s.shared) std::fill_n(numbers.get(), count * stride, 0.0f);
   }
-  // Where sample b's are added; those of the samples after it lie so far behind.
+  // Where sample b's are added; or, of its own, written, those of the samples after it so far behind.
   SampleRows<float> at(int64_t b, bool shared) const {
     return shared ? SampleRows<float>{numbers.get() + b / kSampleChunk * stride, 0}
                   : SampleRows<float>{numbers.get() + b * stride, stride};
@@ -119,6 +121,7 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
       to_x.write(b, count, to);
     }
   });
+  const KeepDenormals guard;  // of what is left to this thread
   if (sizes.shared)
     kernels<GroupedProjectionKernels>().add_chunks(to_y.numbers.get(), to_y.count, to_y.stride, to_y.stride);
   Tensor y_tensor = sizes.shared ? new_tensor(x_in, {F, sizes.K}, x_in.scalar_type())
@@ -127,8 +130,11 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
   const auto encode = kernels<RowFormatKernels>().nearest[static_cast<int>(float_format(x_in.scalar_type()))];
   auto* to = static_cast<uint8_t*>(y_tensor.mutable_data_ptr());
   const int64_t bytes = numbers * static_cast<int64_t>(y_tensor.element_size());
-  for (int64_t i = 0; i < (sizes.shared ? 1 : B); ++i)
-    encode(to_y.numbers.get() + i * to_y.stride, 1, numbers, nearest, {to + i * bytes, 0, nullptr});
+  const int64_t few = 1 + kFewNumbers / numbers, all = sizes.shared ? 1 : B;
+  parallel_pieces(all, few, workers_for(all, few), [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t i = begin; i < end; ++i)
+      encode(to_y.numbers.get() + i * to_y.stride, 1, numbers, nearest, {to + i * bytes, 0, nullptr});
+  });
   return {x_tensor, y_tensor};
 }
 

@@ -71,7 +71,8 @@ void backward(const FactorizationShape& s, SampleRows<const float> grad, SampleR
     multiply_into(transposed + K * x_width, x_width, grad[b], 1, K, F, x_rows, K, x_width);
     multiply_into(grad_x[b], D, factors, 2 * K, 1, 2 * K, transposed, F, D);
     multiply_into(inner, y_width, x[b], 1, D, F, grad_rows, D, y_width);
-    multiply_into(sums, K, x[b], D, 1, D, inner, F, K);
+    multiply_into(grad_y.stride ? grad_y[b] : sums, K, x[b], D, 1, D, inner, F, K);
+    if (grad_y.stride) continue;  // the sample's own
     float* to = grad_y[b];
     for (int64_t i = 0; i < F * K; ++i) to[i] += sums[i];
   }

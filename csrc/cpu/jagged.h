@@ -127,12 +127,6 @@ inline bool is_outside(int64_t number, int64_t limit) {
   return static_cast<uint64_t>(number) >= static_cast<uint64_t>(limit);
 }
 
-// The first of `count` numbers that is not in [0, limit), or kNoBadPosition.
-template <class Integer>
-int64_t first_outside(const Integer* numbers, int64_t count, int64_t limit) {
-  return first_bad_of(0, count, [numbers, limit](int64_t i) { return is_outside(numbers[i], limit); });
-}
-
 // Calls body with the numbers, of int32 or int64, to be read.
 template <class Body>
 auto with_numbers(const Integers& numbers, const Body& body) {

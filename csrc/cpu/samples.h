@@ -30,7 +30,7 @@ class Floats {
  public:
   explicit Floats(const Samples& samples)
       : format_(float_format(samples.tensor.scalar_type())),
-        data_(static_cast<char*>(samples.tensor.data_ptr())),
+        data_(const_cast<char*>(static_cast<const char*>(samples.tensor.const_data_ptr()))),
         stride_(samples.stride),
         numbers_(samples.numbers) {}
 
@@ -58,7 +58,7 @@ class Floats {
   uint8_t* place(int64_t sample) const { return reinterpret_cast<uint8_t*>(data_) + sample * stride_ * 2; }
 
   RowFormat format_;
-  char* data_;
+  char* data_;  // written to by way of open() and write() only, whose callers have made the tensor
   int64_t stride_, numbers_;
 };
 

@@ -72,17 +72,20 @@ void SharedRows::sum(const float* grad) const {
   if (!shared_) return;
   const std::vector<int64_t> sizes = group_sizes(in_);
   const std::vector<Columns> columns = columns_of_groups();
-  const int64_t batch = in_.bags.batch;
-  for (int64_t g = 0; g < in_.inverse->size(0); ++g) {
-    RowOrder order;
-    const int64_t rows = sizes[static_cast<size_t>(g)];
-    for (const Columns& c : columns) {
-      if (c.group != g) continue;
-      const int64_t* numbers = in_.inverse->const_data_ptr<int64_t>() + g * batch;
-      if (!order.starts) order = order_by_row(Integers(numbers), batch, rows);
-      sum_rows(grad + c.begin, in_.output_dim, order, rows, c.count, reinterpret_cast<float*>(shared_) + c.begin,
-               in_.output_dim);
+  const int64_t batch = in_.bags.batch, groups = in_.inverse->size(0);
+  const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
+  std::vector<RowOrder> orders(sizes.size());
+  parallel_pieces(groups, 1, workers_for(groups * batch, kFewItems), [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t g = begin; g < end; ++g) {
+      const auto group = static_cast<size_t>(g);
+      if (sizes[group] > 0) orders[group] = order_by_row(Integers(inverse + g * batch), batch, sizes[group]);
     }
+  });
+  for (const Columns& c : columns) {
+    const auto group = static_cast<size_t>(c.group);
+    if (sizes[group] == 0) continue;
+    sum_rows(grad + c.begin, in_.output_dim, orders[group], sizes[group], c.count,
+             reinterpret_cast<float*>(shared_) + c.begin, in_.output_dim);
   }
 }
 

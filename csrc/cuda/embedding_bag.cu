@@ -62,7 +62,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
   args.cache = cache;
-  for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format) {
+  // Also where there are no bags, and rows that are then of a bad layout.
+  for (args.format = 0; args.format < in.features.num_formats && in.bags.output_rows() > 0; ++args.format) {
     if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
     else launch_pool(args, in.max_dim, stream);
     if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);

@@ -129,11 +129,16 @@ struct StartArgs {
 
 // Whether a feature has as many bags as its group has, or, in none, as there are samples.
 __device__ bool shares_well(const Bags& bags, int64_t feature) {
-  const int64_t group = bags.groups[feature], count = bags.starts[feature + 1] - bags.starts[feature];
-  if (group < 0) return count == bags.batch;
+  // Unsigned: where bad starts are, which are noted elsewhere, they may be anything.
+  const auto count = [&](int64_t f) {
+    return static_cast<uint64_t>(bags.starts[f + 1]) - static_cast<uint64_t>(bags.starts[f]);
+  };
+  const auto batch = static_cast<uint64_t>(bags.batch);
+  const int64_t group = bags.groups[feature];
+  if (group < 0) return count(feature) == batch;
   int64_t first = 0;
   while (bags.groups[first] != group) ++first;
-  return count <= bags.batch && count == bags.starts[first + 1] - bags.starts[first];
+  return count(feature) <= batch && count(feature) == count(first);
 }
 
 // Where every feature's bags start, and its parts.

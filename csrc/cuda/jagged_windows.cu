@@ -1,5 +1,6 @@
-// jagged_windows: a thread looks at a window; jagged.cu copies them. Bytes moved: every start read twice, every length
-// once, and every value of a window read and written once.
+// jagged_windows: a thread looks at a window; jagged.cu copies them. Bytes moved: every start read twice and every
+// length once, where each window begins in the output (int64 [M + 1], its length at first) written twice and read
+// twice, the offsets written, and every value of a window read and written once.
 #include "cuda/jagged.cuh"
 #include "ops/jagged_windows.h"
 
@@ -10,9 +11,10 @@ namespace {
 __global__ void __launch_bounds__(kThreads)
     window_lengths_kernel(Windows windows, int64_t count, int64_t* lengths, int64_t* status) {
   for (int64_t m = Group<1>::first(); m <= count; m += Group<1>::stride()) {
-    const bool bad = m < count && windows.is_bad(m);
+    const int64_t length = m < count ? windows.lengths[m] : 0;
+    const bool bad = m < count && windows.is_outside(windows.starts[m], length);
     if (bad) note_left_out(status, m);
-    lengths[m] = bad || m == count ? 0 : windows.lengths[m];
+    lengths[m] = bad ? 0 : length;
   }
 }
 

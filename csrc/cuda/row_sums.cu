@@ -130,7 +130,8 @@ __global__ void __launch_bounds__(kThreads) sum_rows_kernel(SumRowsArgs a) {
 void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like, cudaStream_t stream) {
   const int64_t all = numbers.groups * numbers.count, keys = numbers.groups * (numbers.rows + 1);
   if (numbers.rows * sums.columns == 0) return;
-  check_value(all < INT64_C(0xffffffff), "inverse has ", all, " numbers; at most 2^32 - 2 fit in a call on a GPU");
+  check_value(all < INT64_C(0xffffffff), "gradients are summed by ", all,
+              " numbers; at most 2^32 - 2 fit in a call on a GPU");
   const int64_t windows = numbers.count > kChunk ? ceil_div(numbers.count, kChunk) : 0;
   const auto make = [&](int64_t bytes) { return new_tensor(like, {bytes}, ScalarType::Byte); };
   const Tensor unsorted = make(8 * all), sorted = make(8 * all), positions = make(4 * all), order = make(4 * all),

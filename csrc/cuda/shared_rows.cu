@@ -24,7 +24,9 @@ struct ShareArgs {
 // Of a bad layout, no group has a bag or a column.
 __global__ void __launch_bounds__(kThreads) start_kernel(ShareArgs a) {
   for (int64_t f = Group<1>::first(); f < a.bags.num_features; f += Group<1>::stride())
-    a.shifts[f] = (a.bags.groups[f] < 0 ? 0 : a.rows_away) - a.bags.starts[f];
+    // Unsigned: starts of a bad layout may be anything.
+    a.shifts[f] = static_cast<int64_t>(static_cast<uint64_t>(a.bags.groups[f] < 0 ? 0 : a.rows_away) -
+                                       static_cast<uint64_t>(a.bags.starts[f]));
   for (int64_t g = Group<1>::first(); g < a.num_groups; g += Group<1>::stride()) a.sizes[g] = -1;
   for (int64_t c = Group<1>::first(); c < a.output_dim; c += Group<1>::stride()) a.column_groups[c] = -1;
 }

@@ -74,8 +74,8 @@ struct Bags {
                           // its own; or null: every feature has B, and a row of the output is all features' b-th bags
   const int64_t* groups;  // [F], with `starts`: the group of a feature whose bags samples share, and -1: b-th bags are
                           // row b, as without `starts`; or null
-  const int64_t* row_shifts;  // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
-                              // in memory that is as many rows away (cpu/shared_rows.h)
+  const int64_t* row_shifts;   // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
+                               // in memory that is as many rows away (SharedRows)
   const int64_t* part_starts;  // [F + 1]: feature f's parts are features[part_starts[f]] up to [part_starts[f + 1]];
                                // null: one each
   int64_t padding_idx;         // -1: none

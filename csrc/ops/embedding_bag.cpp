@@ -77,11 +77,10 @@ std::string layout_schema() {
   return "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
          "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
          "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, Tensor? "
-         "frozen=None, "
-         "Tensor? partition_starts=None, "
-         "Tensor? divisors=None, Tensor? moduli=None, Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, "
-         "bool? multiplies=None, str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
+         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, "
+         "Tensor? frozen=None, Tensor? partition_starts=None, Tensor? divisors=None, Tensor? moduli=None, "
+         "Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, bool? multiplies=None, "
+         "str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
 }
 
 BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {

@@ -23,10 +23,11 @@ struct Windows {
   RK_HOST_DEVICE bool starts_outside(int64_t m) const {
     return static_cast<uint64_t>(starts[m]) > static_cast<uint64_t>(num_values);
   }
-  RK_HOST_DEVICE bool is_bad(int64_t m) const {
-    const auto size = static_cast<uint64_t>(num_values), start = static_cast<uint64_t>(starts[m]);
-    return (start > size) | (static_cast<uint64_t>(lengths[m]) > size - start);
+  RK_HOST_DEVICE bool is_outside(int64_t start, int64_t length) const {
+    const auto size = static_cast<uint64_t>(num_values), first = static_cast<uint64_t>(start);
+    return (first > size) | (static_cast<uint64_t>(length) > size - first);
   }
+  RK_HOST_DEVICE bool is_bad(int64_t m) const { return is_outside(starts[m], lengths[m]); }
 };
 
 // Throws std::invalid_argument naming the argument.

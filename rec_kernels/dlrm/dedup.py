@@ -37,15 +37,18 @@ class Tally:
     Attributes:
         seconds: on the reader's thread.
         ids: by feature, those of all rows and those that are kept: of the distinct bags, or of their windows.
+        windows: whether a batch had its bags as windows.
     """
 
     def __init__(self, state: dict | None = None):
         self.seconds: float = state["seconds"] if state else 0.0
         self.ids: dict[str, tuple[int, int]] = {k: tuple(v) for k, v in state["ids"].items()} if state else {}
+        self.windows: bool = state.get("windows", False) if state else False  # not in older checkpoints
 
     def add(self, other: Tally) -> None:
         """Adds what another one has."""
         self.seconds += other.seconds
+        self.windows |= other.windows
         for name, (before, stored) in other.ids.items():
             so_far = self.ids.get(name, (0, 0))
             self.ids[name] = so_far[0] + before, so_far[1] + stored
@@ -61,7 +64,8 @@ class Tally:
 
     def state(self) -> dict:
         """For a checkpoint."""
-        return {"seconds": self.seconds, "ids": {name: list(counts) for name, counts in self.ids.items()}}
+        ids = {name: list(counts) for name, counts in self.ids.items()}
+        return {"seconds": self.seconds, "ids": ids, "windows": self.windows}
 
     def record(self) -> dict:
         """For ``metrics.jsonl``; empty if nothing was counted."""
@@ -104,10 +108,13 @@ class DedupReader:
         """As ``HeldOut.batches``; a batch's tally is appended to ``tallies`` before the batch is there.
 
         Raises:
-            DataError: a batch's shared features have not a bag for every row.
+            DataError: a batch's shared features have not a bag for every row, or weights, of which there are no
+                windows.
         """
         for batch in self.data.batches(split, batch_size, start):
             check_shared(batch, self.name)
+            if self.windows:
+                _refuse_weights(batch, self.name)
             batch, tally = dedup_batch(batch, self.windows) if self.on else expanded(batch)
             if tallies is not None:
                 tallies.append(tally)
@@ -120,6 +127,16 @@ def check_shared(batch: Batch, name: str) -> None:
         raise DataError(
             f"data set {name!r} gave a batch of {len(batch.label)} rows whose shared features have "
             f"{batch.shared.stride()} bags: allowed is a bag for every row"
+        )
+
+
+def _refuse_weights(batch: Batch, name: str) -> None:
+    shared = batch.shared
+    stored = shared.stored() if isinstance(shared, rk.InverseKeyedJaggedTensor) else shared
+    if isinstance(stored, rk.KeyedJaggedTensor) and stored.weights_or_none() is not None:
+        raise DataError(
+            f"data set {name!r} gave a batch whose shared features have weights, and dedup is 'windows', which have "
+            "none: allowed is auto, on or off"
         )
 
 
@@ -137,8 +154,9 @@ def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
         shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
     if windows:
         shared = shared.with_windows()
-    tally.seconds = time.perf_counter() - started
+    tally.windows = isinstance(shared.stored(), rk.KeyedJaggedWindows)
     tally.ids = _count(shared)
+    tally.seconds = time.perf_counter() - started
     return batch._replace(shared=shared), tally
 
 
@@ -155,10 +173,10 @@ def expanded(batch: Batch) -> tuple[Batch, Tally]:
 
 def _count(shared: rk.InverseKeyedJaggedTensor) -> dict[str, tuple[int, int]]:
     """By feature, ids of all rows and those that are kept."""
-    counts = {}
+    counts, stored = {}, shared.num_stored_of_keys()
     for group, keys in enumerate(shared.groups()):
         before = shared.lengths(group).index_select(1, shared.inverse(group)).sum(1).tolist()
-        counts |= {key: (ids, shared.num_stored([key])) for key, ids in zip(keys, before, strict=True)}
+        counts |= {key: (ids, stored[key]) for key, ids in zip(keys, before, strict=True)}
     return counts
 
 

@@ -83,7 +83,7 @@ class DLRM(nn.Module):
                 _skip(generator, skipped)
             return made
 
-        self.embedding_dim, self.format = embedding_dim, format
+        self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
         self.embeddings = collection("embeddings", [f for f in features if not f.shared], 2 * seed)
         self.shared = collection("shared", [f for f in features if f.shared], 2 * seed + 1)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
@@ -92,7 +92,7 @@ class DLRM(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
         dense = self.bottom(batch.dense)
-        sparse = self.pooled(batch).view(len(dense), -1, self.embedding_dim)
+        sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
         return self.top(rk.dot_interaction(dense, sparse)).squeeze(1)
 
     def pooled(self, batch: Batch) -> torch.Tensor:

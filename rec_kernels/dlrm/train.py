@@ -267,7 +267,7 @@ class Run:
 
     def _dedup(self) -> dict:
         """Of the test record: what became of the shared bags."""
-        return {"dedup": self.data.on, "windows": self.data.windows} | self.dedup.record()
+        return {"dedup": self.data.on, "windows": self.dedup.windows} | self.dedup.record()
 
     def save(self) -> None:
         """Writes the checkpoint."""

@@ -78,7 +78,8 @@ class Pending:
             pooled: the lookup's output. shared: as in ``Lookup``.
             bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
-        return _Recorded.apply(pooled, self._token, self, shared, *bags)
+        inverse = None if shared is None else shared.inverse
+        return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
 
 
 class _Recorded(torch.autograd.Function):
@@ -89,7 +90,8 @@ class _Recorded(torch.autograd.Function):
         ctx, pooled: Tensor, token: Tensor, pending: Pending, shared: SharedBags | None, *bags: Tensor | None
     ) -> Tensor:
         ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
-        ctx.pending, ctx.shared = pending, shared
+        ctx.pending = pending
+        ctx.shared = None if shared is None else shared._replace(inverse=None)  # which is among the bags
         ctx.save_for_backward(*bags)
         return pooled
 
@@ -97,7 +99,8 @@ class _Recorded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
-        ctx.pending.add(Lookup(grad.float(), *saved, ctx.shared))
+        shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
+        ctx.pending.add(Lookup(grad.float(), *saved[:-1], shared))
         return grad, None, None, None, *[None] * len(saved)
 
 

@@ -138,6 +138,8 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
         wrong = "the collection's layout of tables has been overwritten"
         if lookup.bag_starts is not None:
             wrong = "the offsets where features begin must ascend from 0 to the number of values or bags"
+        if lookup.shared is not None:
+            wrong += ", and the features of a group have as many bags, no more than there are samples"
         return ValueError(wrong + _LATER)
     if (place := _place_in_inverse(position, lookup)) is not None:
         text = lookup.shared.message(*place)

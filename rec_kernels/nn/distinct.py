@@ -40,14 +40,13 @@ def select_distinct(features, keys: list[str]) -> tuple[SelectedKeys, SharedBags
 def _of_groups(features: InverseKeyedJaggedTensor, keys: list[str]) -> tuple[SelectedKeys, SharedBags | None]:
     check_keys(keys, features.keys())
     number = features.group_of_keys()
-    groups = [-1 if number[key] is None else number[key] for key in keys]
+    groups = [number[key] for key in keys]
     used = set(groups)
-    if used <= {-1}:
+    if used <= {None}:
         return select_keys(features.rest() if used else features.bags(), keys), None
     if len(used) == 1:
-        unique, count = features.unique(groups[0]), len(keys)
-        sizes = [unique.stride()] * count
-        shared = SharedBags(features.inverse(groups[0])[None], [0] * count, sizes, keys)
-        return select_keys(unique, keys)._replace(strides=sizes), shared
-    given = select_keys(features.bags(), keys, features.known_offset_per_key())
-    return given, SharedBags(features.inverse_of_groups(), groups, given.strides, keys)
+        unique = features.unique(groups[0])
+        given = select_keys(unique, keys)._replace(strides=[unique.stride()] * len(keys))
+    else:
+        given = select_keys(features.bags(), keys, features.known_offset_per_key())
+    return given, SharedBags.of_named(features.inverse_of_groups(), groups, given.strides, keys)

@@ -13,7 +13,7 @@ from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
 from rec_kernels.nn.layout import ServedTables
-from rec_kernels.nn.shared_bags import SharedBags
+from rec_kernels.nn.shared_bags import SharedBags, starts_on
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection
 
@@ -101,7 +101,7 @@ class PooledLookups:
         strides, device = given.strides, given.offsets.device
         if strides is None or (self._hands_out_later(device) and all(size == strides[0] for size in strides)):
             return given, None
-        return given, torch.tensor(given.bag_starts(len(self.feature_names)), device=device)
+        return given, starts_on(strides, device)
 
     def _hands_out_later(self, device: torch.device) -> bool:
         """Whether distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
@@ -121,7 +121,7 @@ class PooledLookups:
             return self._hand_out(self._finish_each(pooled, shared.sizes), shared)
         pooled = self._finish(pooled)
         if shared.is_one_group():
-            return self._expand(pooled, shared)
+            return self._expand(pooled, shared.of_group(shared.groups[0]))
         return self._hand_out(list(pooled.split(self._output_dims, dim=1)), shared)
 
     def _hand_out(self, blocks: list[Tensor], shared: SharedBags) -> Tensor:

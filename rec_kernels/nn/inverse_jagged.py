@@ -215,7 +215,8 @@ class InverseKeyedJaggedTensor:
             key: a feature; None: all features that are in groups.
 
         Raises:
-            KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range.
+            KeyError: there is no such feature. IndexError: on a GPU, ``inverse`` is out of range, or a window is not
+            within the values.
         """
         groups = self.group_of_keys()
         if key is not None:
@@ -225,11 +226,21 @@ class InverseKeyedJaggedTensor:
         return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """How many ids are kept of these features; of windows, those that they cover. On a GPU the host waits."""
+        """How many ids are kept of these features; of windows, those that they cover. On a GPU the host waits.
+
+        Raises:
+            IndexError: on a GPU, a window is not within the values.
+        """
         if isinstance(self._unique, KeyedJaggedWindows):
             return self._unique.num_stored(keys)
+        return sum(count for key, count in self.num_stored_of_keys().items() if key in keys)
+
+    def num_stored_of_keys(self) -> dict[str, int]:
+        """``num_stored([key])`` of each key, whose errors it raises, all counted at once."""
+        if isinstance(self._unique, KeyedJaggedWindows):
+            return self._unique.num_stored_of_keys()
         counts = itertools.pairwise(self._unique.offset_per_key())
-        return sum(b - a for key, (a, b) in zip(self._unique.keys(), counts, strict=True) if key in keys)
+        return {key: b - a for key, (a, b) in zip(self._unique.keys(), counts, strict=True)}
 
     def lengths(self, group: int | str) -> Tensor:
         """[F, U]: bag lengths of the distinct samples of a group. ``group`` and errors: as of ``unique``."""

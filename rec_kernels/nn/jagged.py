@@ -279,8 +279,14 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -
     """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
 
     No copy when the keys are already these. ``offset_per_key``: where the ids of ``kjt``'s features start, if it is
-    known; a GPU need not be waited for then. Raises KeyError naming a key that is missing.
+    known; a GPU need not be waited for then. Raises KeyError naming a key that is missing, TypeError for another kind
+    of batch.
     """
+    if not hasattr(kjt, "offsets"):
+        raise TypeError(
+            f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
+            "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
+        )
     have = list(kjt.keys())
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
     variable = getattr(kjt, "variable_stride_per_key", bool)()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.bounds import cannot_copy
 from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, has_data, to_offsets
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
@@ -19,7 +21,7 @@ class KeyedJaggedWindows:
     Bags are key-major, as those of ``rk.KeyedJaggedTensor``: with B samples, bag (f, b) is number f * B + b. The
     histories of one user's samples are such windows of all that the user has done. ``from_kjt`` finds windows in a
     batch; data that knows its sequences gives them here. What is moved to a device is the buffer; ``to_kjt()`` makes
-    bags of it there. Nobody writes to the tensors afterwards.
+    bags of it there. Nobody writes to inference tensors afterwards; after others were written to, bags are made anew.
 
     Args:
         keys: F feature names, all different.
@@ -49,8 +51,8 @@ class KeyedJaggedWindows:
         check_bags(keys, stride_per_key, len(starts), "starts")
         self._keys, self._values, self._starts, self._lengths = list(keys), values, starts, lengths
         self._strides = None if stride_per_key is None else list(stride_per_key)
-        self._offset_per_key: list[int] | None = None
-        self._bags: KeyedJaggedTensor | None = None
+        self._offset_per_key: tuple[list, list[int]] | None = None
+        self._bags: tuple[list, KeyedJaggedTensor] | None = None
         if has_data(starts):
             self.offset_per_key()  # is known from now on, when they have been moved, too
 
@@ -107,52 +109,74 @@ class KeyedJaggedWindows:
         """[F + 1]: where each feature's ids start in ``to_kjt()``. On a GPU the host may wait, once.
 
         Raises:
-            IndexError: on a GPU, a window is not within the values.
+            IndexError: on a GPU, or after somebody has written to them, a window is not within the values.
         """
-        if self._offset_per_key is None:
-            bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-            bad = self._outside()
-            *found, any_bad = torch.cat([to_offsets(self._lengths.long())[bounds], bad.any()[None].long()]).tolist()
+        found = self.known_offset_per_key()
+        if found is None:
+            bad, offsets = self._outside(), to_offsets(self._lengths.long())
+            *found, any_bad = torch.cat([offsets[self._bag_starts()], bad.any()[None].long()]).tolist()
             if any_bad:
                 raise IndexError(self._message(int(bad.nonzero()[0])))
-            self._offset_per_key = found
-        return self._offset_per_key
+            self._offset_per_key = _kept(found, self._starts, self._lengths)
+        return found
 
     def known_offset_per_key(self) -> list[int] | None:
         """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
-        return self._offset_per_key
+        return _still(self._offset_per_key, self._starts, self._lengths)
 
     def to_kjt(self) -> KeyedJaggedTensor:
         """The bags, each with ids of its own: made when they are first asked for, and kept.
 
-        Ids of a GPU are waited for only if the windows were given there.
+        Ids of a GPU are waited for only if the windows were given there. Compiled code and a CUDA graph that is being
+        captured make bags of their own, as later calls of them have other ids.
 
         Raises:
-            IndexError: on a GPU, a window is not within the values.
+            IndexError: as of ``offset_per_key``.
         """
-        if self._bags is None:
-            compiling = torch.compiler.is_compiling()
-            known = self._offset_per_key if compiling or self._starts.is_meta else self.offset_per_key()
-            total = None if known is None else known[-1]
-            values, offsets = jagged_windows(self._values, self._starts, self._lengths, total=total)
-            bags = KeyedJaggedTensor(self._keys, values, offsets=offsets, stride_per_key=self._strides)
-            if compiling:  # which has no object that they could be kept in
-                return bags
-            if known is not None:
-                bags.keep_offset_per_key(known)
-            self._bags = bags
-        return self._bags
+        if cannot_copy(self._values):
+            return self._made_bags()
+        tensors = (self._values, self._starts, self._lengths)
+        bags = _still(self._bags, *tensors)
+        if bags is None:
+            with torch.inference_mode(False):  # a training may go on with bags that an evaluation asked for
+                bags = self._made_bags()
+            self._bags = _kept(bags, *tensors)
+        return bags
+
+    def _made_bags(self) -> KeyedJaggedTensor:
+        # Sizes that are not known: compiled code has them as symbols, and meta tensors have none.
+        if torch.compiler.is_compiling() or self._starts.is_meta:
+            known = self.known_offset_per_key()
+        else:
+            known = self.offset_per_key()
+        total = None if known is None else known[-1]
+        values, offsets = jagged_windows(self._values, self._starts, self._lengths, total=total)
+        bags = KeyedJaggedTensor(self._keys, values, offsets=offsets, stride_per_key=self._strides)
+        if known is not None:
+            bags.keep_offset_per_key(known)
+        return bags
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """How many ids of the buffer are in bags of these features, each counted once. On a GPU the host waits."""
-        bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-        bags = [slice(bounds[f], bounds[f + 1]) for f, key in enumerate(self._keys) if key in keys]
-        starts, lengths = (torch.cat([t[:0], *(t[b] for b in bags)]).long() for t in (self._starts, self._lengths))
-        # How many windows an id is in goes up where one begins, and down where it ends.
-        changes = starts.new_zeros(self._values.shape[0] + 1)
-        changes.index_add_(0, starts, torch.ones_like(starts))
-        changes.index_add_(0, starts + lengths, -torch.ones_like(starts))
-        return int((changes.cumsum(0) > 0).sum())
+        """How many ids of the buffer are in bags of these features, each counted once. On a GPU the host waits.
+
+        Raises:
+            IndexError: as of ``offset_per_key``.
+        """
+        self.offset_per_key()
+        bags = self._bag_starts()
+        chosen = [slice(bags[f], bags[f + 1]) for f, key in enumerate(self._keys) if key in keys]
+        starts, lengths = (torch.cat([t[:0], *(t[b] for b in chosen)]).long() for t in (self._starts, self._lengths))
+        return int(_not_before(starts, lengths).sum())
+
+    def num_stored_of_keys(self) -> dict[str, int]:
+        """``num_stored([key])`` of each key, whose errors it raises, all counted at once."""
+        self.offset_per_key()
+        # Every feature's windows in a buffer of their own, one behind the other.
+        bags, device = self.stride_per_key(), self._starts.device
+        buffers = torch.arange(len(bags), device=device) * (self._values.shape[0] + 1)
+        buffers = buffers.repeat_interleave(torch.tensor(bags, dtype=torch.int64, device=device))
+        counts = _not_before(self._starts + buffers, self._lengths.long())
+        return dict(zip(self._keys, to_offsets(counts)[self._bag_starts()].diff().tolist(), strict=True))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedWindows:
         """The same on another device; bags that were made stay behind."""
@@ -164,9 +188,15 @@ class KeyedJaggedWindows:
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedWindows:
         new = type(self).__new__(type(self))
-        new._keys, new._strides, new._offset_per_key, new._bags = self._keys, self._strides, self._offset_per_key, None
+        new._keys, new._strides, new._bags = self._keys, self._strides, None
         new._values, new._starts, new._lengths = map(move, (self._values, self._starts, self._lengths))
+        known = self.known_offset_per_key()
+        new._offset_per_key = None if known is None else _kept(known, new._starts, new._lengths)
         return new
+
+    def _bag_starts(self) -> list[int]:
+        """[F + 1]: the number of each feature's first bag."""
+        return list(itertools.accumulate(self.stride_per_key(), initial=0))
 
     def _outside(self) -> Tensor:
         """[F * B] bool: windows that are not within the values."""
@@ -175,7 +205,7 @@ class KeyedJaggedWindows:
         return (starts < 0) | (starts > size) | (lengths < 0) | (lengths > size - starts)
 
     def _message(self, bag: int) -> str:
-        bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
+        bounds = self._bag_starts()
         f = next(f for f, stop in enumerate(bounds[1:]) if bag < stop)
         return (
             f"starts[{bag}] = {int(self._starts[bag])} and lengths[{bag}] = {int(self._lengths[bag])}, of bag "
@@ -185,6 +215,34 @@ class KeyedJaggedWindows:
 
     def __repr__(self) -> str:
         return f"KeyedJaggedWindows(keys={self._keys}, bags={self._starts.shape[0]}, values={self._values.shape[0]})"
+
+
+def _kept(found: Any, *tensors: Tensor) -> tuple[list, Any]:
+    """What was learned of tensors as they are now."""
+    return _versions(tensors), found
+
+
+def _still(kept: tuple[list, Any] | None, *tensors: Tensor) -> Any:
+    """What was kept; None after somebody has written to the tensors. Compiled code, which cannot see that, trusts."""
+    if kept is None:
+        return None
+    return kept[1] if torch.compiler.is_compiling() or kept[0] == _versions(tensors) else None
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int | None]:
+    """They rise with each change; None: nobody counts those of an inference tensor."""
+    if torch.compiler.is_compiling():
+        return []
+    return [None if t.is_inference() else t._version for t in tensors]
+
+
+def _not_before(starts: Tensor, lengths: Tensor) -> Tensor:
+    """[M] int64: in the order of their starts, how many places a window has that are in none before it."""
+    starts, order = starts.sort()
+    ends = (starts + lengths[order]).cummax(0).values
+    before = starts.clone()
+    before[1:] = torch.maximum(starts[1:], ends[:-1])
+    return ends - before
 
 
 def _check_tensors(values: Tensor, starts: Tensor, lengths: Tensor) -> None:

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+
+def starts_on(sizes: list[int], device: torch.device) -> Tensor:
+    """[F + 1] int64: where the bags of each feature start. A GPU is not waited for, as a copy of a list would."""
+    if device.type == "cpu":
+        return torch.tensor([0, *itertools.accumulate(sizes)])
+    runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
+    of_features = [torch.full((count,), size, dtype=torch.int64, device=device) for size, count in runs]
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    return torch.cat([zero, *of_features]).cumsum(0)
 
 
 class SharedBags(NamedTuple):
@@ -13,7 +24,8 @@ class SharedBags(NamedTuple):
 
     Args:
         inverse: [G, B] int64: which of the bags of each group's features.
-        groups: of each feature, its group; -1: it is in none, and has B bags.
+        groups: of each feature, its group; -1: it is in none, and has B bags. Groups are numbered in the order of
+            their first features, and have one at least.
         sizes: how many bags each feature has.
         keys: the features' names.
     """
@@ -27,13 +39,18 @@ class SharedBags(NamedTuple):
         """Whether all features are in one."""
         return self.groups[0] >= 0 and len(set(self.groups)) == 1
 
+    @classmethod
+    def of_named(cls, inverse: Tensor, names: list[int | None], sizes: list[int], keys: list[str]) -> SharedBags:
+        """Of groups that features name as rows of ``inverse``, in any order and not all; None: no group."""
+        rows = list(dict.fromkeys(name for name in names if name is not None))
+        number = {row: group for group, row in enumerate(rows)} | {None: -1}
+        if rows != list(range(inverse.shape[0])):
+            inverse = torch.stack([inverse[row] for row in rows])
+        return cls(inverse, [number[name] for name in names], sizes, keys)
+
     def group_sizes(self) -> list[int]:
-        """[G]: bags of the features of each group; 0 of a group without features."""
-        sizes = [0] * self.inverse.shape[0]
-        for group, size in zip(self.groups, self.sizes, strict=True):
-            if group >= 0:
-                sizes[group] = size
-        return sizes
+        """[G]: bags of the features of each group."""
+        return [self.sizes[self.groups.index(group)] for group in range(self.inverse.shape[0])]
 
     def together(self) -> dict[int, list[int]]:
         """The features of each group that has any."""
@@ -56,7 +73,6 @@ class SharedBags(NamedTuple):
         """Group and sample of the first number that is out of range. On a GPU the host waits."""
         sizes = torch.tensor(self.group_sizes(), device=self.inverse.device)[:, None]
         bad = (self.inverse < 0) | (self.inverse >= sizes)
-        bad[[g for g in range(len(bad)) if g not in self.groups]] = False
         return tuple(bad.nonzero()[0].tolist()) if bad.any() else None
 
     def message(self, group: int, sample: int) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -22,7 +22,7 @@ def dot_interaction(
 
     Args:
         dense: [B, D] float32, float16 or bfloat16, D from 1 to 2^20.
-        sparse: [B, F, D] of dense's dtype, F from 0 to 2^20 - 2. Samples may lie at any distance from each other, as
+        sparse: [B, F, D] of dense's dtype, F from 0 to 2^20 - 1. Samples may lie at any distance from each other, as
             in ``pooled[:, : F * D].view(B, F, D)``; of other strides, a copy is taken.
         self_interaction: whether a vector makes a pair with itself, too.
         precision: of products of float32 on a GPU: "ieee" (float32's own) or "tf32" (tensor cores: inputs cut to 11
@@ -81,12 +81,12 @@ def _setup(ctx, inputs, output) -> None:
     ctx.options = inputs[2:]
 
 
-@once_differentiable
 def _backward(ctx, grad: Tensor):
     grads = _ops.dot_interaction_backward(grad, *ctx.saved_tensors, *ctx.options)
     return (*(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)), None, None)
 
 
 torch.library.register_autograd("rec_kernels::dot_interaction", _backward, setup_context=_setup)
+refuse_second("dot_interaction_backward")
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("rec_kernels::dot_interaction", _device, torch.float32)

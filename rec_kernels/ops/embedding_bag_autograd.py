@@ -86,8 +86,8 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     wants_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
     wants_rows = wants_rows and op != "embedding_bag_fused"
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
-    ctx.save_for_backward(values, offsets, factors, *rows)
-    ctx.layout = {name: a[name] for name in _LAYOUT}
+    ctx.save_for_backward(values, offsets, factors, a["inverse"], *rows)
+    ctx.layout = {name: a[name] for name in _LAYOUT if name != "inverse"}
     ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
     ctx.shape, ctx.names = a["weights"].shape, list(a)
     return a
@@ -102,22 +102,22 @@ def _grads(ctx, **by_name) -> tuple:
 
 
 def _factors_gradient(
-    ctx, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
+    ctx, layout: dict, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
 ) -> Tensor | None:
     # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
     if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
         return None
-    cache = _rows_in_cache(ctx, values, offsets) if ctx.cache else {}
-    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **ctx.layout, **cache)
+    cache = _rows_in_cache(ctx, layout, values, offsets) if ctx.cache else {}
+    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **layout, **cache)
 
 
-def _rows_in_cache(ctx, values: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+def _rows_in_cache(ctx, layout: dict, values: Tensor, offsets: Tensor) -> dict[str, Tensor]:
     """Where the cached rows of a lookup are now."""
     c = ctx.cache
     slots = c["cache_slots"]
     if c["cache_tags"] is not None:
         places = (c[name] for name in _CACHE[2:])
-        slots = _ops.row_cache_lookup(*places, values, offsets, **ctx.layout)
+        slots = _ops.row_cache_lookup(*places, values, offsets, **layout)
     return {"cache_rows": c["cache_rows"], "cache_offsets": c["cache_offsets"], "cache_slots": slots}
 
 
@@ -126,18 +126,19 @@ def _setup(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad: Tensor, _):
-    *bags, weights = ctx.saved_tensors[:4]
+    *bags, inverse, weights = ctx.saved_tensors[:5]
+    layout = ctx.layout | {"inverse": inverse}
     grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.sparse:
         if len(ctx.shape) != 2:
             raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
-        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
+        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
         grad_weights = _sparse(rows, row_grads, ctx.shape)
     elif ctx.needs_input_grad[0]:
-        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
-    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
+        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
 
 
 def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
@@ -152,18 +153,19 @@ def _setup_tables(ctx, inputs, output) -> None:
 
 
 def _backward_tables(ctx, grad: Tensor, _):
-    *bags, weights = ctx.saved_tensors[:4]
+    *bags, inverse, weights = ctx.saved_tensors[:5]
+    layout = ctx.layout | {"inverse": inverse}
     grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
     shapes = ctx.table_shapes
     if ctx.sparse:
-        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **ctx.layout, weights=weights)
-        grads = _split_sparse(rows, row_grads, row_counts, ctx.layout["row_offsets"], shapes)
+        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
+        grads = _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
     else:
-        flat = _ops.embedding_bag_backward_dense(*arguments, **ctx.layout, weights=weights)
+        flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
         starts = table_starts([shape.numel() for shape in shapes])
         grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, *bags))
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
@@ -198,12 +200,14 @@ def _backward_fused(ctx, grad: Tensor, _):
     weights = ctx.state["weights"]
     if ctx.version is not None:
         _check_version(weights, ctx.version)
-    values, offsets, factors, _ = ctx.saved_tensors
+    *bags, inverse, _ = ctx.saved_tensors
+    values, offsets, factors = bags
+    layout = ctx.layout | {"inverse": inverse}
     grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, weights, values, offsets, factors)
+    grad_factors = _factors_gradient(ctx, layout, grad, weights, *bags)
     _ops.embedding_bag_backward_fused_(
-        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **ctx.layout, **ctx.options
+        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **layout, **ctx.options
     )
     if ctx.version is not None:
         torch.autograd.graph.increment_version(weights)

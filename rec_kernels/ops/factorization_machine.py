@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -73,12 +73,12 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(x, y)
 
 
-@once_differentiable
 def _backward(ctx, grad: Tensor):
     grads = _ops.factorization_machine_backward(grad, *ctx.saved_tensors, ctx.precision)
     return (*(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)), None)
 
 
 torch.library.register_autograd("rec_kernels::factorization_machine", _backward, setup_context=_setup)
+refuse_second("factorization_machine_backward")
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("rec_kernels::factorization_machine", _device, torch.float32)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -96,7 +96,6 @@ def _setup(ctx, inputs, output) -> None:
     ctx.layout = inputs[2:]
 
 
-@once_differentiable
 def _backward(ctx, grad: Tensor):
     (x, weights), wanted = ctx.saved_tensors, ctx.needs_input_grad
     grad_x = _ops.grouped_projection_backward_input(grad, weights, *ctx.layout) if wanted[0] else None
@@ -105,5 +104,7 @@ def _backward(ctx, grad: Tensor):
 
 
 torch.library.register_autograd("rec_kernels::grouped_projection", _backward, setup_context=_setup)
+refuse_second("grouped_projection_backward_input")
+refuse_second("grouped_projection_backward_weights")
 for _device in ("cpu", "cuda"):
     torch.library.register_autocast("rec_kernels::grouped_projection", _device, torch.float32)

@@ -35,12 +35,13 @@ def _load(matrix, row, column, rows, columns):
 def _inner_product(
     x, y, d, k, F, D, K, PRECISION: tl.constexpr, VECTORS: tl.constexpr, COLUMNS: tl.constexpr, FACTORS: tl.constexpr
 ):
-    """Columns d [COLUMNS] and k [FACTORS] of x^T y, of one sample."""
+    """Columns d [COLUMNS] and k [FACTORS] of x^T y, of one sample, zeros outside."""
     total = tl.zeros([COLUMNS, FACTORS], tl.float32)
     for first in range(0, F, VECTORS):
         f = first + tl.arange(0, VECTORS).to(tl.int64)
         total = tl.dot(tl.trans(_load(x, f, d, F, D)), _load(y, f, k, F, K), total, input_precision=PRECISION)
-    return total
+    # Where only one of the two ends, a 0 from outside met what may be Inf or NaN, and their product is NaN.
+    return tl.where((d < D)[:, None] & (k < K)[None, :], total, 0.0)
 
 
 @triton.jit(do_not_specialize=["F"])
