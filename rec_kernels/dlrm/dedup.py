@@ -19,9 +19,9 @@ import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, DataError, HeldOut
 from rec_kernels.dlrm.runs import CONFIG
 
-#: Ids before over ids stored from which "auto" deduplicates. Below it, handing out pooled rows takes longer than the
-#: lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 in batches of 8,192 rows and at
-#: 1.3 in those of 2,048 (docs/results.md, "DedupReader batches").
+#: Ids before over ids stored from which "auto" deduplicates. Below it, writing pooled rows out to all samples takes as
+#: long as the lookups and updates that are saved: with histories of 50 ids, they break even at 1.1 (docs/results.md,
+#: "Deduplicated batches"); the rest is for finding the bags, and for what varies from batch to batch.
 THRESHOLD = 4 / 3
 #: Batches that "auto" looks at: so many with ids in shared features, among so many from the beginning of the training.
 #: The first rows of a log may have no past.
