@@ -141,8 +141,6 @@ void forward(const InteractionShape& shape, const InteractionRows<const float>& 
   }
 }
 
-RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, W) * W; }
-
 // W rows and columns of the square, from row i and column j <= i on, and those on the other side of the diagonal.
 RK_HOST_DEVICE void fill_block(const float* pairs, const InteractionShape& shape, int64_t i, int64_t j, float* square) {
   const int64_t vectors = shape.F + 1, stride = padded(vectors);

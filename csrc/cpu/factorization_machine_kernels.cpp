@@ -11,8 +11,6 @@ namespace {
 
 constexpr int W = Vec::kWidth;
 
-RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, W) * W; }
-
 // The rows of a matrix in whole registers, zeros behind the last column: where they lie if they are, or in memory.
 const float* whole_registers(const float* matrix, int64_t rows, int64_t columns, float* memory) {
   const int64_t stride = padded(columns);

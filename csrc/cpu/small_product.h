@@ -9,6 +9,9 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
+// So many numbers in whole registers.
+RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, Vec::kWidth) * Vec::kWidth; }
+
 // out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum takes its terms in ascending order,
 // sum = fmaf(left, right, sum), from +0 on.
 struct SmallProduct {

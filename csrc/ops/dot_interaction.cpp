@@ -1,26 +1,15 @@
 #include "ops/dot_interaction.h"
 
 #include "ops/row_formats.h"
+#include "ops/vectors.h"
 
 namespace rec_kernels {
-namespace {
-
-// Of a sample, and of a vector. Far above any model's, and their products do not overflow.
-constexpr int64_t kMostVectors = int64_t{1} << 20, kMostColumns = int64_t{1} << 20;
-
-}  // namespace
-
-void check_precision(const std::string& precision) {
-  check_value(precision == "ieee" || precision == "tf32", "precision must be \"ieee\" or \"tf32\", got \"", precision,
-              "\"");
-}
 
 InteractionSizes check_dot_interaction(const Tensor& dense, const Tensor& sparse, bool self_interaction,
                                        const std::string& precision) {
   check_rank(dense, 2, "dense");
   check_float_dtype(dense.scalar_type(), "dense");
-  check_value(dense.size(1) >= 1 && dense.size(1) <= kMostColumns, "dense must have 1 to ", kMostColumns,
-              " columns, got shape ", shape_of(dense));
+  check_columns(dense, "dense");
   check_rank(sparse, 3, "sparse");
   check_dtype(sparse, dense.scalar_type(), "sparse");
   check_value(sparse.size(1) < kMostVectors, "sparse must have fewer than ", kMostVectors,

@@ -1,21 +1,9 @@
 #include "ops/factorization_machine.h"
 
-#include "ops/dot_interaction.h"
 #include "ops/row_formats.h"
+#include "ops/vectors.h"
 
 namespace rec_kernels {
-namespace {
-
-// Of a sample, and of a vector. Far above any model's, and their products do not overflow.
-constexpr int64_t kMostVectors = int64_t{1} << 20, kMostColumns = int64_t{1} << 20;
-
-void check_columns(const Tensor& t, const char* name) {
-  const int64_t columns = t.size(t.dim() - 1);
-  check_value(columns >= 1 && columns <= kMostColumns, name, " must have 1 to ", kMostColumns, " columns, got shape ",
-              shape_of(t));
-}
-
-}  // namespace
 
 FactorizationSizes check_factorization_machine(const Tensor& x, const Tensor& y, const std::string& precision) {
   check_rank(x, 3, "x");

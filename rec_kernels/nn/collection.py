@@ -256,14 +256,11 @@ class TableCollection(CachedTables):
         return self._fused_optimizer
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """The ops' output for bags of all features, in the collection's order; an update is prepared with it.
-
-        ``starts``: [F + 1] where features have batch sizes of their own; without ``shared``, every bag has a row then.
-        """
-        bags, layout, cache = (given.values, given.offsets, given.weights), self._layout(starts, shared), {}
+        """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
+        bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
-        layout |= self._output() | cache
+        layout = self._layout(starts, shared) | self._output() | cache
         if self.optimizer is None and not self._storage.is_bytes:
             tables = [self.embedding_bags[t.name].weight for t in self._stored]
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops import in_triton
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.once import refuse_second
 
@@ -60,20 +61,7 @@ def _(grad, dense, sparse, self_interaction=False, precision="ieee"):
     return dense.new_empty(dense.shape), sparse.new_empty(sparse.shape)
 
 
-def _register_triton(op: str) -> None:
-    """Gives GPU tensors the Triton kernels."""
-
-    def kernel(*inputs):
-        # Imported here: it takes Triton, and seconds.
-        from rec_kernels.triton import dot_interaction as in_triton
-
-        return getattr(in_triton, op)(*inputs)
-
-    torch.library.impl(f"rec_kernels::{op}", "CUDA")(kernel)
-
-
-for _op in ("dot_interaction", "dot_interaction_backward"):
-    _register_triton(_op)
+in_triton.register("dot_interaction", "dot_interaction", "dot_interaction_backward")
 
 
 def _setup(ctx, inputs, output) -> None:

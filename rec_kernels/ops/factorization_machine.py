@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops import in_triton
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.once import refuse_second
 
@@ -52,20 +53,7 @@ def _(grad, x, y, precision="ieee"):
     return x.new_empty(x.shape), y.new_empty(y.shape)
 
 
-def _register_triton(op: str) -> None:
-    """Gives GPU tensors the Triton kernels."""
-
-    def kernel(*inputs):
-        # Imported here: it takes Triton, and seconds.
-        from rec_kernels.triton import factorization_machine as in_triton
-
-        return getattr(in_triton, op)(*inputs)
-
-    torch.library.impl(f"rec_kernels::{op}", "CUDA")(kernel)
-
-
-for _op in ("factorization_machine", "factorization_machine_backward"):
-    _register_triton(_op)
+in_triton.register("factorization_machine", "factorization_machine", "factorization_machine_backward")
 
 
 def _setup(ctx, inputs, output) -> None:

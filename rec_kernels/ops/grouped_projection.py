@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rec_kernels.ops import in_triton
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.once import refuse_second
 
@@ -75,20 +76,12 @@ def _(grad, x, in_dims, out_dims, outputs):
     return x.new_empty((num_weights(in_dims, out_dims, outputs),))
 
 
-def _register_triton(op: str) -> None:
-    """Gives GPU tensors the Triton kernels."""
-
-    def kernel(*inputs):
-        # Imported here: it takes Triton, and seconds.
-        from rec_kernels.triton import grouped_projection as in_triton
-
-        return getattr(in_triton, op)(*inputs)
-
-    torch.library.impl(f"rec_kernels::{op}", "CUDA")(kernel)
-
-
-for _op in ("grouped_projection", "grouped_projection_backward_input", "grouped_projection_backward_weights"):
-    _register_triton(_op)
+in_triton.register(
+    "grouped_projection",
+    "grouped_projection",
+    "grouped_projection_backward_input",
+    "grouped_projection_backward_weights",
+)
 
 
 def _setup(ctx, inputs, output) -> None:

@@ -13,14 +13,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.triton.inputs import FLOATS, check, check_tensor
 from rec_kernels.triton.row_formats import narrow, widen
+from rec_kernels.triton.vectors import MOST, MOST_PROGRAMS, by_sample, check_columns, check_precision, tile_size
 
 #: Vectors and columns of a tile at the most.
 VECTORS, COLUMNS = 64, 64
-
-_MOST = 2**20  # vectors of a sample, columns of a vector
-_MOST_PROGRAMS = 2**31 - 1
 
 
 @triton.jit
@@ -136,26 +135,20 @@ def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
     check_tensor(dense, "dense", (dense.dtype,), rank=2)
     name = str(dense.dtype).removeprefix("torch.")
     check(dense.dtype in FLOATS, f"dense must be float32, float16 or bfloat16, got {name}")
-    check(1 <= dense.shape[1] <= _MOST, f"dense must have 1 to {_MOST} columns, got shape {list(dense.shape)}")
+    check_columns(dense, "dense")
     check_tensor(sparse, "sparse", (dense.dtype,), rank=3)
-    few = f"sparse must have fewer than {_MOST} vectors per sample, got shape {list(sparse.shape)}"
-    check(sparse.shape[1] < _MOST, few)
+    few = f"sparse must have fewer than {MOST} vectors per sample, got shape {list(sparse.shape)}"
+    check(sparse.shape[1] < MOST, few)
     check_tensor(sparse, "sparse", (dense.dtype,), shape=(len(dense), sparse.shape[1], dense.shape[1]))
     check(sparse.device == dense.device, "sparse must be on the same device as dense")
-    check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
-    check(len(dense) <= _MOST_PROGRAMS, f"dense must have at most {_MOST_PROGRAMS} rows on a GPU, got {len(dense)}")
-
-
-def _by_sample(t: Tensor) -> Tensor:
-    """The same numbers, those of each sample contiguous."""
-    contiguous = t[:1].is_contiguous() if len(t) else True
-    return t if contiguous else t.contiguous()
+    check_precision(precision)
+    check(len(dense) <= MOST_PROGRAMS, f"dense must have at most {MOST_PROGRAMS} rows on a GPU, got {len(dense)}")
 
 
 def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: str) -> dict[str, object]:
-    """What both kernels are told. Vectors are padded to a power of two, at least the 16 that tl.dot wants."""
+    """What both kernels are told."""
     vectors, columns = sparse.shape[1] + 1, dense.shape[1]
-    block = max(16, min(VECTORS, triton.next_power_of_2(vectors)))
+    block = tile_size(vectors, VECTORS)
     return {
         "num_vectors": vectors,
         "D": columns,
@@ -167,7 +160,7 @@ def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: s
         # The interpreter multiplies the bits of bfloat16 numbers.
         "WIDEN": dense.dtype == torch.bfloat16 and not dense.is_cuda,
         "VECTORS": block,
-        "COLUMNS": max(16, min(COLUMNS, triton.next_power_of_2(columns))),
+        "COLUMNS": tile_size(columns, COLUMNS),
         "num_warps": block // 16,
     }
 
@@ -176,11 +169,11 @@ def dot_interaction(dense: Tensor, sparse: Tensor, self_interaction: bool = Fals
     """The op, without a gradient: arguments, result and errors as in docs/ops.md."""
     _check(dense, sparse, precision)
     vectors = sparse.shape[1] + 1
-    pairs = vectors * (vectors + 1 if self_interaction else vectors - 1) // 2
+    pairs = num_pairs(sparse.shape[1], self_interaction)
     out = dense.new_empty((len(dense), dense.shape[1] + pairs))
     if not len(dense):
         return out
-    dense, sparse = _by_sample(dense), _by_sample(sparse)
+    dense, sparse = by_sample(dense), by_sample(sparse)
     options = _options(dense, sparse, self_interaction, precision)
     tiles = triton.cdiv(vectors, options["VECTORS"])
     # Triton launches on the current device, which need not be that of the tensors.
@@ -195,13 +188,13 @@ def dot_interaction_backward(
     """The op: arguments, results and errors as in docs/ops.md."""
     _check(dense, sparse, precision)
     vectors = sparse.shape[1] + 1
-    pairs = vectors * (vectors + 1 if self_interaction else vectors - 1) // 2
+    pairs = num_pairs(sparse.shape[1], self_interaction)
     check_tensor(grad, "grad", (dense.dtype,), shape=(len(dense), dense.shape[1] + pairs))
     check(grad.device == dense.device, "grad must be on the same device as dense")
     grads = dense.new_empty(dense.shape), sparse.new_empty(sparse.shape)
     if not len(dense):
         return grads
-    grad, dense, sparse = _by_sample(grad), _by_sample(dense), _by_sample(sparse)
+    grad, dense, sparse = by_sample(grad), by_sample(dense), by_sample(sparse)
     options = _options(dense, sparse, self_interaction, precision)
     tiles = triton.cdiv(vectors, options["VECTORS"])
     with torch.accelerator.device_index(dense.device.index):

@@ -16,12 +16,10 @@ from torch import Tensor
 
 from rec_kernels.triton.inputs import FLOATS, check, check_tensor
 from rec_kernels.triton.row_formats import narrow, widen
+from rec_kernels.triton.vectors import MOST, MOST_PROGRAMS, by_sample, check_columns, check_precision, tile_size
 
 #: Vectors, columns of x and columns of y of a tile at the most; samples whose gradients of a shared y a program sums.
 VECTORS, COLUMNS, FACTORS, SUMMED_SAMPLES = 32, 64, 32, 64
-
-_MOST = 2**20  # vectors of a sample, columns of a vector
-_MOST_PROGRAMS = 2**31 - 1
 
 
 @triton.jit
@@ -144,37 +142,22 @@ def factorization_y_gradient_kernel(
     tl.store(at, narrow(total, out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
 
 
-def _check_columns(t: Tensor, name: str) -> None:
-    fits = 1 <= t.shape[-1] <= _MOST
-    check(fits, f"{name} must have 1 to {_MOST} columns, got shape {list(t.shape)}")
-
-
 def _check(x: Tensor, y: Tensor, precision: str) -> None:
     """What the CPU's op checks, in its words."""
     check_tensor(x, "x", (x.dtype,), rank=3)
     name = str(x.dtype).removeprefix("torch.")
     check(x.dtype in FLOATS, f"x must be float32, float16 or bfloat16, got {name}")
-    _check_columns(x, "x")
+    check_columns(x, "x")
     batch, vectors, _ = x.shape
-    check(vectors <= _MOST, f"x must have at most {_MOST} vectors per sample, got shape {list(x.shape)}")
+    check(vectors <= MOST, f"x must have at most {MOST} vectors per sample, got shape {list(x.shape)}")
     check(y.dim() in (2, 3), f"y must have 2 or 3 dimensions, got shape {list(y.shape)}")
     check_tensor(y, "y", (x.dtype,))
-    _check_columns(y, "y")
+    check_columns(y, "y")
     shape = (vectors, y.shape[-1]) if y.dim() == 2 else (batch, vectors, y.shape[-1])
     check_tensor(y, "y", (x.dtype,), shape=shape)
     check(y.device == x.device, "y must be on the same device as x")
-    check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
-    check(batch <= _MOST_PROGRAMS, f"x must have at most {_MOST_PROGRAMS} samples on a GPU, got {batch}")
-
-
-def _by_sample(t: Tensor) -> Tensor:
-    """The same numbers, those of each sample contiguous."""
-    return t if t[:1].is_contiguous() else t.contiguous()
-
-
-def _block(size: int, most: int) -> int:
-    """Of a tile: a power of two, at least the 16 that tl.dot wants."""
-    return max(16, min(most, triton.next_power_of_2(size)))
+    check_precision(precision)
+    check(batch <= MOST_PROGRAMS, f"x must have at most {MOST_PROGRAMS} samples on a GPU, got {batch}")
 
 
 def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
@@ -190,9 +173,9 @@ def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
         "K": y.shape[-1],
         "x_stride": x.stride(0),
         "PRECISION": precision,
-        "VECTORS": _block(vectors, VECTORS),
-        "COLUMNS": _block(columns, COLUMNS),
-        "FACTORS": _block(y.shape[-1], FACTORS),
+        "VECTORS": tile_size(vectors, VECTORS),
+        "COLUMNS": tile_size(columns, COLUMNS),
+        "FACTORS": tile_size(y.shape[-1], FACTORS),
     }
 
 
@@ -202,7 +185,7 @@ def factorization_machine(x: Tensor, y: Tensor, precision: str = "ieee") -> Tens
     out = x.new_empty((*x.shape[:2], y.shape[-1]))
     if not out.numel():
         return out
-    x, y = _by_sample(x), _by_sample(y) if y.dim() == 3 else y.contiguous()
+    x, y = by_sample(x), by_sample(y) if y.dim() == 3 else y.contiguous()
     options = _options(x, y, precision)
     grid = (len(x), triton.cdiv(x.shape[1], options["VECTORS"]), triton.cdiv(y.shape[-1], options["FACTORS"]))
     # Triton launches on the current device, which need not be that of the tensors.
@@ -221,7 +204,7 @@ def factorization_machine_backward(
     grad_x, shared = x.new_empty(x.shape), y.dim() == 2
     if not x.numel():
         return grad_x, y.new_zeros(y.shape)
-    grad, x, y = _by_sample(grad), _by_sample(x), y.contiguous() if shared else _by_sample(y)
+    grad, x, y = by_sample(grad), by_sample(x), y.contiguous() if shared else by_sample(y)
     options = _options(x, y, precision) | {"grad_stride": grad.stride(0)}
     samples = SUMMED_SAMPLES if shared else 1
     parts = triton.cdiv(len(x), samples)

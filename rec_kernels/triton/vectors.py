@@ -1,0 +1,32 @@
+"""What the Triton kernels of ops on the vectors of samples share: checks in the words of the CPU's, sizes of tiles."""
+
+from __future__ import annotations
+
+import triton
+from torch import Tensor
+
+from rec_kernels.triton.inputs import check
+
+#: Vectors of a sample, and columns of a vector, at the most; programs of a launch.
+MOST, MOST_PROGRAMS = 2**20, 2**31 - 1
+
+
+def check_columns(t: Tensor, name: str) -> None:
+    """Raises ValueError for vectors with too few columns, or too many."""
+    fits = 1 <= t.shape[-1] <= MOST
+    check(fits, f"{name} must have 1 to {MOST} columns, got shape {list(t.shape)}")
+
+
+def check_precision(precision: str) -> None:
+    """Raises ValueError for a precision that there is not."""
+    check(precision in ("ieee", "tf32"), f'precision must be "ieee" or "tf32", got "{precision}"')
+
+
+def by_sample(t: Tensor) -> Tensor:
+    """The same numbers, those of each sample contiguous."""
+    return t if t[:1].is_contiguous() else t.contiguous()
+
+
+def tile_size(size: int, most: int) -> int:
+    """Of a tile: a power of two, at least the 16 that tl.dot wants."""
+    return max(16, min(most, triton.next_power_of_2(size)))
