@@ -90,10 +90,10 @@ def strided(t: Tensor) -> Tensor:
     return torch.stack([t, t], 1)[:, 0]
 
 
-UNKNOWN = f'format must be one of {", ".join(rk.ROW_FORMATS)}; got "int9"'
+UNKNOWN = f"formats[1]: format must be one of {', '.join(rk.ROW_FORMATS)}; got "
 ON_EVERY_BACKEND = [
-    ("formats", lambda _: ["int8", "int9"], UNKNOWN),
-    ("formats", lambda _: ["int8", "INT8"], f'format must be one of {", ".join(rk.ROW_FORMATS)}; got "INT8"'),
+    ("formats", lambda _: ["int8", "int9"], UNKNOWN + '"int9"'),
+    ("formats", lambda _: ["int8", "INT8"], UNKNOWN + '"INT8"'),
     ("formats", lambda _: ["int8", "int8"], 'formats must differ, got "int8" twice'),
     ("formats", lambda _: ["mx6", "int8", "mx6"], 'formats must differ, got "mx6" twice'),
     ("formats", lambda _: [], "formats must have at least one element"),

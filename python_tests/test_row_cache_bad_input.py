@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from backends import cpu_backends, emulated
+from backends import cpu_backends, emulated, every_backend
 from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of
 from torch import Tensor
 
@@ -290,3 +290,29 @@ def test_bad_slot(slot: int) -> None:
     for op in LOOKUPS:
         for _ in cpu_backends():
             check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")
+
+
+def with_foreign_tags(ops: object = ops) -> dict[str, object]:
+    """A row of width 8 in a slot of width 4, and the other way round; both are dirty."""
+    given = arguments(ops=ops)
+    given["cache_tags"][[1, 8]] = torch.tensor([17, 3])
+    given["cache_dirty"][[1, 8]] = 1
+    return given
+
+
+def test_rows_in_slots_of_other_tables() -> None:
+    """Such slots are left alone, as those of tables that a call does not name: their memory is not the row's."""
+    for backend in every_backend():
+        given, clean = with_foreign_tags(), with_foreign_tags()
+        clean["cache_dirty"][[1, 8]] = 0
+        call(FLUSH, given, backend.ops)
+        call(FLUSH, clean, backend.ops)
+        assert same_bits(given["weights"], clean["weights"])
+
+        given = with_foreign_tags()
+        given["values"] = given["values"].flip(0)
+        before = {name: given[name].clone() for name in ("cache_tags", "cache_dirty", "cache_stamps")}
+        for _ in range(3):
+            call(INSERT, given | {"values": (given["values"] + 1) % 5}, backend.ops)
+        assert all(torch.equal(given[name][[1, 8]], t[[1, 8]]) for name, t in before.items()), backend.name
+        assert not torch.equal(given["cache_tags"], before["cache_tags"])

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 
 #include "core/stable.h"
 
@@ -39,7 +40,8 @@ class KeepDenormals {
   KeepDenormals& operator=(const KeepDenormals&) = delete;
 };
 
-// body(worker) once for each of `workers` workers, at the same time where threads allow.
+// body(worker) once for each of `workers` workers, at the same time where threads allow. What one of them throws, the
+// first of all, is thrown once all are done: torch would say that some call of its own has failed.
 template <class Body>
 void parallel_workers(int64_t workers, const Body& body) {
   if (workers <= 1) {
@@ -47,10 +49,17 @@ void parallel_workers(int64_t workers, const Body& body) {
     body(int64_t{0});
     return;
   }
+  std::exception_ptr thrown;
+  std::atomic_flag has_thrown = ATOMIC_FLAG_INIT;
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
     KeepDenormals guard;
-    for (int64_t w = begin; w < end; ++w) body(w);
+    try {
+      for (int64_t w = begin; w < end; ++w) body(w);
+    } catch (...) {
+      if (!has_thrown.test_and_set()) thrown = std::current_exception();
+    }
   });
+  if (thrown) std::rethrow_exception(thrown);
 }
 
 // How many workers `items` are worth when each should have at least `grain` of them.

@@ -15,11 +15,13 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// GCC's AddressSanitizer does not see masked accesses: it is shown the ends of theirs.
+// GCC's AddressSanitizer does not see masked accesses: it is shown the ends of theirs. As bytes: rows of half precision
+// that are copied as floats start anywhere.
 RK_HOST_DEVICE void show_sanitizer([[maybe_unused]] const float* p, [[maybe_unused]] int n) {
 #if defined(__SANITIZE_ADDRESS__)
-  (void)*static_cast<const volatile float*>(p);
-  (void)*static_cast<const volatile float*>(p + n - 1);
+  const auto* bytes = reinterpret_cast<const volatile char*>(p);
+  (void)bytes[0];
+  (void)bytes[4 * n - 1];
 #endif
 }
 
@@ -92,8 +94,10 @@ RK_HOST_DEVICE Vec smaller(Vec a, Vec b) { return {_mm256_min_ps(a.v, b.v)}; }
 #else
 
 // Four lanes: SSE4.2 (which has no fused multiply-add: libm's exact one stands in, slower, the same bits), NEON
-// (GCC and Clang lower the vector type to it), or whatever the compiler makes of it elsewhere.
-typedef float Float4 __attribute__((vector_size(16), aligned(4)));
+// (GCC and Clang lower the vector type to it), or whatever the compiler makes of it elsewhere. In memory they start
+// anywhere, as rows of half precision do that are copied as floats.
+typedef float Float4 __attribute__((vector_size(16), aligned(1)));
+typedef float Float1 __attribute__((aligned(1)));
 
 struct Vec {
   static constexpr int kWidth = 4;
@@ -101,11 +105,13 @@ struct Vec {
 
   static Vec broadcast(float x) { return {Float4{x, x, x, x}}; }
   static Vec load(const float* p) { return {*reinterpret_cast<const Float4*>(p)}; }
-  static Vec load_partial(const float* p, int n) {
+  static Vec load_partial(const float* from, int n) {
+    const Float1* p = from;
     return {Float4{p[0], n > 1 ? p[1] : 0.0f, n > 2 ? p[2] : 0.0f, 0.0f}};
   }
   void store(float* p) const { *reinterpret_cast<Float4*>(p) = v; }
-  void store_partial(float* p, int n) const {
+  void store_partial(float* to, int n) const {
+    Float1* p = to;
     for (int i = 0; i < n; ++i) p[i] = v[i];
   }
   Vec first(int n) const { return {Float4{v[0], n > 1 ? v[1] : 0.0f, n > 2 ? v[2] : 0.0f, 0.0f}}; }

@@ -25,6 +25,7 @@ namespace rec_kernels {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 template <class... Parts>
 std::string join(const Parts&... parts) {
@@ -66,11 +67,12 @@ inline const char* dtype_name(ScalarType t) {
   }
 }
 
-inline std::string shape_of(const Tensor& t) {
-  std::string s = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
-  return s + "]";
+inline std::string shape_text(Sizes sizes) {
+  std::string text;
+  for (int64_t n : sizes) text += (text.empty() ? "" : ", ") + std::to_string(n);
+  return "[" + text + "]";
 }
+inline std::string shape_of(const Tensor& t) { return shape_text(t.sizes()); }
 
 inline void check_dtype(const Tensor& t, ScalarType want, const char* name) {
   check_value(t.scalar_type() == want, name, " must be ", dtype_name(want), ", got ", dtype_name(t.scalar_type()));
@@ -89,10 +91,7 @@ inline void check_shape(const Tensor& t, std::initializer_list<int64_t> want, co
   bool same = t.dim() == static_cast<int64_t>(want.size());
   int64_t i = 0;
   for (int64_t w : want) same = same && t.size(i++) == w;
-  if (same) return;
-  std::string text;
-  for (int64_t w : want) text += (text.empty() ? "" : ", ") + std::to_string(w);
-  check_value(false, name, " must have shape [", text, "], got ", shape_of(t));
+  if (!same) check_value(false, name, " must have shape ", shape_text(want), ", got ", shape_of(t));
 }
 
 // Tensors that are written, or too large to copy behind the caller's back, must be contiguous.
@@ -113,8 +112,23 @@ inline OptionalTensor as_contiguous(const OptionalTensor& t) {
   return out;
 }
 
-inline Tensor new_tensor(const Tensor& like, std::initializer_list<int64_t> sizes, ScalarType dtype) {
-  return torch::stable::new_empty(like, {sizes.begin(), sizes.size()}, dtype);
+// The stable ABI drops torch's reason for a failure: what was asked for is said here.
+template <class Allocate>
+Tensor allocated(Sizes sizes, ScalarType dtype, const Allocate& allocate) {
+  try {
+    return allocate();
+  } catch (const std::exception&) {
+    throw std::runtime_error(
+        join("cannot allocate a ", dtype_name(dtype), " tensor of shape ", shape_text(sizes), " (out of memory?)"));
+  }
+}
+
+inline Tensor new_tensor(const Tensor& like, Sizes sizes, ScalarType dtype) {
+  return allocated(sizes, dtype, [&] { return torch::stable::new_empty(like, sizes, dtype); });
+}
+
+inline Tensor new_zeros(const Tensor& like, Sizes sizes, ScalarType dtype) {
+  return allocated(sizes, dtype, [&] { return torch::stable::new_zeros(like, sizes, dtype); });
 }
 
 }  // namespace rec_kernels

@@ -165,7 +165,7 @@ Tensor per_sample_weights_gradient(
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
-  Tensor out = torch::stable::new_zeros(weights, {&in.bags.num_ids, 1}, ScalarType::Float);
+  Tensor out = new_zeros(weights, {in.bags.num_ids}, ScalarType::Float);
   const SharedRows shared(in, grad.const_data_ptr(), sizeof(float));
   shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in);

@@ -260,7 +260,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in);
-  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+  Tensor out = new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
   finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
@@ -368,6 +368,7 @@ void backward_fused(
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
+  const int64_t next_step = advanced(step, "step");
   const CacheArguments cached{cache_rows,  cache_offsets, cache_tags,       cache_marks,
                               cache_dirty, cache_sets,    cache_set_starts, cache_ways};
   const CacheInput cache = read_cache(cached, layout, in, values);
@@ -393,7 +394,7 @@ void backward_fused(
   target.cache = cache.view;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
   finish_all(in, o, grad, target.weights, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
-  ++*step.mutable_data_ptr<int64_t>();
+  *step.mutable_data_ptr<int64_t>() = next_step;
   if (!beta_powers) return;
   beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;
   beta_powers->mutable_data_ptr<float>()[1] = target.beta2_power;

@@ -63,4 +63,11 @@ inline BagInput read_bags(const Tensor& values, const Tensor& offsets, const Opt
                    layout.embedding_dims ? 1 : weights.size(1), include_last_offset);
 }
 
+// What a counter is after a call that advances it.
+inline int64_t advanced(const Tensor& counter, const char* name) {
+  const int64_t now = *counter.const_data_ptr<int64_t>();
+  check_value(now < INT64_MAX, name, " = ", now, " is the last that it can count to");
+  return now + 1;
+}
+
 }  // namespace rec_kernels

@@ -102,7 +102,7 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
   const int64_t B = sizes.B, F = sizes.F, numbers = F * sizes.K;
   const FactorizationShape shape{F, sizes.D, sizes.K};
   Tensor x_tensor = new_tensor(x_in, {B, F, sizes.D}, x_in.scalar_type());
-  if (B == 0 || F == 0) return {x_tensor, torch::stable::new_zeros(y_in, y_in.sizes(), y_in.scalar_type())};
+  if (B == 0 || F == 0) return {x_tensor, new_zeros(y_in, y_in.sizes(), y_in.scalar_type())};
   const Samples grad_samples = samples_of(grad_in), x_samples = samples_of(x_in);
   const Floats grad(grad_samples), x(x_samples), to_x(samples_of(x_tensor));
   const Factors y(y_in, sizes.shared);

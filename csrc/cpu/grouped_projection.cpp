@@ -234,7 +234,7 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
   const ProjectionDims dims{in_dims, out_dims, outputs};
   const ProjectionSizes sizes = check_grouped_projection_backward_weights(grad_in, x_in, dims);
   const int64_t samples = x_in.size(0), in = sizes.in_columns, out_columns = sizes.out_columns;
-  if (samples == 0) return torch::stable::new_zeros(x_in, {&sizes.weights, 1}, ScalarType::Float);
+  if (samples == 0) return new_zeros(x_in, {sizes.weights}, ScalarType::Float);
   const Tensor grad = as_contiguous(grad_in), x = as_contiguous(x_in);
   Tensor out = new_tensor(x, {sizes.weights}, ScalarType::Float);
   const GradientPanels p = gradient_panels(dims);

@@ -72,9 +72,8 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
       max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
       partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const int64_t one = 1, no_ids = 0;
-  const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);
-  const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
+  const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
+  const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
                        sets = cache_sets, starts = cache_set_starts, none;
@@ -99,12 +98,11 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
   const int64_t parts = row_offsets.numel(), *first = row_offsets.const_data_ptr<int64_t>();
   const int64_t *rows = num_embeddings.const_data_ptr<int64_t>(), *tags = cache_tags.const_data_ptr<int64_t>();
   const uint8_t* dirty = cache_dirty.const_data_ptr<uint8_t>();
-  const int64_t shape[] = {parts, 2};
-  Tensor out = torch::stable::new_zeros(cache_tags, {shape, 2}, ScalarType::Long);
+  Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
   int64_t* counts = out.mutable_data_ptr<int64_t>();
   for (int64_t slot = 0; slot < cache_tags.numel(); ++slot)
     for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
-      if (tags[slot] < first[p] || tags[slot] - first[p] >= rows[p]) continue;
+      if (!is_row_of(tags[slot], first[p], rows[p])) continue;
       ++counts[2 * p];
       counts[2 * p + 1] += dirty[slot] != 0;
     }

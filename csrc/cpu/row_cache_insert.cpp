@@ -66,18 +66,22 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
-  const int64_t clock = ++*cache_clock.mutable_data_ptr<int64_t>();
-  if (lfu && decay_every > 0 && clock % decay_every == 0) {
-    halve(cache_counts);
-    halve(row_counts);
-  }
+  const int64_t clock = advanced(cache_clock, "cache_clock");
   const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),  optional_pointer<int64_t>(stamps),
                       cache_marks.mutable_data_ptr<uint8_t>(), cache.view.dirty,
                       optional_pointer<uint8_t>(cache_counts), optional_pointer<uint8_t>(row_counts),
                       optional_pointer<int64_t>(cache_stats),  !table_ids};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
-  const uint64_t salt = salt_of(how.seed ? *how.seed : 0, clock);
-  Insertion(in, cache.view, memory, behind, salt, clock, tables).run(slots.mutable_data_ptr<int64_t>());
+  Insertion insertion(in, cache.view, memory, behind, salt_of(how.seed ? *how.seed : 0, clock), clock, tables);
+  insertion.prepare(slots.const_data_ptr<int64_t>());
+
+  // Nothing fails from here on.
+  *cache_clock.mutable_data_ptr<int64_t>() = clock;
+  if (lfu && decay_every > 0 && clock % decay_every == 0) {
+    halve(cache_counts);
+    halve(row_counts);
+  }
+  insertion.run(slots.mutable_data_ptr<int64_t>());
   return slots;
 }
 

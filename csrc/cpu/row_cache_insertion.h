@@ -37,6 +37,7 @@ class Counters {
   void add(int64_t table, CacheStat stat, int64_t n = 1) {
     counts_[static_cast<size_t>(table * kCacheStats + stat)] += n;
   }
+  void add(const Counters& other) { other.add_to(counts_.data()); }
   void add_to(int64_t* stats) const {
     for (size_t i = 0; i < counts_.size(); ++i) stats[i] += counts_[i];
   }
@@ -49,7 +50,14 @@ class Insertion {
  public:
   Insertion(const BagInput& in, const CacheView& cache, const Memory& memory, const CachedTables& tables, uint64_t salt,
             int64_t clock, int64_t num_tables)
-      : in_(in), cache_(cache), memory_(memory), tables_(tables), salt_(salt), clock_(clock), num_tables_(num_tables) {}
+      : in_(in),
+        cache_(cache),
+        memory_(memory),
+        tables_(tables),
+        salt_(salt),
+        clock_(clock),
+        num_tables_(num_tables),
+        found_(num_tables) {}
 
   // From here on no row is moved and no use of a row counted, while `memory`, but for row_counts, is a copy: the rows
   // are listed whose bytes in the tables would change, or may have to by the time of the insertion: those that leave,
@@ -60,31 +68,38 @@ class Insertion {
   }
   const std::vector<int64_t>& written() const { return written_; }
 
-  // `slots`: of the ids, as row_cache_lookup finds them; completed with those of the rows that come in.
-  void run(int64_t* slots) {
-    touch_and_collect(slots);
+  // All that may fail for want of memory: nothing is written. `slots`: of the ids, as row_cache_lookup finds them.
+  void prepare(const int64_t* slots) {
+    collect(slots);
     std::sort(missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) {
       return std::tie(a.set, a.row, a.position) < std::tie(b.set, b.row, b.position);
     });
-    std::vector<int64_t> starts;  // of the sets
     const auto count = static_cast<int64_t>(missing_.size());
     for (int64_t i = 0; i < count; ++i)
-      if (i == 0 || at(i).set != at(i - 1).set) starts.push_back(i);
-    const auto sets = static_cast<int64_t>(starts.size());
-    starts.push_back(count);
-    const int64_t workers = workers_for(sets, 8 * kSetsAtOnce);
-    std::vector<Worker> each(static_cast<size_t>(workers), Worker{Counters(num_tables_), {}});
-    parallel_pieces(sets, kSetsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
-      std::vector<Candidate> candidates;
-      for (int64_t i = begin; i < end; ++i) {
-        read_candidates(starts[static_cast<size_t>(i)], starts[static_cast<size_t>(i + 1)], &candidates);
-        take_in(candidates, slots, &each[static_cast<size_t>(worker)]);
-      }
-    });
-    for (const Worker& w : each) {
-      if (memory_.stats) w.counters.add_to(memory_.stats);
+      if (i == 0 || at(i).set != at(i - 1).set) starts_.push_back(i);
+    starts_.push_back(count);
+    int64_t most = 0;
+    for (int64_t i = 0; i < sets(); ++i) most = std::max(most, start(i + 1) - start(i));
+    workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker{Counters(num_tables_), {}, {}});
+    for (Worker& w : workers_) w.candidates.reserve(static_cast<size_t>(most));
+  }
+
+  // `slots`: the same, completed with those of the rows that come in.
+  void run(int64_t* slots) {
+    touch_all(slots);
+    parallel_pieces(sets(), kSetsAtOnce, static_cast<int64_t>(workers_.size()),
+                    [&](int64_t begin, int64_t end, int64_t worker) {
+                      Worker& w = workers_[static_cast<size_t>(worker)];
+                      for (int64_t i = begin; i < end; ++i) {
+                        read_candidates(start(i), start(i + 1), &w.candidates);
+                        take_in(slots, &w);
+                      }
+                    });
+    for (const Worker& w : workers_) {
+      add_up(w.counters);
       written_.insert(written_.end(), w.written.begin(), w.written.end());
     }
+    add_up(found_);
   }
 
  private:
@@ -94,36 +109,45 @@ class Insertion {
   struct Worker {
     Counters counters;
     std::vector<int64_t> written;
+    std::vector<Candidate> candidates;  // of one set
   };
 
   const Missing& at(int64_t i) const { return missing_[static_cast<size_t>(i)]; }
+  int64_t start(int64_t set) const { return starts_[static_cast<size_t>(set)]; }
+  int64_t sets() const { return static_cast<int64_t>(starts_.size()) - 1; }
   // Whose statistics are a part's.
   int64_t table_of(int64_t part) const { return memory_.by_part ? part : in_.features[part].table_id; }
   int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
   uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
 
-  void add_up(const std::vector<Counters>& counters) const {
-    for (const Counters& c : counters)
-      if (memory_.stats) c.add_to(memory_.stats);
+  void add_up(const Counters& counters) const {
+    if (memory_.stats) counters.add_to(memory_.stats);
   }
 
-  // Marks the rows that are in slots, and lists the ids of those that are not.
-  void touch_and_collect(const int64_t* slots) {
-    const BagSplit split = split_bags(in_);
-    std::vector<Counters> counters(static_cast<size_t>(split.workers), Counters(num_tables_));
-    std::vector<std::vector<Missing>> missing(static_cast<size_t>(split.workers));
+  // body(feature, begin, end, worker) for ids [begin, end) of a feature; those of all features, split among workers.
+  template <class Body>
+  void for_ids(const BagSplit& split, const Body& body) const {
     parallel_pieces(in_.bags.num_bags, split.bags_per_piece, split.workers,
                     [&](int64_t begin, int64_t end, int64_t worker) {
                       while (begin < end) {
                         const int64_t feature = in_.bags.feature_of(begin);
                         const int64_t stop = std::min(end, in_.bags.first_bag(feature + 1));
-                        read_feature(in_.bags.first_part(feature), in_.bags.offset(begin), in_.bags.offset(stop), slots,
-                                     &missing[static_cast<size_t>(worker)], &counters[static_cast<size_t>(worker)]);
+                        body(feature, in_.bags.offset(begin), in_.bags.offset(stop), static_cast<size_t>(worker));
                         begin = stop;
                       }
                     });
+  }
+
+  // Lists the ids of rows that are in no slot, and counts all.
+  void collect(const int64_t* slots) {
+    const BagSplit split = split_bags(in_);
+    std::vector<Counters> counters(static_cast<size_t>(split.workers), Counters(num_tables_));
+    std::vector<std::vector<Missing>> missing(static_cast<size_t>(split.workers));
+    for_ids(split, [&](int64_t feature, int64_t begin, int64_t end, size_t worker) {
+      read_feature(in_.bags.first_part(feature), begin, end, slots, &missing[worker], &counters[worker]);
+    });
     for (const auto& some : missing) missing_.insert(missing_.end(), some.begin(), some.end());
-    add_up(counters);
+    for (const Counters& c : counters) found_.add(c);
   }
 
   // Ids [begin, end) of a feature whose part this is.
@@ -134,10 +158,8 @@ class Insertion {
     const Feature& f = in_.features[part];
     int64_t hits = 0, lookups = 0;
     for (int64_t i = begin; i < end; ++i) {
-      if (i + kAhead < end && slots[i + kAhead] >= 0) prefetch_slot(slots[i + kAhead]);
       if (slots[i] >= 0) {
         ++hits;
-        touch(slots[i]);
         continue;
       }
       const int64_t id = in_.bags.id(i);
@@ -148,6 +170,16 @@ class Insertion {
     }
     counters->add(table_of(part), kLookups, hits + lookups);
     counters->add(table_of(part), kHits, hits);
+  }
+
+  // Marks the rows that are in slots.
+  void touch_all(const int64_t* slots) const {
+    for_ids(split_bags(in_), [&](int64_t, int64_t begin, int64_t end, size_t) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end && slots[i + kAhead] >= 0) prefetch_slot(slots[i + kAhead]);
+        if (slots[i] >= 0) touch(slots[i]);
+      }
+    });
   }
 
   void prefetch_slot(int64_t slot) const {
@@ -188,9 +220,9 @@ class Insertion {
                        [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
   }
 
-  void take_in(const std::vector<Candidate>& candidates, int64_t* slots, Worker* worker) const {
+  void take_in(int64_t* slots, Worker* worker) const {
     Counters* counters = &worker->counters;
-    for (const Candidate& c : candidates) {
+    for (const Candidate& c : worker->candidates) {
       const int64_t slot = slot_for(c);
       if (slot < 0) {
         counters->add(table_of_row(c.row), kLeftOut);
@@ -218,7 +250,7 @@ class Insertion {
     };
     for (int64_t slot = first; slot < first + cache_.ways; ++slot) {
       if (memory_.tags[slot] < 0) return slot;
-      if (memory_.stamps[slot] == clock_ || tables_.part_of(memory_.tags[slot]) < 0) continue;
+      if (memory_.stamps[slot] == clock_ || tables_.part_at(slot, memory_.tags[slot]) < 0) continue;
       if (victim < 0 || priority(slot) < priority(victim)) victim = slot;
     }
     return victim >= 0 && memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
@@ -242,7 +274,10 @@ class Insertion {
   const CachedTables& tables_;
   uint64_t salt_;
   int64_t clock_, num_tables_;
+  Counters found_;  // of collect()
   std::vector<Missing> missing_;
+  std::vector<int64_t> starts_;  // of the sets in missing_, and its end
+  std::vector<Worker> workers_;
   bool plans_ = false, halves_ = false;
   std::vector<int64_t> written_;
 };

@@ -34,7 +34,7 @@ Scratch<T> copy_of(const OptionalTensor& t) {
 // Linear rows that an insertion of the call's ids, and its update, would write to cached tables.
 std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, const CacheArguments& cache,
                                   const CacheHistory& history, int64_t seed, int64_t* slots) {
-  const int64_t clock = *history.clock.const_data_ptr<int64_t>() + 1;
+  const int64_t clock = advanced(history.clock, "cache_clock");
   const bool halves = history.lfu && history.decay_every > 0 && clock % history.decay_every == 0;
   const Scratch<int64_t> tags = copy_of<int64_t>(cache.tags), stamps = copy_of<int64_t>(history.stamps);
   const Scratch<uint8_t> dirty = copy_of<uint8_t>(cache.dirty);
@@ -45,6 +45,7 @@ std::vector<int64_t> list_written(const BagInput& in, const CacheView& view, con
   const CachedTables tables(in, view, nullptr, {}, clock);
   Insertion insertion(in, view, memory, tables, salt_of(seed, clock), clock, in.num_parts);
   insertion.only_plan(halves);
+  insertion.prepare(slots);
   insertion.run(slots);
   return insertion.written();
 }

@@ -32,9 +32,14 @@ class CachedTables {
     const int64_t p = *(after - 1);
     return row - first_row(p) < in_.features[p].num_embeddings ? p : -1;
   }
+  // The same of a row in a slot: -1, too, where its table has no such slot. Tags are not ours alone to write.
+  int64_t part_at(int64_t slot, int64_t row) const {
+    const int64_t p = part_of(row);
+    return p >= 0 && cache_.places[p].has(slot, cache_.ways) ? p : -1;
+  }
   // The row in a slot back into its table, where there is such a table.
   void encode(int64_t slot) const {
-    const int64_t row = cache_.tags[slot], p = part_of(row);
+    const int64_t row = cache_.tags[slot], p = part_at(slot, row);
     if (p < 0) return;
     const Feature& f = in_.features[p];
     const int64_t number = row - f.row_offset;

@@ -194,7 +194,7 @@ Tensor per_sample_weights_gradient(
   const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
-  Tensor out = torch::stable::new_zeros(values, {&in.bags.num_ids, 1}, ScalarType::Float);
+  Tensor out = new_zeros(values, {in.bags.num_ids}, ScalarType::Float);
   Tensor status = new_status(in, weights.numel(), false, values, device.stream());
   const SharedRows shared(in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(),
                           device.stream());

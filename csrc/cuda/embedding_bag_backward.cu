@@ -227,7 +227,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  Tensor out = torch::stable::new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+  Tensor out = new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
   finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
              stream);

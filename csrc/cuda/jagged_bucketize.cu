@@ -153,7 +153,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cuda(
   check_value(all_bags < INT64_C(0xffffffff), "num_buckets = ", num_buckets, " for ", bags,
               " bags: at most 2^32 - 2 bags of all buckets fit in a call on a GPU");
   Tensor output = new_tensor(values, {ids}, values.scalar_type()),
-         output_offsets = torch::stable::new_zeros(offsets, {&num_offsets, 1}, offsets.scalar_type()),
+         output_offsets = new_zeros(offsets, {num_offsets}, offsets.scalar_type()),
          output_weights = new_tensor(values, {weights ? ids : 0}, ScalarType::Float),
          positions = new_tensor(values, {ids}, ScalarType::Long), status = new_jagged_status(values, stream);
   const Tensor feature_starts = to_gpu(starts, values, stream),

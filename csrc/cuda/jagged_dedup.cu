@@ -194,7 +194,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& value
   const OptionalTensor weights = as_contiguous(weights_in);
   const Distinct out{new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
                      new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
-                     torch::stable::new_zeros(values, {&sizes.groups, 1}, ScalarType::Long)};
+                     new_zeros(values, {sizes.groups}, ScalarType::Long)};
   const Tensor status = new_jagged_status(values, stream);
   const Bags bags = jagged_rows(values, offsets);
   auto* noted = status.mutable_data_ptr<int64_t>();

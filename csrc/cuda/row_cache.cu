@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   for (int64_t slot = a.first_slot + Group<G>::first(); slot < a.last_slot; slot += Group<G>::stride()) {
     const int64_t row = a.cache.tags[slot];
     if (row < 0 || !a.cache.dirty[slot]) continue;
-    const int64_t part = part_of_row(a.cache, a.features, row);
+    const int64_t part = part_at(a.cache, a.features, slot, row);
     if (part < 0 || !a.features.has_format(part, a.format)) continue;
     encode_slot<Format>(a.eviction, a.cache, a.features, part, row, slot, group);
   }
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kThreads)
                  const int64_t* num_embeddings, int64_t parts, int64_t* counts) {
   for (int64_t slot = Group<1>::first(); slot < slots; slot += Group<1>::stride())
     for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
-      if (tags[slot] < row_offsets[p] || tags[slot] - row_offsets[p] >= num_embeddings[p]) continue;
+      if (!is_row_of(tags[slot], row_offsets[p], num_embeddings[p])) continue;
       atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p), 1ull);
       if (dirty[slot]) atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p + 1), 1ull);
     }
@@ -190,9 +190,8 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_weights(weights, cache_tags, layout);
   const OnDeviceOf device(cache_tags);
   const cudaStream_t stream = device.stream();
-  const int64_t one = 1, no_ids = 0;
-  const Tensor values = torch::stable::new_zeros(cache_tags, {&no_ids, 1}, ScalarType::Long);
-  const Tensor offsets = torch::stable::new_zeros(cache_tags, {&one, 1}, ScalarType::Long);
+  const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
+  const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
                        sets = cache_sets, starts = cache_set_starts, none;
@@ -224,12 +223,12 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
              const Tensor& num_embeddings) {
   check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
   const OnDeviceOf device(cache_tags);
-  const int64_t shape[] = {row_offsets.numel(), 2};
-  Tensor out = torch::stable::new_zeros(cache_tags, {shape, 2}, ScalarType::Long);
+  const int64_t parts = row_offsets.numel();
+  Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
   if (cache_tags.numel() > 0)
     launch(stats_kernel, blocks_for(cache_tags.numel(), 1), dim3(kThreads), 0, device.stream(),
            cache_tags.const_data_ptr<int64_t>(), cache_dirty.const_data_ptr<uint8_t>(), cache_tags.numel(),
-           row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), shape[0],
+           row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), parts,
            out.mutable_data_ptr<int64_t>());
   return out;
 }

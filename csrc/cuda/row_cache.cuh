@@ -36,6 +36,13 @@ __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const 
   return -1;
 }
 
+// The same of a row in a slot: -1, too, where its table has no such slot.
+__device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Features& features, int64_t slot,
+                                           int64_t row) {
+  const int64_t p = part_of_row(cache, features, row);
+  return p >= 0 && place_of(cache, features, p).has(slot, cache.ways) ? p : -1;
+}
+
 template <class T>
 __device__ __forceinline__ T warp_min(T x) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {

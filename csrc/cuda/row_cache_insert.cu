@@ -128,7 +128,7 @@ __device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int 
   for (int64_t slot = first + lane; slot < first + a.cache.ways; slot += kWarpSize) {
     const int64_t tag = a.cache.tags[slot];
     if (tag < 0) best = better(best, {0, 0, slot});
-    else if (a.stamps[slot] != *a.clock && part_of_row(a.cache, a.features, tag) >= 0)
+    else if (a.stamps[slot] != *a.clock && part_at(a.cache, a.features, slot, tag) >= 0)
       best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
   }
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
@@ -296,14 +296,16 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
            *by_set = Entries::positions_of(memory.sorted_positions);
   if (N > 0) launch(start_entries_kernel, each, block, 0, stream, keys, positions, N, a.left_out, a.moves);
   find_slots(in, a.cache, a.slots, {keys, a.row_bits}, status.mutable_data_ptr<int64_t>(), stream);
+  const bool has_ids = N > 0 && in.bags.num_bags > 0;
+  if (has_ids) sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
+  // No memory is asked for from here on, where the cache changes.
   launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
   for (const OptionalTensor* counts : {&history.counts, &history.row_counts})
     if (history.lfu && history.decay_every > 0 && (*counts)->numel() > 0)
       launch(halve_kernel, blocks_for((*counts)->numel(), 1), block, 0, stream, a, optional_pointer<uint8_t>(*counts),
              (*counts)->numel(), history.decay_every);
-  if (N == 0 || in.bags.num_bags == 0) return;
+  if (!has_ids) return;
   launch(touch_kernel, blocks_for(in.bags.num_bags, kWarpSize), block, 0, stream, a);
-  sort_pairs(keys, sorted, positions, by_set, N, bits, like, stream);
   a.keys = sorted;
   a.positions = by_set;
   a.count = N;

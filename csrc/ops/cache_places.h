@@ -18,12 +18,22 @@ struct CachePlace {
   RK_HOST_DEVICE static CachePlace of(int64_t sets, int64_t first, int64_t offset, int64_t ways, int64_t rows) {
     return {sets, first, offset, sets * ways >= rows};
   }
+  // Whether a slot is in one of the sets. Compared unsigned, so that one before the first is in none.
+  RK_HOST_DEVICE bool has(int64_t slot, int64_t ways) const {
+    return static_cast<uint64_t>(slot) - static_cast<uint64_t>(first * ways) < static_cast<uint64_t>(sets * ways);
+  }
   // Of a linear row.
   RK_HOST_DEVICE int64_t set(int64_t row) const {
     const auto key = static_cast<uint64_t>(row), n = static_cast<uint64_t>(sets);
     return first + static_cast<int64_t>(in_turn ? key % n : high_product(fmix64(key), n));
   }
 };
+
+// Whether a linear row is one of `rows` from `first` on, whatever these are.
+RK_HOST_DEVICE bool is_row_of(int64_t row, int64_t first, int64_t rows) {
+  return row >= first && rows > 0 &&
+         static_cast<uint64_t>(row) - static_cast<uint64_t>(first) < static_cast<uint64_t>(rows);
+}
 
 // A set is searched by these bytes, an eighth of what its tags are.
 RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
@@ -87,9 +97,7 @@ struct CacheView {
 
   // The slot of a linear row of a part, which is looked for first where it may be; -1: in none.
   RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row, int64_t maybe = -1) const {
-    // Compared unsigned, so that one below the first is out of range too.
-    const auto within = static_cast<uint64_t>(maybe) - static_cast<uint64_t>(place.first * ways);
-    if (within < static_cast<uint64_t>(place.sets * ways) && tags[maybe] == row) return maybe;
+    if (place.has(maybe, ways) && tags[maybe] == row) return maybe;
     const int64_t first = place.set(row) * ways;
     const int64_t way = way_of(tags + first, marks + first, ways, row);
     return way < 0 ? -1 : first + way;

@@ -196,7 +196,7 @@ std::vector<RowFormat> parse_formats(const TableLayout& layout) {
     return formats;
   }
   for (const std::string& name : *layout.formats) {
-    formats.push_back(parse_row_format(name));
+    formats.push_back(parse_row_format(name, join("formats[", formats.size(), "]: format")));
     check_value(is_bag_format(formats.back()), "formats: tables cannot have format \"", name,
                 "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
     for (size_t i = 0; i + 1 < formats.size(); ++i)

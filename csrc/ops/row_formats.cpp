@@ -17,13 +17,13 @@ void check_scalar(const OptionalTensor& t, const Tensor& x, const char* name) {
 
 }  // namespace
 
-RowFormat parse_row_format(const std::string& name) {
+RowFormat parse_row_format(const std::string& name, const std::string& argument) {
   std::string known;
   for (int f = 0; f < kNumRowFormats; ++f) {
     if (name == kNames[f]) return static_cast<RowFormat>(f);
     known += (f ? ", " : "") + std::string(kNames[f]);
   }
-  throw std::invalid_argument(join("format must be one of ", known, "; got \"", name, "\""));
+  throw std::invalid_argument(join(argument, " must be one of ", known, "; got \"", name, "\""));
 }
 
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }

@@ -18,7 +18,8 @@
 
 namespace rec_kernels {
 
-RK_EXPORT RowFormat parse_row_format(const std::string& name);
+// `argument` is what an error calls the name's place.
+RK_EXPORT RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
 RK_EXPORT const char* row_format_name(RowFormat format);
 
 // The arguments of quantize_rows after the checks; seed and step stay where they are.

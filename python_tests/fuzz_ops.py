@@ -1,0 +1,206 @@
+"""Calls every public op with anything wrong in its arguments, for as long as it is told to (op_fuzz.py has the calls).
+
+    python python_tests/fuzz_ops.py --minutes 30
+    python python_tests/fuzz_ops.py --minutes 30 --asan       # CPU kernels built with sanitizers, in build/sanitized
+    python python_tests/fuzz_ops.py --first 4711 --calls 1    # one call again, by its number
+
+Calls run in a process of their own. When it dies, or stays in one call for minutes, that call is a finding, too, and
+another process goes on behind it. Memory is limited: an op that is asked for terabytes has to say that there is none.
+In between come calls of embedding_bag_fuzz.py and row_cache_fuzz.py, whose results a reference foretells.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from queue import Empty, Queue
+from typing import IO
+
+import torch
+from backends import Backend, sanitized_environment
+
+ROOT = Path(__file__).parents[1]
+SANITIZED = ROOT / "build" / "sanitized"
+#: Seconds without a word: a call that takes longer hangs. A process that starts under the sanitizers is slow, too.
+PATIENCE = 120
+#: Bytes of address space of a process that calls ops; the sanitizers need more than that, and limit an allocation.
+MEMORY = 12 << 30
+#: After so many calls there is one of the fuzzers that have a reference.
+REFERENCE_EVERY = 20
+
+
+def sanitized_package() -> Path:
+    """Builds the CPU library with the sanitizers, beside a copy of the package's Python files; what to import from."""
+    package = SANITIZED / "rec_kernels"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(ROOT / "rec_kernels", package, dirs_exist_ok=True, ignore=ignored)
+    options = {"REC_KERNELS_SANITIZE": "ON", "REC_KERNELS_OUTPUT": package, "REC_KERNELS_TORCH": torch.__path__[0]}
+    definitions = [f"-D{name}={value}" for name, value in options.items()]
+    subprocess.run(["cmake", "-G", "Ninja", "-S", ROOT, "-B", SANITIZED, *definitions], check=True)
+    subprocess.run(["cmake", "--build", SANITIZED, "--target", "rec_kernels_cpu"], check=True)
+    return SANITIZED
+
+
+def environment(asan: bool) -> dict[str, str]:
+    """Of the processes that call ops."""
+    if not asan:
+        return dict(os.environ)
+    sanitized = sanitized_environment()
+    sanitized["ASAN_OPTIONS"] += f":allocator_may_return_null=1:max_allocation_size_mb={MEMORY >> 22}"
+    return sanitized | {"PYTHONPATH": str(sanitized_package())}
+
+
+def work(first: int, count: int | None, seed: int, op: str | None) -> None:
+    """Calls ops until it is killed or has made ``count`` calls; lines of JSON before and after each."""
+    import op_fuzz
+
+    if "asan" not in os.environ.get("LD_PRELOAD", ""):
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    warnings.simplefilter("ignore")  # torch's, of casts and of gradients
+    torch.set_num_threads(2)
+    torch.use_deterministic_algorithms(True)  # what nobody has written is NaN
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    valid = op_fuzz.Samples()
+    for number in itertools.islice(itertools.count(first), count):
+        _say("call", number)
+        try:
+            if op is None and number % REFERENCE_EVERY == REFERENCE_EVERY - 1:
+                done = ("with a reference", _with_reference(seed, number))
+            else:
+                done = op_fuzz.check(valid, f"{seed}:{number}", op)
+        except op_fuzz.FoundError as finding:
+            done = (finding.op, "finding")
+            _say("found", number, str(finding))
+        except AssertionError as finding:
+            done = ("with a reference", "finding")
+            _say("found", number, str(finding))
+        _say("done", *done)
+
+
+def _with_reference(seed: int, number: int) -> str:
+    import embedding_bag_fuzz
+    import row_cache_fuzz
+
+    call, cpu = embedding_bag_fuzz.bad_call(seed * 2**32 + number), Backend("cpu", torch.ops.rec_kernels)
+    embedding_bag_fuzz.check(call, cpu)
+    row_cache_fuzz.check(call, number, cpu)
+    return "raised" if call.complaint else "right"
+
+
+def _say(*what: object) -> None:
+    print(json.dumps(what), flush=True)
+
+
+class Campaign:
+    """Calls until a time is over, in one process after another, and what came of them."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.outcomes: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+        self.findings: list[str] = []
+        self._environment = environment(options.asan)
+
+    def run(self) -> None:
+        """The whole of it."""
+        end = time.monotonic() + 60 * self.options.minutes
+        first, last = self.options.first, sys.maxsize
+        if self.options.calls is not None:
+            last = first + self.options.calls
+        while first < last and time.monotonic() < end:
+            first = self._one_process(first, last, end)
+
+    def _one_process(self, first: int, last: int, end: float) -> int:
+        """Calls from ``first`` on, until the process or the time ends; the number of the call to go on with."""
+        command = [sys.executable, __file__, "--work", "--first", str(first), "--calls", str(last - first)]
+        command += ["--seed", str(self.options.seed), *(["--op", self.options.op] if self.options.op else [])]
+        number = first
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                command, env=self._environment, stdout=subprocess.PIPE, stderr=errors, text=True, errors="replace"
+            )
+            try:
+                for kind, *what in _words(process.stdout):
+                    if kind == "call":
+                        number = what[0]
+                    elif kind == "found":
+                        self._found(*what)
+                    elif kind == "done":
+                        self.outcomes[what[0]][what[1]] += 1
+                        if time.monotonic() > end:
+                            return number + 1
+                if process.wait() != 0:
+                    errors.seek(0)
+                    self._found(number, f"the process died with {process.returncode}: {errors.read()[-4000:]}")
+            except Empty:
+                self._found(number, f"nothing came within {PATIENCE} s")
+            finally:
+                process.kill()
+                process.wait()
+        return number + 1
+
+    def _found(self, number: int, what: str) -> None:
+        self.findings.append(what)
+        print(f"call {number} of seed {self.options.seed}: {what}", flush=True)
+
+    def table(self) -> str:
+        """Calls per op, as Markdown."""
+        rows = ["| op | calls | right | raised | findings |", "|---|---|---|---|---|"]
+        total = sum(self.outcomes.values(), collections.Counter())
+        for name, counts in [*sorted(self.outcomes.items()), ("all", total)]:
+            shown = [counts.total(), *(counts[outcome] for outcome in ("right", "raised", "finding"))]
+            rows.append(f"| {name} | " + " | ".join(f"{n:,}" for n in shown) + " |")
+        return "\n".join(rows)
+
+
+def _words(stream: IO[str]) -> Iterator[list]:
+    """What a process says, line by line; raises Empty when it stays silent for too long."""
+    lines: Queue[str | None] = Queue()
+
+    def read() -> None:
+        for line in stream:
+            lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, daemon=True).start()
+    while (line := lines.get(timeout=PATIENCE)) is not None:
+        yield json.loads(line)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long (default: 1)")
+    parser.add_argument("--asan", action="store_true", help="with kernels that have AddressSanitizer and UBSan")
+    parser.add_argument("--seed", type=int, default=0, help="of all calls (default: 0)")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first call (default: 0)")
+    parser.add_argument("--calls", type=int, metavar="N", help="at most so many")
+    parser.add_argument("--op", help="this op alone")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.first, options.calls, options.seed, options.op)
+        return 0
+    campaign = Campaign(options)
+    campaign.run()
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    minutes = (used.ru_utime + used.ru_stime) / 60
+    print(campaign.table())
+    print(f"\nseed {options.seed}: {minutes:.1f} minutes of CPU, {len(campaign.findings)} findings")
+    return 1 if campaign.findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

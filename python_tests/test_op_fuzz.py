@@ -1,0 +1,99 @@
+"""A slice of fuzz_ops.py, and that it finds what it is for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import fuzz_ops
+import op_fuzz
+import pytest
+import torch
+from test_opcheck import registered
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+COMMAND = [sys.executable, fuzz_ops.__file__]
+
+
+def test_a_slice_of_the_fuzz() -> None:
+    """Calls of seed 0, in a process of their own as all of them: every op, some of them right and some refused."""
+    done = subprocess.run([*COMMAND, "--calls", "900", "--minutes", "10"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    lines = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")]
+    counts = {name: [int(n.replace(",", "")) for n in rest] for name, *rest in lines[2:]}
+    assert set(counts) == {*registered(), "with a reference", "all"}
+    calls, right, raised, findings = counts["all"]
+    assert (calls, findings) == (900, 0)
+    assert min(right, raised) > 200
+
+
+@pytest.fixture(scope="module")
+def valid() -> op_fuzz.Samples:
+    """The calls to change."""
+    return op_fuzz.Samples()
+
+
+def test_calls_are_those_of_their_seed(valid: op_fuzz.Samples) -> None:
+    """A call is told by its number; a finding can be looked at again."""
+    for seed in ("0:1", "0:2", "5:77"):
+        first, again = (op_fuzz.bad_call(valid, seed)[0] for _ in range(2))
+        assert str(first) == str(again)
+        assert list(first.arguments) == list(again.arguments)
+
+
+WRONG = {
+    "writes what is not its to write": lambda op: lambda x, scale: (x.zero_(), op(x, scale))[1],
+    "other results than with contiguous": lambda op: lambda x, scale: op(x, scale) + x.stride(0),
+    "names no argument": lambda op: lambda x, scale: op(x, scale) if x.dtype == torch.float32 else 1 / 0.0,
+    "foretells": lambda op: lambda x, scale: op(x, scale) if isinstance(x, FakeTensor) else op(x, scale).double(),
+}
+
+
+class Broken:
+    """An op with its schema, and another function."""
+
+    def __init__(self, op: torch._ops.OpOverload, function) -> None:
+        self._schema, self._call = op._schema, function
+
+    def __call__(self, **arguments: Tensor) -> Tensor:
+        return self._call(**arguments)
+
+
+@pytest.mark.parametrize("fault", WRONG)
+def test_what_is_wrong_is_found(fault: str, valid: op_fuzz.Samples, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An op that writes its input, heeds strides, fails without a word, or gives another dtype than it should."""
+    op = torch.ops.rec_kernels.scale_rows.default
+    monkeypatch.setattr(op_fuzz, "_op", lambda name: Broken(op, WRONG[fault](op)))
+    found = []
+    for number in range(200):
+        try:
+            op_fuzz.check(valid, f"1:{number}", "scale_rows")
+        except op_fuzz.FoundError as finding:
+            found.append(f"{finding.op} {finding}")
+    expected = {"writes what is not its to write": "x was changed", "names no argument": "division by zero"}
+    assert any(expected.get(fault, fault) in text for text in found), found[:5]
+    assert all(text.startswith("scale_rows scale_rows: ") for text in found)
+
+
+def test_processes_that_die_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    """And another one goes on behind the call."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import json, os, sys, time\n"
+        "first = int(sys.argv[sys.argv.index('--first') + 1])\n"
+        "for n in range(first, 4):\n"
+        "    print(json.dumps(['call', n]), flush=True)\n"
+        "    if n == 1: os.abort()\n"
+        "    if n == 2: time.sleep(60)\n"
+        "    print(json.dumps(['done', 'an op', 'right']), flush=True)\n"
+    )
+    monkeypatch.setattr(fuzz_ops, "__file__", str(worker))
+    monkeypatch.setattr(fuzz_ops, "PATIENCE", 2)
+    options = {"minutes": 1, "asan": False, "seed": 0, "first": 0, "calls": 4, "op": None}
+    campaign = fuzz_ops.Campaign(type("Options", (), options))
+    campaign.run()
+    assert [text.split(":")[0] for text in campaign.findings] == ["the process died with -6", "nothing came within 2 s"]
+    assert json.loads(json.dumps(campaign.outcomes)) == {"an op": {"right": 2}}
+    assert "| an op | 2 | 2 | 0 | 0 |" in campaign.table()
