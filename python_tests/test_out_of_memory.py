@@ -1,0 +1,89 @@
+"""A step of training for which memory does not last: an error, nothing half done; it works when there is more."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from process_cases import run_script
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the address space is measured by /proc")
+
+#: The step is tried with more and more address space, so that every large allocation of it fails once.
+SWEEP = """
+import resource, sys
+import torch
+import rec_kernels as rk
+from process_cases import batch, collection, state, step
+from rec_kernels.testing import same_bits
+
+optimizer, cached, threads = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
+torch.set_num_threads(threads)
+made = [collection(getattr(rk, optimizer)(lr=0.01), rk.RowCache(0.1) if cached else None) for _ in range(2)]
+short, enough = made
+for tables in made:
+    step(tables, batch(400))  # code, threads and their stacks are there
+large = batch(6000, seed=1)
+
+def differing(a, b):
+    assert list(a) == list(b)
+    return [name for name in a if not same_bits(a[name], b[name])]
+
+def used():
+    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+
+most = resource.getrlimit(resource.RLIMIT_AS)[1]
+
+def limit(bytes):
+    resource.setrlimit(resource.RLIMIT_AS, (bytes, most))
+
+# A row cache takes the batch's rows in before it is looked up: done is done, by each op.
+insert, insertions = torch.ops.rec_kernels.row_cache_insert_, 0
+def insert_and_note(*arguments, **named):
+    global before, insertions
+    result = insert(*arguments, **named)
+    now = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limit(most)
+    before, insertions = state(short), insertions + 1
+    limit(now)
+    return result
+if cached:
+    torch.ops.rec_kernels.row_cache_insert_ = insert_and_note
+
+failed, messages, before, base = 0, set(), state(short), used()
+for extra in range(0, 400):
+    limit(base + (extra << 17))
+    try:
+        found = step(short, large)
+    except (RuntimeError, MemoryError) as error:
+        failed += 1
+        messages.add(f"{type(error).__name__}: {error}"[:60])
+    else:
+        break
+    finally:
+        limit(most)
+    assert not differing(state(short), before), (extra, insertions, messages, differing(state(short), before))
+else:
+    sys.exit("the step never found memory enough")
+if cached:
+    torch.ops.rec_kernels.row_cache_insert_ = insert
+    assert state(short)["row_cache.clock"] == 1 + insertions
+else:
+    assert same_bits(found, step(enough, large))
+    assert same_bits(step(short, batch(400, seed=2)), step(enough, batch(400, seed=2)))
+    assert not differing(state(short), state(enough))
+print(failed, *sorted(messages), sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "cached", "threads"),
+    [("SGD", False, 1), ("RowwiseAdagrad", True, 2), ("Adam", False, 2), ("LAMB", False, 1), ("Adam", True, 1)],
+)
+def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> None:
+    """Tables, state, cache and counters are as before the step, or as after it."""
+    done = run_script(SWEEP, optimizer, cached, threads)
+    assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
+    failed, *messages = done.stdout.splitlines()
+    assert int(failed) >= 5
+    assert messages

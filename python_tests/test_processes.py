@@ -1,0 +1,158 @@
+"""The package in processes that fork, import in threads, see no GPU, or end: no word, no hang, the same bits."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from process_cases import ROWS, batch, collection, run_script, trained
+from torch.utils.data import DataLoader, Dataset
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits, use_threads
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+
+
+def said(code: str, *arguments: object, **environment: str) -> str:
+    """What a script prints, which ends well and writes nothing to its standard error."""
+    done = run_script(code, *arguments, **environment)
+    assert (done.returncode, done.stderr) == (0, ""), (done.returncode, done.stdout, done.stderr[-3000:])
+    return done.stdout
+
+
+FORK = """
+import os, sys, torch, warnings
+warnings.simplefilter("error")
+from process_cases import trained
+torch.set_num_threads(2)
+before = trained() if sys.argv[1] == "after ops" else None
+child = os.fork()
+if child == 0:
+    if sys.argv[1] == "after ops":
+        torch.set_num_threads(1)
+    print(trained(), flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(trained())
+assert before in (None, trained())
+"""
+
+
+@pytest.mark.parametrize("when", ["before ops", "after ops"])
+def test_fork(when: str) -> None:
+    """A child computes what its parent does: with threads where none had run before, and with one where they had.
+
+    OpenMP's threads do not follow into a child: a parallel region that wants them would wait for ever, in torch's own
+    ops as well. docs/robustness.md says so.
+    """
+    child, parent = said(FORK, when).split()
+    assert child == parent == trained()
+
+
+class Bags(Dataset):
+    """Batches whose bags are deduplicated and looked up by whoever loads them."""
+
+    def __init__(self) -> None:
+        self.tables = collection(rk.SGD(lr=0.1)).for_serving()
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, place: int) -> tuple[torch.Tensor, ...]:
+        given = batch(300, seed=place)
+        rows, inverse, counts = rk.jagged_dedup(given.values(), given.offsets(), [0, 0, 0])
+        with torch.no_grad():
+            return rows, inverse, counts, self.tables(given).values()
+
+
+def test_data_loader_workers() -> None:
+    """Two forked workers, of a process whose own threads have run."""
+    bags = Bags()
+    with use_threads(2):
+        expected = [bags[place] for place in range(len(bags))]
+        loader = DataLoader(bags, batch_size=None, num_workers=2, multiprocessing_context="fork", timeout=120)
+        found = list(loader)
+    assert len(found) == len(expected)
+    for here, there in zip(expected, found, strict=True):
+        assert all(map(same_bits, here, there))
+
+
+IMPORT_IN_THREADS = """
+import threading
+start, turn, errors, found = threading.Barrier(4), threading.Lock(), [], []
+def work():
+    try:
+        start.wait()
+        import rec_kernels as rk
+        from process_cases import trained
+        with turn:  # they share torch's random numbers
+            found.append(trained())
+    except BaseException as error:
+        errors.append(error)
+threads = [threading.Thread(target=work) for _ in range(4)]
+[t.start() for t in threads]
+[t.join() for t in threads]
+assert not errors, errors
+print(*set(found))
+"""
+
+
+def test_import_in_threads() -> None:
+    """Four threads import the package at once and use it."""
+    assert said(IMPORT_IN_THREADS).split() == [trained()]
+
+
+def test_without_a_visible_gpu() -> None:
+    """CUDA_VISIBLE_DEVICES="" and -1: the CPU's kernels, the same bits."""
+    code = "import rec_kernels as rk; from process_cases import trained; "
+    code += "print(rk.build_info()['triton_in_use'], trained())"
+    for devices in ("", "-1"):
+        assert said(code, CUDA_VISIBLE_DEVICES=devices).split() == ["False", trained()]
+
+
+LIVE_OBJECTS = """
+import sys, threading, torch
+import rec_kernels as rk
+from process_cases import batch, collection, step
+torch.set_num_threads(2)
+cache = rk.RowCache(0.1)
+if sys.argv[1] == "disk":
+    cache = rk.RowCache(0.1, backing="disk", path=sys.argv[2], memory_budget=200_000)
+tables = collection(rk.Adam(lr=0.01), cache)
+tables.itself = [tables]  # a cycle: the collector finds it at the end, or never
+out = tables(batch(300)).values()
+pending = out.square().sum()  # a graph whose backward never comes
+if sys.argv[1] == "disk":
+    tables.prefetch(batch(300, 1))  # and rows that are on their way
+if sys.argv[1] == "thread":
+    other = threading.Thread(target=lambda: [step(collection(rk.SGD(lr=0.1)), batch(300, s)) for s in range(20)])
+    other.start()  # which goes on while the main thread is done
+if sys.argv[1] == "exit":
+    sys.exit(0)
+if sys.argv[1] == "atexit":
+    import atexit
+    atexit.register(lambda: step(collection(rk.SGD(lr=0.1)), batch(300)))
+"""
+
+
+@pytest.mark.parametrize("how", ["memory", "disk", "thread", "exit", "atexit"])
+def test_the_end_of_a_process(how: str, tmp_path) -> None:
+    """With collections, caches, graphs and threads that are alive: silence and status 0."""
+    if how == "disk" and rk.build_info()["host_library"] is None:
+        pytest.skip("row files were not built")
+    assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
+
+
+def test_a_child_that_ends_with_the_parents_objects() -> None:
+    """sys.exit in a forked process frees what it has inherited."""
+    code = LIVE_OBJECTS + "\nimport os\nchild = os.fork()\nassert child == 0 or os.waitpid(child, 0)[1] == 0\n"
+    assert said(code, "memory") == ""
+
+
+def test_ids_are_in_the_tables() -> None:
+    """So that nothing above passes for want of work."""
+    given = batch(300)
+    assert 0 < int(given.values().max()) < ROWS
+    assert len(given.values()) > 1000
