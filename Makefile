@@ -6,7 +6,7 @@ VENV := $(if $(SYSTEM_TORCH),.venv-system,.venv)
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
-CXX_SOURCES := $(shell find csrc bench -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') $(wildcard python_tests/*.cu python_tests/*.cpp)
+CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') $(wildcard python_tests/*.cu python_tests/*.cpp)
 # Everything a requirements file asks for; without torch when the system's is used.
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
