@@ -85,8 +85,16 @@ class WukongLayer(nn.Module):
             raise ValueError(f"x must be {allowed}, got shape {list(x.shape)}")
         interactions = factorization_machine(x, self.factors).flatten(1)
         made = self.mlp(self.fm_norm(interactions)).unflatten(1, (-1, self.embedding_dim))
-        both = torch.cat((made, self.compression @ x), dim=1)
-        return self.norm(both + (x if self.residual is None else self.residual @ x))
+        both = torch.cat((made, _combinations(self.compression, x)), dim=1)
+        return self.norm(both + (x if self.residual is None else _combinations(self.residual, x)))
+
+
+def _combinations(weight: Tensor, x: Tensor) -> Tensor:
+    """W X of each sample: weight [m, n], x [B, n, d] -> [B, m, d].
+
+    ``weight @ x`` would copy x to make one product of it, and what it gives is transposed: slow to add to.
+    """
+    return torch.bmm(weight.expand(len(x), -1, -1), x)
 
 
 class Wukong(nn.Sequential):
