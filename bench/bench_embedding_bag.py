@@ -69,7 +69,7 @@ def test_forward(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     benchmark.group = f"forward {subject.workload.name}"
     with torch.no_grad():
         time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.moved("forward"))
-    benchmark.extra_info |= subject.about("forward", is_ours=name == "ours")
+    subject.note(benchmark, "forward", name)
 
 
 def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
@@ -77,7 +77,7 @@ def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     benchmark.group = f"train {subject.workload.name}"
     rounds = rounds if name != "torch" else max(rounds // 3, 3)
     time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.moved("train"))
-    benchmark.extra_info |= subject.about("train", is_ours=name == "ours")
+    subject.note(benchmark, "train", name)
 
 
 @pytest.mark.parametrize("name", ["ours", "torch"])

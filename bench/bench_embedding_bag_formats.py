@@ -104,4 +104,4 @@ def test_formats(benchmark, subject: Formats, format: str, direction: str, name:
     function, width = subject.call(direction, format, name), rk.row_bytes(format, subject.workload.dim)
     with torch.set_grad_enabled(direction == "train"):
         time_calls(benchmark, function, BATCHES, rounds, subject.moved(direction, width))
-    benchmark.extra_info |= subject.about(direction, width, is_ours=name == "ours")
+    subject.note(benchmark, direction, name, width)

@@ -143,8 +143,9 @@ def main() -> None:
         tests = [f"python_tests/test_{op}.py" for op in ops]
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
-    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
+    # Before the passes: of the files that are measured.
     about = machine(args.threads)
+    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
     checked_out = about["commit"] + " and changes" * about["dirty"]
     print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {checked_out}\n")
     print(table(groups))

@@ -49,15 +49,24 @@ class Subject:
             return moved
         return moved + w.backward_bytes(unique, row_bytes, gradient_rows=w.tables * w.batch if distinct else None)
 
-    def about(self, direction: str, row_bytes: int | None = None, is_ours: bool = False) -> dict[str, object]:
-        """What the JSON file says of a call beside its time; of ours the features for bench/cost_model.py, too."""
-        w, bytes_of = self.workload, {"distinct_bytes": self.moved(direction, row_bytes, distinct=True)}
-        if not is_ours:
-            return bytes_of
-        features = {"direction": direction, "tables": w.tables, "bags": w.tables * w.batch, "ids": w.num_ids}
-        features |= {"dim": w.dim, "row_bytes": row_bytes or 4 * w.dim}
-        features |= {"unique_rows": self.unique_rows(), "cycle_rows": self.cycle_rows}
-        return bytes_of | {"features": features}
+    def features(self, row_bytes: int | None = None) -> dict[str, float]:
+        """What bench/cost_model.py predicts a call's time from; ``row_bytes``: of a row, by default float32.
+
+        Returns:
+            "ids", "bags", "pooled_bags" (those of more than one id), "dim", "row_bytes", and distinct rows: of a batch,
+            on average ("unique_rows"), and of all batches together ("cycle_rows").
+        """
+        w = self.workload
+        pooled = w.batch * sum(bag > 1 for bag in w.table_bags)
+        sizes = {"ids": w.num_ids, "bags": w.tables * w.batch, "pooled_bags": pooled, "dim": w.dim}
+        rows = {"unique_rows": self.unique_rows(), "cycle_rows": self.cycle_rows}
+        return sizes | {"row_bytes": row_bytes or 4 * w.dim} | rows
+
+    def note(self, benchmark, direction: str, name: str, row_bytes: int | None = None) -> None:
+        """Has the JSON file say of a call what is not its time: distinct bytes; of ours the features, too."""
+        benchmark.extra_info["distinct_bytes"] = self.moved(direction, row_bytes, distinct=True)
+        if name == "ours":
+            benchmark.extra_info["features"] = {"direction": direction} | self.features(row_bytes)
 
     def drop(self, keep: Callable[[object], bool] = lambda _: False) -> None:
         """Gives back the memory of what was built under keys that ``keep`` does not want."""

@@ -105,8 +105,8 @@ NAMED: dict[str, Shape] = {
         MultiHot("criteo-kaggle", 2048, 16, KAGGLE_ROWS, (1,) * len(KAGGLE_ROWS), scale=4),
         MultiHot("mlperf-dcnv2", 512, 128, MLPERF_ROWS, MLPERF_BAGS, scale=64),
         # L is ids / (tables * batch) of the year's statistics; T, B, E and D are chosen.
-        Reused("meta-2021", 8, 4096, 500_000, 64, 16, reuse=tuple(REUSE_2021.items())),
-        Reused("meta-2022", 8, 4096, 500_000, 64, 14, reuse=tuple(REUSE_2022.items())),
+        Reused("meta-2021", 8, 4096, 512_000, 64, 16, reuse=tuple(REUSE_2021.items())),
+        Reused("meta-2022", 8, 4096, 512_000, 64, 14, reuse=tuple(REUSE_2022.items())),
     )
 }
 #: The benchmarks that take them.
