@@ -172,11 +172,15 @@ def prices(models: dict[str, CostModel]) -> str:
     names = list(dict.fromkeys(name for model in models.values() for name in model.prices_ns))
     lines = [f"| price, ns | {' | '.join(models)} |", f"|---|{'---:|' * len(models)}"]
     for name in names:
-        cells = [f"{m.prices_ns[name]:.4g}" if name in m.prices_ns else " " for m in models.values()]
+        cells = [_price(m.prices_ns[name]) if name in m.prices_ns else " " for m in models.values()]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(
         [*lines, f"| MB in the caches | {' | '.join(f'{m.cache_bytes / 1e6:.3g}' for m in models.values())} |"]
     )
+
+
+def _price(ns: float) -> str:
+    return f"{float(f'{ns:.3g}'):,g}"
 
 
 def report(samples: list[Sample], held_out: list[Sample]) -> str:

@@ -57,7 +57,12 @@ def _is_kind(document: dict[str, object], kind: str) -> bool:
     found = document.get(kind) if "machine" in document else None
     if kind == "points":
         return isinstance(found, list)
-    return isinstance(found, dict) and all("ms" in row for group in found.values() for row in group.values())
+    groups = found.values() if isinstance(found, dict) else [None]
+    return all(isinstance(group, dict) and all(map(_is_row, group.values())) for group in groups)
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, dict) and "ms" in row
 
 
 def where(document: dict[str, object]) -> str:
