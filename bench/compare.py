@@ -94,7 +94,7 @@ def table(before: dict, after: dict, against: str | None) -> str:
             interval = "" if r.low is None else f"{r.low:.3f} to {r.high:.3f}"
             others = f"{moved[0]:.3f} to {moved[-1]:.3f}" if moved and not is_other(name) else ""
             cells += [f"{r.value:.3f}", interval, others, said]
-            lines.append(f"| {group} | {name} | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+            lines.append(f"| {group} | {name} | {' | '.join(cells)} |")
             own += [] if is_other(name) else [(r, said)]
     return "\n".join([*lines, "", _summary(own)])
 

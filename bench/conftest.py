@@ -18,11 +18,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With --workload only what it names, without it only what an op's benchmark has of its own."""
-    wanted = set(config.getoption("--workload"))
-    named = [_named_workload(item) for item in items]
-    kept = [item for item, name in zip(items, named, strict=True) if (name in wanted if wanted else name is None)]
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = kept
+    wanted = set(config.getoption("--workload")) or {None}
+    config.hook.pytest_deselected(items=[item for item in items if _named_workload(item) not in wanted])
+    items[:] = [item for item in items if _named_workload(item) in wanted]
 
 
 def _named_workload(item: pytest.Item) -> str | None:

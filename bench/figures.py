@@ -12,7 +12,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.run import ROOT
+from bench import ROOT
 
 #: Bare loops and copies that do the least that any implementation must.
 LIMITS = ("limit", "bytes", "products", "copy", "read")

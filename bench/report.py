@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from bench import RESULTS
 from bench.figures import LIMITS, FiguresError, Group, load, moved, passes, share_of_limit, where
-from bench.run import RESULTS
 
 HEAD = (
     "| benchmark | implementation | MB | MB, distinct | ms | passes, ms | GB/s | % of limit | time over ours |",
@@ -30,8 +30,7 @@ def table(document: dict) -> str:
     lines = list(HEAD)
     for title, group in document["results"].items():
         lines += [f"| {title} | {name} | {' | '.join(_cells(group, name))} |" for name in group]
-    # Markdown's renderers differ on cells without a blank.
-    return "\n".join(line.replace("|  |", "| |").replace("|  |", "| |") for line in lines)
+    return "\n".join(lines)
 
 
 def _cells(group: Group, name: str) -> list[str]:

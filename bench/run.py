@@ -16,10 +16,12 @@ from collections import defaultdict
 from datetime import datetime, timezone
 from pathlib import Path
 
+import torch
+
+import rec_kernels
+from bench import RESULTS, ROOT
 from bench.workloads import NAMED, OPS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
 #: What a benchmark tells of a call beside its time; that of the first pass is kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
 
@@ -116,10 +118,6 @@ def commit() -> dict[str, object]:
 
 def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
     """Where and with what the figures were taken; ``threads``: 0 for torch's choice."""
-    import torch
-
-    import rec_kernels
-
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "",
