@@ -69,7 +69,9 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
     if implementation == "torch":
         optimizer = Together(optimizer, RowwiseAdagrad(model.table_parameters(), lr=config.lr))
-    rows = DedupReader(HeldOut(data, config.batch_size, 0.0), on=implementation == "ours")
+    rows = HeldOut(data, config.batch_size, 0.0)
+    if implementation == "ours":
+        rows = DedupReader(rows, on=True)
     for batch in ahead(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)
         optimizer.zero_grad()

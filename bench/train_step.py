@@ -42,8 +42,8 @@ RESULTS = Path(__file__).parent / "results"
 
 def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     """Weight [E, D] of each table of ``model``."""
-    bags = [collection.embedding_bags for collection in model.collections()]
-    return {name: tables[name].weight.detach() for tables in bags for name in tables}
+    tables = model.embeddings.embedding_bags
+    return {name: tables[name].weight.detach() for name in tables}
 
 
 class RecipeDLRM(DLRM):
@@ -63,7 +63,7 @@ class RecipeDLRM(DLRM):
                 for feature, weight in weights.items()
             }
         )
-        self.embeddings = self.shared = None
+        self.embeddings = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Weights of the tables, for an optimizer that takes sparse gradients."""
@@ -75,7 +75,7 @@ class RecipeDLRM(DLRM):
         one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
         values, offsets = batch.shared.values(), batch.shared.offsets()
         history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
-        return torch.cat([*one_hot, history], dim=1)
+        return torch.cat([history, *one_hot], dim=1)
 
 
 class TunedDLRM(DLRM):
@@ -87,7 +87,7 @@ class TunedDLRM(DLRM):
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
         self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
-        self.embeddings = self.shared = None
+        self.embeddings = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The one table, for an optimizer that takes sparse gradients."""
@@ -100,7 +100,7 @@ class TunedDLRM(DLRM):
         values = unique.values().long() + self.history_shift
         offsets = unique.offsets()[:-1].long()
         history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
-        return torch.cat([one_hot, history.index_select(0, batch.shared.inverse(HISTORY))], dim=1)
+        return torch.cat([history.index_select(0, batch.shared.inverse(HISTORY)), one_hot], dim=1)
 
 
 class Stepper:
@@ -144,7 +144,7 @@ def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: s
     )
     recipes, tunes = (torch.optim.Adagrad(model.table_parameters(), lr=0.05) for model in (recipe, tuned))
     return {
-        "ours": Stepper(ours, data, batch_size, None, _distinct),
+        "ours": Stepper(ours, data, batch_size, None, lambda batch: _distinct(batch).joined()),
         "recipe": Stepper(recipe, data, batch_size, recipes, lambda batch: batch),
         "tuned": Stepper(tuned, data, batch_size, tunes, _distinct),
     }

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, report, runs
-from rec_kernels.dlrm.building import build_model, generations
+from rec_kernels.dlrm.building import build_model, generation
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
@@ -181,7 +181,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = build_model(config, data, directory, generations(directory))
+    model = build_model(config, data, directory, generation(directory))
     try:
         _load(directory, model, data)
         return score(*predict(model, data, split))
@@ -202,11 +202,10 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.model = build_model(config, data, directory, generations(directory) if resume else None)
-        self.hit_rates = HitRates(self.model.collections())
+        self.model = build_model(config, data, directory, generation(directory) if resume else None)
+        self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
-        fused = [collection.fused_optimizer for collection in self.model.collections()]
-        self.schedule = Schedule([self.dense_optimizer, *fused], config)
+        self.schedule = Schedule([self.dense_optimizer, self.model.embeddings.fused_optimizer], config)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
@@ -260,7 +259,7 @@ class Run:
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
-            **(self._dedup() if self.model.shared is not None else {}),
+            **(self._dedup() if any(f.shared for f in self.data.features) else {}),
         }
         self.records.append(test)
         return test
