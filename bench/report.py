@@ -23,6 +23,8 @@ LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 INCHES_PER_GROUP, DPI = 0.85, 100
 #: More groups than this would make a picture that nobody reads.
 MOST_GROUPS = 24
+#: Of more, titles in the roofline lie on one another.
+MOST_TITLES = 10
 
 
 def table(document: dict) -> str:
@@ -48,13 +50,12 @@ def _cells(group: Group, name: str) -> list[str]:
 
 
 def drawable(document: dict) -> dict[str, Group]:
-    """The groups whose bytes are known, and which have a limit; the first ``MOST_GROUPS``."""
-    found = {
+    """The groups whose bytes are known, and which have a limit."""
+    return {
         title: group
         for title, group in document["results"].items()
         if any(limit in group for limit in LIMITS) and all(moved(row) for row in group.values())
     }
-    return dict(list(found.items())[:MOST_GROUPS])
 
 
 def draw(document: dict, name: str, folder: Path) -> str:
@@ -67,9 +68,10 @@ def draw(document: dict, name: str, folder: Path) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         return "no pictures: matplotlib is not installed"
-    groups = drawable(document)
-    if not groups:
+    everything = drawable(document)
+    if not everything:
         return f"no pictures of {name}: no benchmark in it has bytes and a limit"
+    groups = dict(list(everything.items())[:MOST_GROUPS])
     folder.mkdir(parents=True, exist_ok=True)
     names = list(dict.fromkeys(n for group in groups.values() for n in group if n not in LIMITS))
     colours = dict(zip(names, COLOURS * len(names), strict=False))
@@ -85,7 +87,9 @@ def draw(document: dict, name: str, folder: Path) -> str:
         figure.legend(loc="outside lower center", ncols=5, frameon=False)
         paths.append(folder / f"{name}-{kind}.png")
         figure.savefig(paths[-1], dpi=DPI)
-    return f"pictures: {', '.join(map(str, paths))}"
+    left_out = len(everything) - len(groups)
+    note = f" (without the last {left_out} benchmarks)" if left_out else ""
+    return f"pictures: {', '.join(map(str, paths))}{note}"
 
 
 def _rate(row: dict) -> float:
@@ -110,7 +114,7 @@ def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
     axes.vlines(limits, [i - 0.45 for i in rows], [i + 0.45 for i in rows], LIMIT_COLOUR, label="limit")
     axes.set_yticks(rows, groups)
     axes.invert_yaxis()
-    axes.margins(x=0.08)
+    axes.margins(x=0.08, y=0.01)
     axes.set_xlabel("GB/s, every occurrence of a row counted; beside a bar: % of the limit")
 
 
@@ -122,7 +126,8 @@ def _roofline(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
         points = [(moved(g[name]) / 1e6, _rate(g[name])) for g in groups.values() if name in g]
         axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=5, label=name)
     for x, y, title in roof:
-        axes.annotate(title, (x, y), (0, 4), textcoords="offset points", fontsize=7, rotation=35)
+        if len(roof) <= MOST_TITLES:
+            axes.annotate(title, (x, y), (0, 4), textcoords="offset points", fontsize=7, rotation=35)
         least = min(_rate(row) for row in groups[title].values())
         axes.vlines(x, least, y, LIMIT_COLOUR, linewidth=0.5, zorder=0)
     axes.set_xscale("log")
