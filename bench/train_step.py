@@ -7,8 +7,8 @@ ours    fused lookups and row-wise Adagrad of rec_kernels; every distinct histor
 recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history bag per row, torch's Adagrad
 tuned   one concatenated table, every distinct history once, torch's Adagrad
 
-Finding the distinct histories is part of building a batch. The batch builder, the MLPs, the interaction and
-Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
+recipe and tuned have the usual interaction: bmm, an index and cat. Finding the distinct histories is part of building
+a batch. The batch builder, the MLPs and Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
 one keeps one. Batches are built inline, not on the trainer's background thread, so that every part of a step can
 be timed.
 """
@@ -46,11 +46,25 @@ def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     return {name: tables[name].weight.detach() for name in tables}
 
 
+class PlainInteraction(nn.Module):
+    """torch's way to the result of ``rk.dot_interaction``."""
+
+    def __init__(self, num_features: int, embedding_dim: int):
+        super().__init__()
+        self.register_buffer("places", torch.tril_indices(num_features + 1, num_features + 1, -1), persistent=False)
+        self.out_features = embedding_dim + self.places.shape[1]
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        vectors = torch.cat([dense[:, None], sparse], dim=1)
+        products = torch.bmm(vectors, vectors.mT)
+        return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
+
+
 class RecipeDLRM(DLRM):
     """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
-        super().__init__(features, num_dense, **options)
+        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
         weights = _initial_weights(self)
         self.tables = nn.ModuleDict(
             {
@@ -82,7 +96,7 @@ class TunedDLRM(DLRM):
     """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
-        super().__init__(features, num_dense, **options)
+        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
         weights = _initial_weights(self)
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
