@@ -8,9 +8,9 @@ recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history 
 tuned   one concatenated table, every distinct history once, torch's Adagrad
 
 recipe and tuned have the usual interaction: bmm, an index and cat. Finding the distinct histories is part of building
-a batch. The batch builder, the MLPs and Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
-one keeps one. Batches are built inline, not on the trainer's background thread, so that every part of a step can
-be timed.
+a batch. The batch builder, the MLPs and Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of
+state per row where the row-wise one keeps one. Batches are built inline, not on the trainer's background thread, so
+that every part of a step can be timed.
 """
 
 from __future__ import annotations
@@ -60,11 +60,24 @@ class PlainInteraction(nn.Module):
         return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
 
 
-class RecipeDLRM(DLRM):
-    """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
+class TorchDLRM(DLRM):
+    """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
         super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+
+    def check(self) -> None:
+        """Nothing is told late."""
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        return [*self.bottom.parameters(), *self.top.parameters()]
+
+
+class RecipeDLRM(TorchDLRM):
+    """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, **options)
         weights = _initial_weights(self)
         self.tables = nn.ModuleDict(
             {
@@ -92,11 +105,11 @@ class RecipeDLRM(DLRM):
         return torch.cat([history, *one_hot], dim=1)
 
 
-class TunedDLRM(DLRM):
+class TunedDLRM(TorchDLRM):
     """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
-        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+        super().__init__(features, num_dense, **options)
         weights = _initial_weights(self)
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
