@@ -58,4 +58,6 @@ def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLR
         precision=config.precision,
         activations=config.activations,
     )
+    if config.compile != "no":
+        model.compile_dense_side(config.compile)
     return model.to(devices.find(config.device))

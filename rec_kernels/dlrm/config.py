@@ -22,6 +22,7 @@ from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
+COMPILE = ("no", "default", "reduce-overhead", "max-autotune")
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 MODELS = ("dlrm", "dcnv2", "wukong")
@@ -200,6 +201,12 @@ class TrainConfig:
     )
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
+    compile: str = _choice(
+        "no",
+        "torch.compile of MLPs and interaction: no, or its mode: default, reduce-overhead (with CUDA graphs on a GPU) "
+        "or max-autotune",
+        COMPILE,
+    )
     backing: str = _choice(
         "device",
         "where the tables' other rows are: device, host, beside a GPU, or disk, in files of the run's folder",
@@ -286,6 +293,8 @@ class TrainConfig:
         dense = "" if self.precision == "fp32" else f"-dense{self.precision}"
         if self.activations != "fp32":
             dense += f"-act{self.activations}"
+        if self.compile != "no":
+            dense += f"-compiled-{self.compile}"
         return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:

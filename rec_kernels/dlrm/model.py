@@ -93,7 +93,7 @@ class DLRM(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
-        self.precision = precision
+        self.precision, self._dense_side = precision, self.dense_side
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
         noise = seed % 2**63
@@ -117,9 +117,20 @@ class DLRM(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
         sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
+        return self._dense_side(batch.dense, sparse)
+
+    def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
         with dense_region(self.precision, sparse.device):
-            logits = self.top(self.interaction(self.bottom(batch.dense), sparse))
+            logits = self.top(self.interaction(self.bottom(dense), sparse))
         return logits.squeeze(1).float()
+
+    def compile_dense_side(self, mode: str) -> None:
+        """From now on ``forward`` has MLPs and interaction by ``torch.compile``; ``mode``: of it.
+
+        "reduce-overhead" replays CUDA graphs on a GPU.
+        """
+        self._dense_side = torch.compile(self.dense_side, mode=mode, fullgraph=True)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
         """Embeddings of the features, [B, F D] of the dtype of ``precision``: the shared ones first."""

@@ -136,7 +136,9 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}",
         _section("Curves", figures),
-        _section("Time", _time([record for record in records if record["kind"] == "train"]) + _shared(test)),
+        _section(
+            "Time", _time([record for record in records if record["kind"] == "train"]) + _roofline(test) + _shared(test)
+        ),
         _section("Memory", _memory(test) if test else ""),
         _section("Configuration", _configuration(settings["config"])),
         _section("Versions", _table(("package", "version"), settings["versions"].items(), kind="text")),
@@ -222,6 +224,31 @@ def _time(train: list[dict]) -> str:
         f"</div><p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left "
         "out. Backward includes the update of the tables, optimizer is that of all but the tables, data is the time "
         "spent waiting for a batch. The test is not in the table.</p>"
+    )
+
+
+def _roofline(test: dict | None) -> str:
+    """Of each part of a step, its time beside that of its bytes and products at the machine's limits."""
+    if not test or "profile" not in test:
+        return ""
+    profile = test["profile"]
+    rows = [
+        (
+            part,
+            f"{1000 * cost['seconds']:.3f}",
+            f"{cost['bytes'] / 1e6:,.1f}",
+            f"{cost['flops'] / 1e6:,.0f}",
+            f"{1000 * cost['least_seconds']:.3f}",
+            f"{cost['of_roofline']:.0%}",
+        )
+        for part, cost in profile["parts"].items()
+    ]
+    header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
+    limits = profile["limits"]
+    return _table(header, rows) + (
+        f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what its layers' inputs, outputs and "
+        f"parameters, ids, rows of tables and optimizer state take at a copy's {limits['bytes_per_second'] / 1e9:,.1f} "
+        f"GB/s, or its products at a large one's {limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
     )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, report, runs
+from rec_kernels.dlrm import checkpoint, devices, report, roofline, runs
 from rec_kernels.dlrm.building import build_model, generation
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
@@ -219,7 +219,7 @@ class Run:
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
-        self.progress = True
+        self.progress, self._sample = True, None
         if resume:
             self._restore()
 
@@ -253,6 +253,8 @@ class Run:
 
     def test(self) -> dict:
         """Scores the test rows, records and returns them."""
+        flops = flops_per_example(self.model, self.data.features, self.data.num_dense)
+        curve = [record for record in self.records.read() if record["kind"] == "train"]
         test = {
             "kind": "test",
             **score(*predict(self.model, self.data, "test")),
@@ -265,7 +267,8 @@ class Run:
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
-            "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
+            "flops_per_example": flops,
+            **roofline.record(self.model, self._sample, self.config.accumulate, curve, flops),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
@@ -372,6 +375,8 @@ class Run:
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
+        if len(batch.label) == self.config.batch_size:
+            self._sample = batch
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
