@@ -7,10 +7,10 @@ ours    fused lookups and row-wise Adagrad of rec_kernels; every distinct histor
 recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history bag per row, torch's Adagrad
 tuned   one concatenated table, every distinct history once, torch's Adagrad
 
-Finding the distinct histories is part of building a batch. The batch builder, the MLPs, the interaction and
-Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
-one keeps one. Batches are built inline, not on the trainer's background thread, so that every part of a step can
-be timed.
+recipe and tuned have the usual interaction: bmm, an index and cat. Finding the distinct histories is part of building
+a batch. The batch builder, the MLPs and Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of
+state per row where the row-wise one keeps one. Batches are built inline, not on the trainer's background thread, so
+that every part of a step can be timed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,34 @@ def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     return {name: tables[name].weight.detach() for name in tables}
 
 
-class RecipeDLRM(DLRM):
+class PlainInteraction(nn.Module):
+    """torch's way to the result of ``rk.dot_interaction``."""
+
+    def __init__(self, num_features: int, embedding_dim: int):
+        super().__init__()
+        self.register_buffer("places", torch.tril_indices(num_features + 1, num_features + 1, -1), persistent=False)
+        self.out_features = embedding_dim + self.places.shape[1]
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        vectors = torch.cat([dense[:, None], sparse], dim=1)
+        products = torch.bmm(vectors, vectors.mT)
+        return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
+
+
+class TorchDLRM(DLRM):
+    """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+
+    def check(self) -> None:
+        """Nothing is told late."""
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        return [*self.bottom.parameters(), *self.top.parameters()]
+
+
+class RecipeDLRM(TorchDLRM):
     """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
@@ -78,7 +105,7 @@ class RecipeDLRM(DLRM):
         return torch.cat([history, *one_hot], dim=1)
 
 
-class TunedDLRM(DLRM):
+class TunedDLRM(TorchDLRM):
     """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):

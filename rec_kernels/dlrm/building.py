@@ -10,6 +10,7 @@ from rec_kernels.dlrm.caches import generation_of, row_cache
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.networks import interaction_of
 
 
 def generation(directory: Path) -> int | None:
@@ -47,6 +48,7 @@ def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLR
         config.embedding_dim,
         bottom=config.bottom,
         top=config.top,
+        interaction=interaction_of(config),
         format=config.format,
         rounding=config.rounding,
         compressions=config.compressions(data.features),

@@ -25,6 +25,7 @@ from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
@@ -64,8 +65,8 @@ def identity(data: DataSet) -> dict:
     return {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
 
 
-def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
-    """The checkpoint of a run, which is given to ``model``.
+def _load(directory: Path, model: DLRM, data: DataSet, network: str) -> dict:
+    """The checkpoint of a run, which is given to ``model``, the one that the config calls ``network``.
 
     Raises:
         DataError: it is missing, damaged, of other data, of another format or of another model.
@@ -74,6 +75,12 @@ def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
     if found != expected:
         raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    kind = state.get("network", "dlrm")  # as below
+    if kind != network:
+        raise DataError(
+            f"{path} is of model {kind}, and the run's {CONFIG} says {network}: put {kind} there, or train a new run "
+            f"with --model {network}"
+        )
     format = state.get("row_format", "fp32")  # there were no others before this was written
     if format != model.format:
         raise DataError(
@@ -183,7 +190,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         torch.set_num_threads(config.threads)
     model = build_model(config, data, directory, generation(directory))
     try:
-        _load(directory, model, data)
+        _load(directory, model, data, config.model)
         return score(*predict(model, data, split))
     finally:
         model.close()
@@ -257,6 +264,8 @@ class Run:
             "examples_per_second": self._rows_done() / self.seconds,
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
+            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
+            "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
@@ -282,6 +291,7 @@ class Run:
                 "window": self.window.state(),
                 "dedup": self.dedup.state(),
                 "records": self.records.mark(),
+                "network": self.config.model,
                 "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
@@ -289,7 +299,7 @@ class Run:
         )
 
     def _restore(self) -> None:
-        state = _load(self.directory, self.model, self.data)
+        state = _load(self.directory, self.model, self.data, self.config.model)
         try:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
