@@ -282,10 +282,10 @@ class TrainConfig:
         )
         if self.cache:
             rows += f"-cache{self.cache:g}{self.policy}"
+        network = "" if self.model == "dlrm" else f"-{self.model}"
         dense = "" if self.precision == "fp32" else f"-dense{self.precision}"
         if self.activations != "fp32":
             dense += f"-act{self.activations}"
-        network = "" if self.model == "dlrm" else f"-{self.model}"
         return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
