@@ -250,9 +250,20 @@ def test_runs_go_on_and_are_scored(
 
 
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("options", [{"dedup": "on"}, {"dedup": "windows"}, {"embedding": "mixed"}, {"cache": 0.1}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dedup": "on"},
+        {"dedup": "windows"},
+        {"embedding": "mixed"},
+        {"cache": 0.1},
+        {"model": "dcnv2"},
+        {"model": "wukong"},
+    ],
+    ids=str,
+)
 def test_beside_other_options(options: dict, data: Synthetic, tmp_path: Path) -> None:
-    """Shared bags, windows, compressed tables, a row cache."""
+    """Shared bags, windows, compressed tables, a row cache, other models."""
     pytest.importorskip("sklearn")
     options = options | {"precision": "bf16", "activations": "mx9"}
     assert train(config(tmp_path, **options), data, progress=False)["log_loss"] < 0.7
