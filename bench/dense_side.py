@@ -24,8 +24,8 @@ class DenseSubject:
 
     Args:
         name: of the shape.
-        ours, recipe: functions of two tensors.
-        make: gives the two tensors of one input.
+        ours, recipe: functions of as many tensors as ``make`` gives.
+        make: gives the tensors of one input, which all have a gradient.
         products: multiplications of a forward that no implementation can do without, and of a forward and a backward.
         tuned: the same as the recipe, for ``TUNED``.
     """
@@ -33,11 +33,11 @@ class DenseSubject:
     def __init__(
         self,
         name: str,
-        ours: Callable[[Tensor, Tensor], Tensor],
-        recipe: Callable[[Tensor, Tensor], Tensor],
-        make: Callable[[], tuple[Tensor, Tensor]],
+        ours: Callable[..., Tensor],
+        recipe: Callable[..., Tensor],
+        make: Callable[[], tuple[Tensor, ...]],
         products: tuple[int, int],
-        tuned: Callable[[Tensor, Tensor], Tensor] | None = None,
+        tuned: Callable[..., Tensor] | None = None,
     ) -> None:
         self.name = name
         # Another shape is another subject, whose graph must not be one of sizes that are not known.
@@ -61,7 +61,7 @@ class DenseSubject:
             self.functions[name](*self.inputs[i])
 
     def train(self, name: str, i: int) -> None:
-        """Forward and both gradients."""
+        """Forward and all gradients."""
         torch.autograd.grad(self.functions[name](*self.inputs[i]), self.inputs[i], self.grad)
 
     def move(self, operation: str, i: int) -> None:

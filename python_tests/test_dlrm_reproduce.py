@@ -190,8 +190,8 @@ def test_the_list_is_what_the_results_are_of():
 
 def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", SAVEFIG)
-    monkeypatch.setattr(report, "draw", lambda path, records: None)  # the runs' own curves are other tests'
-    monkeypatch.setattr(report, "curves", lambda records: [])
+    monkeypatch.setattr(report, "draw", lambda *_: None)  # the runs' own curves are other tests'
+    monkeypatch.setattr(report, "curves", lambda *_: [])
     monkeypatch.setattr(compare, "train", TRAIN)
     assert command("--quick") == 0
     folder = tmp_path / "reproduce-quick"

@@ -23,6 +23,7 @@ from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
+MODELS = ("dlrm", "dcnv2", "wukong")
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS = {
@@ -152,9 +153,18 @@ class TrainConfig:
     )
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
 
+    model: str = _choice(
+        "dlrm", "between the MLPs: dlrm, dot products; dcnv2, cross layers; wukong, factorization machines", MODELS
+    )
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
+    cross_layers: int = _count(3, "dcnv2: cross layers")
+    cross_rank: int = _count(16, "dcnv2: rank of their matrices")
+    wukong_layers: int = _count(3, "wukong: layers")
+    wukong_features: int = _count(8, "wukong: vectors that either block of a layer makes")
+    wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to")
+    wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP")
     embedding: str = _choice(
         "full",
         "tables: full; hash, ids share rows; qr, quotient and remainder, multiplied, added (qr_add) or side by side "
@@ -195,7 +205,7 @@ class TrainConfig:
     )
     optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
     lr: float = _positive(0.05, "learning rate of the tables")
-    dense_lr: float = _positive(0.001, "learning rate of the MLPs (Adam)")
+    dense_lr: float = _positive(0.001, "learning rate of all but the tables (Adam)")
     warmup_steps: int = _count(0, "steps in which both learning rates rise linearly", 0)
     decay_start: int = _count(0, "step at which both begin to fall", 0)
     decay_steps: int = _count(0, "steps in which they fall with the square of what is left (0: they do not fall)", 0)
@@ -261,7 +271,8 @@ class TrainConfig:
         )
         if self.cache:
             rows += f"-cache{self.cache:g}{self.policy}"
-        return f"{data_name}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
+        network = "" if self.model == "dlrm" else f"-{self.model}"
+        return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
         """How the tables of features are kept in fewer numbers, by feature; full ones are not there."""

@@ -23,11 +23,14 @@ BF16 = "arXiv:2010.06192"
 FIXED_POINT = "arXiv:1502.02551"
 MX = "arXiv:2302.08007"
 RECD = "arXiv:2211.05239"
+DCN = "arXiv:2008.13535"
+WUKONG = "arXiv:2403.02545"
 TARGET = "target"
 
 GROCERIES = "the paper: Criteo Kaggle, tables of millions of rows; here: Complete Journey, 141,000 rows"
 MOVIES = "the paper: Criteo Kaggle; here: ml-100k, 5,257 rows of tables, which need no compression"
 INDUSTRIAL = "the paper: an industrial model; here: Complete Journey, 141,000 rows"
+UNTUNED = "the papers: tuned models, Criteo and larger; here: the trainer's defaults, one pass of Complete Journey"
 ALL_ROUNDED = "the paper: every tensor of the network in bfloat16; here: rows of tables alone"
 
 
@@ -39,7 +42,7 @@ class Experiment:
         name: of its folder.
         shows: what it is about, in a few words.
         configurations: as on the command line.
-        lists: the flags that are lists, by their names: "format", "rounding", "embedding".
+        lists: the flags that are lists, by their names: "format", "rounding", "embedding", "model".
         options: those of all configurations that are not at their default.
         seeds: how many.
         minutes, quick_minutes: of the processor, measured with one thread: all runs of it, and those of `--quick`.
@@ -297,6 +300,19 @@ EXPERIMENTS = (
             ),
             Claim("trains faster at all", TARGET, Faster("on", "off"), 1.0),
             Claim("windows change no score", TARGET, Auc("windows", ("on",)), 0.0),
+        ),
+    ),
+    Experiment(
+        name="models",
+        shows="DLRM, DCN V2 and Wukong on the same tables",
+        lists={"model": "dlrm,dcnv2,wukong"},
+        seeds=8,
+        minutes=5,
+        quick_minutes=0.5,
+        claims=(
+            Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNTUNED),
+            Claim("Wukong is better than DLRM", WUKONG, Auc("wukong", ("dlrm",)), 0.0, UNTUNED),
+            Claim("Wukong is better than DCN V2", WUKONG, Auc("wukong", ("dcnv2",)), 0.0, UNTUNED),
         ),
     ),
     Experiment(
