@@ -55,5 +55,7 @@ def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLR
         optimizer=config.table_optimizer(),
         seed=config.seed,
         cache=cache,
+        precision=config.precision,
+        activations=config.activations,
     )
     return model.to(devices.find(config.device))

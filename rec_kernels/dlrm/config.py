@@ -15,6 +15,7 @@ from typing import Any
 import rec_kernels as rk
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
+from rec_kernels.dlrm.precision import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.nn.compression import Compression
 from rec_kernels.nn.optimizers import Optimizer
@@ -176,6 +177,16 @@ class TrainConfig:
         0.3, float, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
     )
     threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
+    precision: str = _choice(
+        "fp32",
+        "of MLPs and interaction, and of what tables give them: fp32, or bf16, mixed with fp32 as torch.autocast does",
+        tuple(PRECISIONS),
+    )
+    activations: str = _choice(
+        "fp32",
+        f"format that inputs of the interaction and of linear layers are rounded to: {', '.join(ACTIVATIONS)}",
+        ACTIVATIONS,
+    )
     format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
@@ -272,7 +283,10 @@ class TrainConfig:
         if self.cache:
             rows += f"-cache{self.cache:g}{self.policy}"
         network = "" if self.model == "dlrm" else f"-{self.model}"
-        return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
+        dense = "" if self.precision == "fp32" else f"-dense{self.precision}"
+        if self.activations != "fp32":
+            dense += f"-act{self.activations}"
+        return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
         """How the tables of features are kept in fewer numbers, by feature; full ones are not there."""

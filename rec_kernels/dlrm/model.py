@@ -12,6 +12,7 @@ from torch import nn
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
+from rec_kernels.dlrm.precision import dense_region, dtype_of, quantize_inputs
 from rec_kernels.nn.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
@@ -51,7 +52,8 @@ class DLRM(nn.Module):
         top: widths of the hidden layers between the interaction and the logit.
         interaction: makes the module between, as ``DotInteraction``, from the number of features and D. It draws what
             it starts with from torch's generator, which is seeded for it.
-        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; outputs, MLPs and optimizer state are float32.
+        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; optimizer state and the MLPs' parameters are
+            float32.
         rounding: of updated rows of formats other than fp32, "stochastic" or "nearest".
         compressions: of tables that are kept in fewer numbers, by feature (``rk.EmbeddingBagConfig``).
         optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the rest of the model is
@@ -62,6 +64,11 @@ class DLRM(nn.Module):
         init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
             ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
         cache: row cache of the tables.
+        precision: what MLPs and interaction compute in, "fp32" or "bf16": under torch.autocast, from pooled embeddings
+            that the tables' kernels round to bfloat16. Parameters and logits are float32.
+        activations: format in which the interaction and every linear layer get their inputs, one of
+            ``rk.ROW_FORMATS``: each row is rounded by ``rk.fake_quantize``, with the gradient of the identity. "fp32":
+            nothing is rounded.
     """
 
     def __init__(
@@ -80,14 +87,18 @@ class DLRM(nn.Module):
         seed: int = 0,
         init: Callable[[torch.Tensor], object] | None = None,
         cache: rk.RowCache | None = None,
+        precision: str = "fp32",
+        activations: str = "fp32",
     ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
+        self.precision = precision
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
         noise = seed % 2**63
         options = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
+        options["output_dtype"] = dtype_of(precision)
         # Of tables without an init, and of the interaction. Not torch.manual_seed, which reseeds GPUs, too; counted
         # down, because counted up it would be the generator's stream.
         with torch.random.fork_rng(devices=()):
@@ -99,15 +110,19 @@ class DLRM(nn.Module):
             _skip(generator, skipped)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
         self.top = _mlp([self.interaction.out_features, *top, 1], generator, final_relu=False)
+        if activations != "fp32":
+            layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
+            quantize_inputs([self.interaction, *layers], activations)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
-        dense = self.bottom(batch.dense)
         sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
-        return self.top(self.interaction(dense, sparse)).squeeze(1)
+        with dense_region(self.precision, sparse.device):
+            logits = self.top(self.interaction(self.bottom(batch.dense), sparse))
+        return logits.squeeze(1).float()
 
     def pooled(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of the features, float32 [B, F D]: the shared ones first."""
+        """Embeddings of the features, [B, F D] of the dtype of ``precision``: the shared ones first."""
         return self.embeddings(batch.joined().features).values()
 
     def prefetch(self, batch: Batch) -> None:
