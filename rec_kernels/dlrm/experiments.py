@@ -25,6 +25,7 @@ MX = "arXiv:2302.08007"
 RECD = "arXiv:2211.05239"
 DCN = "arXiv:2008.13535"
 WUKONG = "arXiv:2403.02545"
+BF16_MIXED = "arXiv:1905.12322"
 TARGET = "target"
 
 GROCERIES = "the paper: Criteo Kaggle, tables of millions of rows; here: Complete Journey, 141,000 rows"
@@ -314,6 +315,30 @@ EXPERIMENTS = (
             Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNTUNED),
             Claim("Wukong is better than DLRM", WUKONG, Auc("wukong", ("dlrm",)), 0.0, UNTUNED),
             Claim("Wukong is better than DCN V2", WUKONG, Auc("wukong", ("dcnv2",)), 0.0, UNTUNED),
+        ),
+    ),
+    Experiment(
+        name="precision",
+        shows="the dense side in bfloat16, and with activations in shared microexponents",
+        configurations=("fp32", "bf16:precision=bf16", *(f"{f}:activations={f}" for f in ("mx9", "mx6", "mx4"))),
+        seeds=8,
+        minutes=7,
+        quick_minutes=0.7,
+        claims=(
+            Claim(
+                "bfloat16 with FP32 weights costs no quality",
+                BF16_MIXED,
+                Auc("bf16", ("fp32",)),
+                NO_WORSE,
+                "the paper: industrial models; here: small MLPs, one pass of Complete Journey",
+            ),
+            Claim(
+                "operands in MX9 cost no quality",
+                MX,
+                Auc("mx9", ("fp32",)),
+                NO_WORSE,
+                "the paper: both operands of every product, gradients, too; here: activations alone",
+            ),
         ),
     ),
     Experiment(
