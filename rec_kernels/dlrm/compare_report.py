@@ -190,7 +190,7 @@ def _score_table(result: dict, key: str) -> str:
         count = f"{ended} of {len(runs)}" if ended < len(runs) else str(ended)
         scores = number(score["mean"], 5), number(score["std"], 5)
         rows.append((configuration["name"], count, *scores, mean, interval, apart["verdict"]))
-    return _table(rows)
+    return table(rows)
 
 
 def _cost_table(result: dict) -> str:
@@ -205,10 +205,10 @@ def _cost_table(result: dict) -> str:
             sizes = f"{c['weight_bytes'] / 2**20:.2f}", share, f"{c['state_bytes'] / 2**20:.2f}"
             numbers = f"{c['parameters']:,}", *sizes, f"{c['examples_per_second']:,.0f}"
         rows.append((c["name"], *numbers, _options(own) or "-"))
-    return _table(rows)
+    return table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Markdown table whose columns are aligned as text, too."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -135,28 +135,32 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
     )
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}",
-        _section("Curves", figures),
-        _section(
-            "Time", _time([record for record in records if record["kind"] == "train"]) + _roofline(test) + _shared(test)
-        ),
-        _section("Memory", _memory(test) if test else ""),
-        _section("Configuration", _configuration(settings["config"])),
-        _section("Versions", _table(("package", "version"), settings["versions"].items(), kind="text")),
+        section("Curves", figures),
+        section("Time", _time([r for r in records if r["kind"] == "train"]) + _roofline(test) + _shared(test)),
+        section("Memory", _memory(test) if test else ""),
+        section("Configuration", _configuration(settings["config"])),
+        section("Versions", table(("package", "version"), settings["versions"].items(), kind="text")),
     ]
+    return document(name, sections)
+
+
+def document(title: str, sections: Sequence[str]) -> str:
+    """A page of sections, which are HTML; the title is a text and is escaped."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+def section(title: str, content: str) -> str:
+    """A part of a page: the title is a text, the content HTML; nothing where there is no content."""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
-def _table(header: Sequence[str], rows, *, kind: str = "", strong: int = 0) -> str:
+def table(header: Sequence[str], rows, *, kind: str = "", strong: int = 0) -> str:
     """HTML table of texts, which are escaped; the first ``strong`` rows stand out."""
 
     def line(cells, tag: str, css: str = "") -> str:
@@ -245,7 +249,7 @@ def _roofline(test: dict | None) -> str:
     ]
     header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
     limits = profile["limits"]
-    return _table(header, rows) + (
+    return table(header, rows) + (
         f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what its layers' inputs, outputs and "
         f"parameters, ids, rows of tables and optimizer state take at a copy's {limits['bytes_per_second'] / 1e9:,.1f} "
         f"GB/s, or its products at a large one's {limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
@@ -268,7 +272,7 @@ def _memory(test: dict) -> str:
     notes = f"<p>Tables: {memory(tables)}.</p><p>Dense part: {dense(test)}; {kept}.</p>"
     if has_tiers(test):
         notes += f"<p>Tiers: {escape(tiers(test['tiers']))}.</p>{_caches(tables)}"
-    return _table(header, lines, strong=1) + notes
+    return table(header, lines, strong=1) + notes
 
 
 def _shared(test: dict | None) -> str:
@@ -284,7 +288,7 @@ def _caches(tables: list[dict]) -> str:
         if "cache_bytes" in t
     ]
     header = ("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))
-    return _table(header, rows) if rows else ""
+    return table(header, rows) if rows else ""
 
 
 def _configuration(config: dict) -> str:
@@ -296,7 +300,7 @@ def _configuration(config: dict) -> str:
     names = [*changed, *(name for name in values if name not in changed)]
     rows = [(name, _option(values[name]), _option(defaults.get(name))) for name in names]
     note = f"<p>{len(changed)} of {len(names)} options are not at their default; they come first.</p>"
-    return note + _table(("option", "value", "default"), rows, kind="text", strong=len(changed))
+    return note + table(("option", "value", "default"), rows, kind="text", strong=len(changed))
 
 
 def _option(value: Any) -> str:
