@@ -137,6 +137,20 @@ def test_resumed_runs_end_with_the_same_bits(
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("model", MODELS[1:])
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx9"}], ids=str)
+def test_lower_precision(model: str, options: dict, data: Synthetic, tmp_path: Path) -> None:
+    """Close to what float32 learns, but not the same; the same operations are counted."""
+    low, full = (
+        train(config(tmp_path, model=model, run=name, epochs=2, **more), data, progress=False)
+        for name, more in (("low", options), ("full", {}))
+    )
+    assert low["log_loss"] != full["log_loss"]
+    assert low["log_loss"] == pytest.approx(full["log_loss"], abs=0.02)
+    assert low["flops_per_example"] == full["flops_per_example"]
+
+
 def test_models_start_with_the_same_tables_and_seeds_differ(data: Synthetic) -> None:
     """Tables and bottom MLP are the same whichever model; the interaction follows the seed."""
     made = {m: build_model(TrainConfig(**OPTIONS, model=m), data) for m in MODELS}
