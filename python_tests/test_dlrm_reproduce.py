@@ -185,7 +185,9 @@ def test_the_list_is_what_the_results_are_of():
     for experiment in EXPERIMENTS:
         plan = experiment.plan(TrainConfig(runs_dir="x"))
         assert (plan.configs, plan.seeds) in published, experiment.name
-        assert planned(experiment.command()) == (plan.configs, plan.seeds)
+        for quick in (False, True):
+            plan = experiment.plan(TrainConfig(runs_dir="x"), quick=quick)
+            assert planned(experiment.command(quick=quick)) == (plan.configs, plan.seeds)
 
 
 def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypatch):

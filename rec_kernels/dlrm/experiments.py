@@ -64,20 +64,24 @@ class Experiment:
 
     def plan(self, base: TrainConfig, *, quick: bool = False, path: str | None = None) -> Comparison:
         """The comparison in ``base.runs_dir``, carried out as ``base`` says; ``path`` is for one that needs it."""
-        config = dataclasses.replace(base, **self.options, path=path if self.needs_path else None)
-        if quick and config.data == "completejourney":
-            config = dataclasses.replace(config, weeks=QUICK_WEEKS)
-        seeds = str(min(self.seeds, QUICK_SEEDS) if quick else self.seeds)
+        config = dataclasses.replace(base, **self._options(quick), path=path if self.needs_path else None)
         lists = {f"{option}s": value for option, value in self.lists.items()}
-        return plan(self.configurations, config, seeds, self.name, **lists)
+        return plan(self.configurations, config, self._seeds(quick), self.name, **lists)
 
-    def command(self) -> str:
+    def command(self, *, quick: bool = False) -> str:
         """The command line that trains the same."""
-        given = dict(self.lists) | ({"path": "PATH"} if self.needs_path else {}) | dict(self.options)
+        given = dict(self.lists) | ({"path": "PATH"} if self.needs_path else {}) | self._options(quick)
         values = {o: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for o, v in given.items()}
         flags = [part for option, value in values.items() for part in (f"--{option.replace('_', '-')}", value)]
-        words = [*self.configurations, *flags, "--seeds", str(self.seeds), "--name", self.name]
+        words = [*self.configurations, *flags, "--seeds", self._seeds(quick), "--name", self.name]
         return "python -m rec_kernels.dlrm compare " + " ".join(map(shlex.quote, words))
+
+    def _options(self, quick: bool) -> dict[str, Any]:
+        fewer = quick and self.options.get("data", TrainConfig.data) == "completejourney"
+        return dict(self.options) | ({"weeks": QUICK_WEEKS} if fewer else {})
+
+    def _seeds(self, quick: bool) -> str:
+        return str(min(self.seeds, QUICK_SEEDS) if quick else self.seeds)
 
 
 def _quotients(differs: str) -> tuple[Claim, ...]:

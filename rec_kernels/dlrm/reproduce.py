@@ -149,7 +149,8 @@ def gather(request: Request, states: dict[str, dict]) -> dict:
         if state["status"] == DONE and result is None:
             state |= {"status": NOT_RUN, "why": "what an earlier call left is of another list, or gone"}
         minutes = experiment.quick_minutes if request.quick else experiment.minutes
-        about = {"name": experiment.name, "shows": experiment.shows, "command": experiment.command()}
+        command = experiment.command(quick=request.quick)
+        about = {"name": experiment.name, "shows": experiment.shows, "command": command}
         claims = [answer(claim, result) for claim in experiment.claims]
         entries.append(about | state | {"stated_minutes": minutes, "claims": claims, "result": result})
     return {

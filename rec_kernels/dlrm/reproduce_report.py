@@ -108,7 +108,7 @@ def _claims(results: dict) -> list[Part]:
     parts: list[Part] = [
         f"{counts(results)}. {RULE} Each interval stands by itself: of twenty, one misses by chance. Where a claim is "
         f"that nothing is lost, the bound is {LOSS} of AUC below, unless the paper gives one.",
-        f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; torch {machine['torch']}, "
+        f"{machine['cpu']}, {machine['cores']} cores, threads: {machine['threads']}; torch {machine['torch']}, "
         f"rec_kernels {machine['rec_kernels']}. Examples per second are of the whole training and of this machine as "
         "it was: runs of a seed take turns, minutes apart.",
     ]
