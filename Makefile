@@ -53,7 +53,7 @@ sdist: $(VENV)/.env
 # auditwheel leaves torch's libraries where they are; check.py holds what it wrote to what docs/install.md promises.
 BUILD_WHEEL = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" REC_KERNELS_PORTABLE=1 \
     $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel/$@ . \
-  && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel -q repair --plat manylinux_2_28_$$(uname -m) \
+  && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
     --exclude 'libtorch*' -w dist build/wheel/$@/*.whl \
   && rm -r build/wheel/$@ && $(PY) wheels/check.py dist/*.whl
 

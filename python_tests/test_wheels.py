@@ -40,6 +40,7 @@ def names(check: ModuleType) -> set[str]:
         check.CPU,
         HOST,
         "rec_kernels/cuda_architectures.txt",
+        "rec_kernels/",
         "rec_kernels-1.0.dist-info/WHEEL",
     }
 

@@ -39,7 +39,7 @@ def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:
         wheel: its file name. names: of the files in it.
     """
     _, version, python, *_ = wheel.split("-")
-    files = {name for name in names if ".dist-info/" not in name}
+    files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
     expected = python_files() | {CPU, "rec_kernels/cuda_architectures.txt"} | ({CUDA} if "+cu" in version else set())
     pattern = rf"rec_kernels/_host\.{python.replace('cp', 'cpython-')}-.*\.so"
     host = {name for name in files if re.fullmatch(pattern, name)}
