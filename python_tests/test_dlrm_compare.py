@@ -56,7 +56,7 @@ def tiny():
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
     # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
-    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "draw", lambda path, records, model: None)
     monkeypatch.setattr(report, "curves", lambda records: [])
 
     def run(*configurations, seeds="2", more=()):

@@ -139,6 +139,6 @@ def test_other_choices_make_no_windows(data: Changed) -> None:
     held_out = HeldOut(data, SIZE, 0.0)
     assert decide("windows", held_out) == (True, None)
     batch = next(DedupReader(held_out, on=True).batches("train", SIZE))
-    assert isinstance(batch.shared.stored(), rk.KeyedJaggedTensor)
+    assert isinstance(batch.features.stored(), rk.KeyedJaggedTensor)
     batch = next(DedupReader(held_out, on=True, windows=True).batches("train", SIZE))
     assert isinstance(batch.shared.stored(), rk.KeyedJaggedWindows)

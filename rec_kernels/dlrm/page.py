@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 from rec_kernels.dlrm.config import TrainConfig
 
+#: Models, for a reader.
+TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
 
 STYLE = """
@@ -74,6 +76,12 @@ def tiers(report: dict[str, int]) -> str:
     return f"{', '.join(parts)}; {moved}"
 
 
+def dense(test: dict) -> str:
+    """All but the tables, as in "39,873 parameters; 78,912 FLOPs of a row's forward"."""
+    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
+    return f"{test['dense_parameters']:,} parameters{flops}"
+
+
 def dedup(test: dict) -> str:
     """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
 
@@ -120,12 +128,13 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
         HTML; every text in it is escaped.
     """
     test = next((record for record in records if record["kind"] == "test"), None)
+    title = TITLES[settings["config"].get("model", "dlrm")]
     figures = "".join(
         f'<figure><img src="{escape(source)}" alt="{escape(label)} over the rows trained on"></figure>'
         for label, source in pictures
     )
     sections = [
-        f"<h1>{escape(name)}</h1>{_status(records, test)}{_scores(records, test)}",
+        f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}",
         _section("Curves", figures),
         _section("Time", _time([record for record in records if record["kind"] == "train"]) + _shared(test)),
         _section("Memory", _memory(test) if test else ""),
@@ -211,8 +220,8 @@ def _time(train: list[dict]) -> str:
         '<div class="scroll"><table><thead><tr><th>part</th><th>seconds</th><th>share</th><th></th></tr></thead>'
         f'<tbody>{rows}<tr class="strong"><td>total</td><td>{total:,.2f}</td><td></td><td></td></tr></tbody></table>'
         f"</div><p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left "
-        "out. Backward includes the update of the tables, optimizer is that of the MLPs, data is the time spent "
-        "waiting for a batch. The test is not in the table.</p>"
+        "out. Backward includes the update of the tables, optimizer is that of all but the tables, data is the time "
+        "spent waiting for a batch. The test is not in the table.</p>"
     )
 
 
@@ -228,9 +237,8 @@ def _memory(test: dict) -> str:
     keys = ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes")
     lines += [row(*(table[key] for key in keys)) for table in tables]
     header = ("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share")
-    dense = test["dense_parameters"]
-    mlps = f"{dense:,} parameters, {dense * 4 / 1024:,.1f} KiB in FP32; Adam keeps two more numbers of each"
-    notes = f"<p>Tables: {memory(tables)}.</p><p>MLPs: {mlps}.</p>"
+    kept = f"{test['dense_parameters'] * 4 / 1024:,.1f} KiB in FP32, of which Adam keeps two more numbers each"
+    notes = f"<p>Tables: {memory(tables)}.</p><p>Dense part: {dense(test)}; {kept}.</p>"
     if has_tiers(test):
         notes += f"<p>Tiers: {escape(tiers(test['tiers']))}.</p>{_caches(tables)}"
     return _table(header, lines, strong=1) + notes
