@@ -121,6 +121,7 @@ def fabricated(**configurations) -> dict:
         (Finding(0.3, None, None, 1), CANNOT_TELL, "there is no interval from 1 seed"),
         (Finding(None, pairs=0), CANNOT_TELL, "the runs are not there"),
         (Finding(None), CANNOT_TELL, "the runs are not there"),
+        (Finding(0.3, 0.1, 0.5, 8, 1), CANNOT_TELL, "1 of its runs failed"),
         (Finding(0.0), MET, "reaches the bound"),
         (Finding(-1e-9), NOT_MET, "is below the bound"),
     ],
@@ -129,7 +130,7 @@ def test_verdicts_follow_from_the_interval(finding, verdict, why):
     assert claims.judge(finding, 0.0) == (verdict, why)
     moved = [None if v is None else v + 2.5 for v in (finding.value, finding.low, finding.high)]
     if finding.value != -1e-9:  # which 2.5 swallows
-        assert claims.judge(Finding(*moved, finding.pairs), 2.5) == (verdict, why)
+        assert claims.judge(Finding(*moved, finding.pairs, finding.failed), 2.5) == (verdict, why)
 
 
 def test_measures_pair_the_seeds():
@@ -147,7 +148,7 @@ def test_measures_pair_the_seeds():
     assert Fewer("weight_bytes", "b", "a")(result) == Finding(2.5)
     assert str(Auc("b", ("a", "c"))) == "AUC, b - the mean of a and c"
     none = fabricated(a={"auc": [None]}, b={"auc": [0.5]})
-    assert Auc("b", ("a",))(none) == Finding(None, pairs=0)
+    assert Auc("b", ("a",))(none) == Finding(None, pairs=0, failed=1)
     assert Fewer("parameters", "b", "a")(none) == Finding(None)
 
 

@@ -44,6 +44,21 @@ def test_concat_of_other_batch_sizes() -> None:
     assert bags(joined) == bags(parts[0]) | bags(parts[1])
 
 
+@pytest.mark.parametrize("place", [0, 1])
+def test_concat_of_a_view(place: int) -> None:
+    """Of the bags of a larger batch: ids before and behind them are left out."""
+    ids = torch.arange(7)
+    view = rk.KeyedJaggedTensor(["v"], ids, offsets=torch.tensor([2, 3, 5]), weights=ids / 2)
+    other = kjt("a", [1, 2], weights=torch.ones(3))
+    joined = rk.KeyedJaggedTensor.concat([view, other] if place == 0 else [other, view])
+    assert bags(joined) == {"v": [[2], [3, 4]]} | bags(other)
+    assert joined["v"].weights_or_none().tolist() == [1.0, 1.5, 2.0]
+    view.offset_per_key()
+    other.offset_per_key()
+    known = rk.KeyedJaggedTensor.concat([other, view])
+    assert known.known_offset_per_key() == [0, 3, 6]
+
+
 def test_concat_of_weights() -> None:
     parts = [kjt(key, [2], weights=torch.full((2,), number)) for key, number in (("a", 0.5), ("b", 2.0))]
     assert rk.KeyedJaggedTensor.concat(parts).weights_or_none().tolist() == [0.5, 0.5, 2.0, 2.0]

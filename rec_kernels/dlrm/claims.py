@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,8 +13,8 @@ from rec_kernels.dlrm.compare_report import half_width
 MET, NOT_MET, CANNOT_TELL = VERDICTS = ("met", "not met", "cannot tell")
 RULE = (
     f'"{MET}": the 95 % interval of our number lies at or above the bound. "{NOT_MET}": all of it lies below. '
-    f'"{CANNOT_TELL}": the bound lies inside it, or there is no interval. A number of bytes or parameters is the same '
-    "for every seed and has no interval: it is compared with the bound as it is."
+    f'"{CANNOT_TELL}": the bound lies inside it, there is no interval, or a run failed. A number of bytes or '
+    "parameters is the same for every seed and has no interval: it is compared with the bound as it is."
 )
 
 
@@ -24,12 +26,14 @@ class Finding:
         value: None if the runs that it needs are not there.
         low, high: its 95 % interval over the seeds; None below 2 of them.
         pairs: seeds that it is from; None for a count, which is the same for all.
+        failed: runs that it needs and that did not finish.
     """
 
     value: float | None
     low: float | None = None
     high: float | None = None
     pairs: int | None = None
+    failed: int = 0
 
 
 def over_seeds(values: list[float]) -> Finding:
@@ -39,6 +43,11 @@ def over_seeds(values: list[float]) -> Finding:
     mean, half = float(np.mean(values)), half_width(values)
     low, high = (None, None) if half is None else (mean - half, mean + half)
     return Finding(mean, low, high, len(values))
+
+
+def _failed(result: dict, names: Sequence[str]) -> int:
+    """Runs of these configurations that did not finish."""
+    return sum(run["outcome"] != "test" for name in names for run in _configuration(result, name)["runs"])
 
 
 def _configuration(result: dict, name: str) -> dict:
@@ -72,7 +81,8 @@ class Auc:
         """From the result of ``compare_report.summarise``."""
         own, *others = (_scores(result, name, "auc") for name in self.names)
         seeds = sorted(set(own).intersection(*others))
-        return over_seeds([own[seed] - sum(other[seed] for other in others) / len(others) for seed in seeds])
+        found = over_seeds([own[seed] - sum(other[seed] for other in others) / len(others) for seed in seeds])
+        return dataclasses.replace(found, failed=_failed(result, self.names))
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,8 @@ class Faster:
     def __call__(self, result: dict) -> Finding:
         """From the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "examples_per_second") for name in self.names)
-        return over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
+        found = over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
+        return dataclasses.replace(found, failed=_failed(result, self.names))
 
 
 @dataclass(frozen=True)
@@ -144,6 +155,8 @@ def judge(finding: Finding, at_least: float) -> tuple[str, str]:
     """The verdict of ``RULE``, and why."""
     if finding.value is None:
         return CANNOT_TELL, "the runs are not there"
+    if finding.failed:
+        return CANNOT_TELL, f"{finding.failed} of its runs failed"
     if finding.pairs is None:
         return (MET, "reaches the bound") if finding.value >= at_least else (NOT_MET, "is below the bound")
     if finding.low is None:

@@ -92,8 +92,19 @@ def plan(
     listed |= {} if "" in networks else {"model": "--model"}
     if not configurations and "" in variants:
         raise ValueError(
-            "there is nothing to compare: give configurations, or lists as in --format fp32,int8 or --embedding full,qr"
+            "there is nothing to compare: give configurations, or lists as in --format fp32,int8, --embedding full,qr "
+            "or --model dlrm,dcnv2"
         )
+    configs = _configs(configurations, base, variants, listed)
+    if len(configs) < 2:
+        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
+    return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+
+
+def _configs(
+    configurations: Sequence[str], base: TrainConfig, variants: dict[str, dict], listed: dict[str, str]
+) -> dict[str, TrainConfig]:
+    """Every configuration in every variant, by name; ``listed``: the flags of options that a list gives."""
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
@@ -110,9 +121,7 @@ def plan(
                 configs[full] = dataclasses.replace(base, **options | given)
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
-    if len(configs) < 2:
-        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
-    return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+    return configs
 
 
 def _kinds(option: str, text: str, allowed: Sequence[str]) -> dict[str, dict[str, str]]:

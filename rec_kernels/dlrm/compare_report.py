@@ -84,7 +84,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
         "configurations": [
             {
                 "name": name,
-                "options": _changed(config),
+                "options": changed_options(config),
                 "runs": [_run(comparison, name, seed, record) for seed, record in outcomes[name].items()],
                 **{key: _score(outcomes, reference, name, key, sign) for key, _, sign in SCORES},
                 **_cost(list(outcomes[name].values())),
@@ -94,7 +94,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
     }
 
 
-def _changed(config: TrainConfig) -> dict:
+def changed_options(config: TrainConfig) -> dict:
     """The options that decide the outcome, the seed aside, and are not at their default."""
     changed = {name: (getattr(config, name), default) for name, default in comparable_defaults().items()}
     return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in changed.items() if v != default}

@@ -22,7 +22,7 @@ from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
-COMPILE = ("no", "default", "reduce-overhead", "max-autotune")
+COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 MODELS = ("dlrm", "dcnv2", "wukong")
@@ -203,8 +203,7 @@ class TrainConfig:
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
     compile: str = _choice(
         "no",
-        "torch.compile of MLPs and interaction: no, or its mode: default, reduce-overhead (with CUDA graphs on a GPU) "
-        "or max-autotune",
+        "torch.compile of MLPs and interaction: no, or its mode default",
         COMPILE,
     )
     backing: str = _choice(

@@ -102,7 +102,7 @@ def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
         if f.weights_or_none() is not None or not f.keys():
             yield f
             continue
-        ones = torch.ones(f.values().shape, device=f.values().device)
+        ones = torch.ones(f.values().shape, dtype=torch.float32, device=f.values().device)
         sizes = f.stride_per_key() if f.variable_stride_per_key() else None
         yield rk.KeyedJaggedTensor(f.keys(), f.values(), offsets=f.offsets(), weights=ones, stride_per_key=sizes)
 

@@ -93,7 +93,7 @@ class DLRM(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
-        self.precision, self._dense_side = precision, self.dense_side
+        self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
         noise = seed % 2**63
@@ -117,7 +117,7 @@ class DLRM(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
         sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
-        return self._dense_side(batch.dense, sparse)
+        return self._dense_side(self, batch.dense, sparse)
 
     def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
@@ -128,9 +128,11 @@ class DLRM(nn.Module):
     def compile_dense_side(self, mode: str) -> None:
         """From now on ``forward`` has MLPs and interaction by ``torch.compile``; ``mode``: of it.
 
-        "reduce-overhead" replays CUDA graphs on a GPU.
+        Every size of a batch has a graph, which is the same whichever came before: a resumed run has the bits of one
+        that was not stopped. What was compiled before in this process is forgotten: graphs of a function are few.
         """
-        self._dense_side = torch.compile(self.dense_side, mode=mode, fullgraph=True)
+        torch._dynamo.reset()
+        self._dense_side = torch.compile(DLRM.dense_side, mode=mode, fullgraph=True, dynamic=False)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
         """Embeddings of the features, [B, F D] of the dtype of ``precision``: the shared ones first."""

@@ -250,9 +250,10 @@ def _roofline(test: dict | None) -> str:
     header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
     limits = profile["limits"]
     return table(header, rows) + (
-        f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what its layers' inputs, outputs and "
-        f"parameters, ids, rows of tables and optimizer state take at a copy's {limits['bytes_per_second'] / 1e9:,.1f} "
-        f"GB/s, or its products at a large one's {limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
+        f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what inputs and outputs of "
+        "operations, parameters, ids, rows of tables and optimizer state of the last such batch take at a copy's "
+        f"{limits['bytes_per_second'] / 1e9:,.1f} GB/s, or its products at a large one's "
+        f"{limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
     )
 
 

@@ -7,6 +7,7 @@ import os
 import platform
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -101,9 +102,17 @@ def run(request: Request) -> dict:
             states[name] = _attempt(request, experiment)
         finally:
             states[name] |= {clock: spent[clock] + now - start[clock] for clock, now in _clocks().items()}
-            results = gather(request, states)
-            (request.folder / RESULTS).write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-            reproduce_report.write(request.folder, results)
+            results = _write(request, states)
+    return results
+
+
+def _write(request: Request, states: dict[str, dict]) -> dict:
+    """Writes what there is, ``results.json`` first and in one step; returns it."""
+    results = gather(request, states)
+    fresh = request.folder / f".{RESULTS}.new"
+    fresh.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    fresh.replace(request.folder / RESULTS)
+    reproduce_report.write(request.folder, results)
     return results
 
 
@@ -126,6 +135,7 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
     except RunInterruptedError:
         raise
     except Exception as error:  # whatever it is: hours of other experiments do not end with it
+        traceback.print_exc()
         print(f"{experiment.name} failed: {error}", file=sys.stderr)
         return {"status": FAILED, "why": f"{type(error).__name__}: {error}"}
     return {"status": DONE}
@@ -145,9 +155,11 @@ def gather(request: Request, states: dict[str, dict]) -> dict:
     entries = []
     for experiment in EXPERIMENTS:
         state = {"status": NOT_RUN, "why": None} | dict.fromkeys(CLOCKS) | states.get(experiment.name, {})
-        result = _result(request, experiment) if state["status"] == DONE else None
+        result = _result(request, experiment) if state["status"] in (DONE, NOT_RUN) else None
         if state["status"] == DONE and result is None:
             state |= {"status": NOT_RUN, "why": "what an earlier call left is of another list, or gone"}
+        elif result is not None:  # of an earlier call, too, whose results.json is not there any more
+            state |= {"status": DONE, "why": None}
         minutes = experiment.quick_minutes if request.quick else experiment.minutes
         command = experiment.command(quick=request.quick)
         about = {"name": experiment.name, "shows": experiment.shows, "command": command}
@@ -167,8 +179,9 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
         result = json.loads((plan.folder / "compare.json").read_text())
     except (OSError, ValueError):
         return None
-    names = [configuration["name"] for configuration in result["configurations"]]
-    return result if (names, result["seeds"]) == (list(plan.configs), list(plan.seeds)) else None
+    options = {configuration["name"]: configuration["options"] for configuration in result["configurations"]}
+    expected = {name: compare_report.changed_options(config) for name, config in plan.configs.items()}
+    return result if (options, result["seeds"]) == (expected, list(plan.seeds)) else None
 
 
 def _machine() -> dict:

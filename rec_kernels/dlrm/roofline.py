@@ -10,13 +10,15 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch
 from rec_kernels.dlrm.model import DLRM
 
-_COPIED = 1 << 24  # bytes; more than a core's caches
+_COPIED = 1 << 26  # bytes
 _WIDTH = 512  # of the matrices
 _TURNS = 5
 
@@ -24,10 +26,11 @@ _TURNS = 5
 def costs(model: DLRM, batch: Batch, flops_per_example: int) -> dict[str, dict[str, int]]:
     """Bytes and floating-point operations of the parts of a step with ``batch``, as separate kernels have them.
 
-    forward: ids, rows of distinct bags and pooled embeddings once; inputs and outputs of each layer; its parameters.
-    backward: twice the layers' bytes and operations, which is a gradient of the input and one of the parameters; the
-    pooled embeddings' gradients, and each distinct row and its state read and written. optimizer: parameters, gradients
-    and two moments of the layers read, all but the gradients written. Row caches and checks of ids are not counted.
+    forward: ids, rows of distinct bags and pooled embeddings once; inputs, parameters among them, and outputs of each
+    operation of the dense side. backward: twice the dense side's bytes and operations, which is a gradient of the input
+    and one of the parameters; the pooled embeddings' gradients, and each distinct row and its state read and written.
+    optimizer: parameters, gradients and two moments of the layers read, all but the gradients written. Row caches and
+    checks of ids are not counted.
     """
     joined = batch.joined()
     lookups, rows, pooled = _of_tables(model, joined.features)
@@ -35,8 +38,8 @@ def costs(model: DLRM, batch: Batch, flops_per_example: int) -> dict[str, dict[s
     weights = sum(p.numel() * p.element_size() for p in model.dense_parameters())
     flops = flops_per_example * len(batch.label)
     return {
-        "forward": {"bytes": lookups + pooled + layers + weights, "flops": flops},
-        "backward": {"bytes": pooled + 2 * rows + 2 * (layers + weights), "flops": 2 * flops},
+        "forward": {"bytes": lookups + pooled + layers, "flops": flops},
+        "backward": {"bytes": pooled + 2 * rows + 2 * layers, "flops": 2 * flops},
         "optimizer": {"bytes": 7 * weights, "flops": 0},
     }
 
@@ -57,32 +60,36 @@ def _of_tables(model: DLRM, features: rk.KeyedJaggedTensor | rk.InverseKeyedJagg
     return read, changed, features.stride() * model.num_features * model.embedding_dim * item
 
 
+class _Traffic(TorchDispatchMode):
+    """Adds up the bytes of inputs and outputs of operations, but for views of memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        given, made = ([t for t in tree_leaves(x) if isinstance(t, Tensor)] for x in ((args, kwargs), output))
+        places = {t.untyped_storage().data_ptr() for t in given}
+        if not made or any(t.untyped_storage().data_ptr() not in places for t in made):
+            self.bytes += sum(t.numel() * t.element_size() for t in (*given, *made))
+        return output
+
+
 def _of_layers(model: DLRM, batch: Batch) -> int:
-    """Bytes of inputs and outputs of the dense side's layers, in a forward."""
-    counted = 0
-
-    def count(_: nn.Module, inputs: tuple, output: torch.Tensor) -> None:
-        nonlocal counted
-        counted += sum(t.numel() * t.element_size() for t in (*inputs, output) if isinstance(t, torch.Tensor))
-
-    parts = (model.bottom, model.interaction, model.top)
-    leaves = [m for part in parts for m in part.modules() if not list(m.children())]
-    hooks = [leaf.register_forward_hook(count) for leaf in leaves]
-    try:
-        # Pooled embeddings of zeros: a lookup would count in caches.
-        sparse = torch.zeros(len(batch.label), model.num_features, model.embedding_dim, device=model.device)
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            model.dense_side(batch.dense, sparse.to(model.embeddings.output_dtype))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return counted
+    """Bytes of inputs and outputs of the dense side's operations, parameters among them, in a forward."""
+    # Pooled embeddings of zeros: a lookup would count in caches.
+    sparse = torch.zeros(len(batch.label), model.num_features, model.embedding_dim, device=model.device)
+    sparse = sparse.to(model.embeddings.output_dtype)
+    with torch.no_grad(), _Traffic() as traffic:
+        model.dense_side(batch.dense, sparse)
+    return traffic.bytes
 
 
 @functools.cache
 def limits(threads: int) -> dict[str, float]:
-    """Of this machine with so many threads: bytes a second of a copy, read and write, and operations a second of a
-    float32 matrix product. Takes some hundredths of a second; the fastest of five turns."""
+    """Of this machine with so many threads: bytes a second of a copy of 64 MiB, read and write, and operations a second
+    of a float32 matrix product. Takes about a tenth of a second; the fastest of five turns."""
     source = torch.ones(_COPIED // 4)
     target = torch.empty_like(source)
     a = torch.ones(_WIDTH, _WIDTH)

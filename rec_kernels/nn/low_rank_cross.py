@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from rec_kernels.nn.arguments import positive_integer
+from rec_kernels.nn.arguments import check_layer_dtype, positive_integer
 
 
 class LowRankCrossNet(nn.Module):
@@ -58,11 +58,14 @@ class LowRankCrossNet(nn.Module):
             nn.init.zeros_(bias)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, N] of the parameters' dtype, or of any under autocast -> [B, N]; differentiable any number of times.
+        """[B, N] -> [B, N]; differentiable any number of times.
+
+        Of the parameters' dtype, or under autocast of float32, float16 or bfloat16.
 
         Raises:
-            ValueError: another shape.
+            ValueError: another shape or dtype.
         """
+        check_layer_dtype("input", input, self.bias[0].dtype)
         if input.dim() != 2 or input.shape[1] != self.in_features:
             raise ValueError(f"input must be [B, in_features = {self.in_features}], got shape {list(input.shape)}")
         x = input

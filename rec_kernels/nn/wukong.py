@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.arguments import positive_integer
+from rec_kernels.nn.arguments import check_layer_dtype, positive_integer
 from rec_kernels.ops.factorization_machine import factorization_machine
 
 
@@ -75,11 +75,15 @@ class WukongLayer(nn.Module):
                 nn.init.normal_(matrix, std=n**-0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, n, d] of the parameters' dtype, or of any under autocast -> [B, n_F + n_L, d]; differentiable once.
+        """[B, n, d] -> [B, n_F + n_L, d]; differentiable once.
+
+        Of float32, float16 or bfloat16, that of the parameters; under autocast of any of the three, and the result is
+        of autocast's dtype or float32, as torch's layer norm and sums there make it.
 
         Raises:
-            ValueError: another shape.
+            ValueError: another shape or dtype.
         """
+        check_layer_dtype("x", x, self.factors.dtype)
         if x.dim() != 3 or x.shape[1:] != (self.in_features, self.embedding_dim):
             allowed = f"[B, in_features = {self.in_features}, embedding_dim = {self.embedding_dim}]"
             raise ValueError(f"x must be {allowed}, got shape {list(x.shape)}")
