@@ -58,9 +58,10 @@ print(time.process_time() - start[0], time.perf_counter() - start[1])
 """
 
 
-def run(*command: object, **options: object) -> subprocess.CompletedProcess:
-    """A command that must succeed; its output is kept."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+def run(*command: object, folder: Path) -> subprocess.CompletedProcess:
+    """A command that must succeed, away from the checkout; its output is kept."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=folder, env=environment(folder), capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done
@@ -100,7 +101,7 @@ def run_tests(python: Path, folder: Path) -> dict[str, object]:
 
 def import_seconds(python: Path, folder: Path) -> dict[str, float]:
     """What ``import rec_kernels`` takes after ``import torch``: medians of five, of the processor and of the clock."""
-    lines = [run(python, "-c", IMPORTS, cwd=folder, env=environment(folder)).stdout.split() for _ in range(5)]
+    lines = [run(python, "-c", IMPORTS, folder=folder).stdout.split() for _ in range(5)]
     processor, clock = zip(*[map(float, line) for line in lines], strict=True)
     return {"cpu": round(statistics.median(processor), 2), "elapsed": round(statistics.median(clock), 2)}
 
@@ -108,13 +109,13 @@ def import_seconds(python: Path, folder: Path) -> dict[str, float]:
 def try_version(version: str, wheel: Path, pip: list[str], folder: Path) -> dict[str, object]:
     """One row of the table."""
     python = folder / "venv" / "bin" / "python"
-    run(sys.executable, "-m", "venv", folder / "venv")
+    run(sys.executable, "-m", "venv", folder / "venv", folder=folder)
     install = (python, "-m", "pip", "install", "-q", "--no-compile", *pip)
-    run(*install, f"torch=={version}", *REQUIREMENTS)
+    run(*install, f"torch=={version}", *REQUIREMENTS, folder=folder)
     start = time.perf_counter()
-    run(*install, "--no-deps", wheel)
+    run(*install, "--no-deps", wheel, folder=folder)
     seconds = round(time.perf_counter() - start, 1)
-    found = json.loads(run(python, "-c", PROBE, cwd=folder, env=environment(folder)).stdout.splitlines()[-1])
+    found = json.loads(run(python, "-c", PROBE, folder=folder).stdout.splitlines()[-1])
     return found | {
         "python": platform.python_version(),
         "wheel": wheel.name,
