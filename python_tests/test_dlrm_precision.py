@@ -21,7 +21,7 @@ from rec_kernels.reference.dot_interaction import interaction_reference
 from rec_kernels.testing import same_bits
 
 FEATURES = [Feature(f"f{i}", 40 + i) for i in range(5)]
-STEPS, ROWS, DENSE, D = 60, 64, 5, 20
+STEPS, ROWS, DENSE, D = 200, 64, 5, 20
 TABLE_LR, DENSE_LR = 0.3, 0.01
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
