@@ -291,7 +291,7 @@ def test_list_prints_names_and_costs_and_trains_nothing(command, tmp_path, capsy
     lines = capsys.readouterr().out.splitlines()
     assert lines[:2] == ["one           what it shows", "              1 claim; 90 min, with --quick 1 min"]
     assert lines[5].endswith("1 claim; 90 min, with --quick 1 min; needs --movielens PATH")
-    assert lines[6] == "all           4.5 h, with --quick 3 min, of one core that has no other work"
+    assert lines[6] == "all           4.5 h, with --quick 3 min, of one core"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -46,7 +46,8 @@ class Experiment:
         lists: the flags that are lists, by their names: "format", "rounding", "embedding", "model".
         options: those of all configurations that are not at their default.
         seeds: how many.
-        minutes, quick_minutes: of the processor, measured with one thread: all runs of it, and those of `--quick`.
+        minutes, quick_minutes: of the processor, with one thread, beside other work: one seed of it times the seeds
+            (of "formats": the runs that it shares with "formats32"), and all runs of `--quick`.
         claims: what it answers.
         needs_path: whether the user must say where the data is.
     """
@@ -103,7 +104,7 @@ EXPERIMENTS = (
         shows="tables trained in every row format, with both roundings",
         lists={"format": "fp32,bf16,fp16,int8,int4,mx9,mx6,mx4", "rounding": "stochastic,nearest"},
         seeds=8,
-        minutes=18,
+        minutes=19,
         quick_minutes=1.5,
         claims=(
             Claim(
@@ -132,7 +133,7 @@ EXPERIMENTS = (
         shows="what three formats cost, over 32 seeds",
         lists={"format": "fp32,bf16,int8,mx9", "rounding": "stochastic"},
         seeds=32,
-        minutes=19,
+        minutes=21,
         quick_minutes=0.5,
         claims=(
             Claim(
@@ -162,7 +163,7 @@ EXPERIMENTS = (
         ),
         options={"lr": 1e-5},
         seeds=8,
-        minutes=7,
+        minutes=8,
         quick_minutes=0.8,
         claims=(
             Claim(
@@ -218,7 +219,7 @@ EXPERIMENTS = (
             "qr15-int8:embedding=qr,collisions=15,format=int8",
         ),
         seeds=8,
-        minutes=11,
+        minutes=13,
         quick_minutes=1.2,
         claims=(
             Claim(
@@ -251,8 +252,8 @@ EXPERIMENTS = (
             ),
         ),
         seeds=8,
-        minutes=14,
-        quick_minutes=1.5,
+        minutes=15,
+        quick_minutes=1.4,
         claims=(
             Claim(
                 "int8 with a cache of 5 %: 3 times less memory",
@@ -284,7 +285,7 @@ EXPERIMENTS = (
         configurations=("on:dedup=on", "off:dedup=off"),
         seeds=4,
         minutes=1.4,
-        quick_minutes=0.2,
+        quick_minutes=0.3,
         claims=(Claim("deduplication costs no quality", RECD, Auc("on", ("off",)), NO_WORSE),),
     ),
     Experiment(
@@ -293,8 +294,8 @@ EXPERIMENTS = (
         configurations=("off:dedup=off", "on:dedup=on", "windows:dedup=windows"),
         options={"embedding_dim": 64, "history": 200},
         seeds=4,
-        minutes=3.7,
-        quick_minutes=0.7,
+        minutes=4,
+        quick_minutes=0.6,
         claims=(
             Claim(
                 "trains up to 2.48 times as many examples/s",
@@ -313,8 +314,8 @@ EXPERIMENTS = (
         shows="DLRM, DCN V2 and Wukong on the same tables",
         lists={"model": "dlrm,dcnv2,wukong"},
         seeds=8,
-        minutes=5,
-        quick_minutes=0.5,
+        minutes=7,
+        quick_minutes=0.7,
         claims=(
             Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNTUNED),
             Claim("Wukong is better than DLRM", WUKONG, Auc("wukong", ("dlrm",)), 0.0, UNTUNED),
@@ -326,8 +327,8 @@ EXPERIMENTS = (
         shows="the dense side in bfloat16, and with activations in shared microexponents",
         configurations=("fp32", "bf16:precision=bf16", *(f"{f}:activations={f}" for f in ("mx9", "mx6", "mx4"))),
         seeds=8,
-        minutes=7,
-        quick_minutes=0.7,
+        minutes=5,
+        quick_minutes=0.6,
         claims=(
             Claim(
                 "bfloat16 with FP32 weights costs no quality",
@@ -363,8 +364,8 @@ EXPERIMENTS = (
         options={"data": "movielens", "batch_size": 512, "epochs": 2},
         needs_path=True,
         seeds=8,
-        minutes=7.3,
-        quick_minutes=3.6,
+        minutes=7,
+        quick_minutes=3.1,
         claims=(
             *_quotients(MOVIES),
             Claim("better by 0.001 with half the parameters", MIXED, Auc("mixed2", ("full",)), 0.001, MOVIES),

@@ -78,7 +78,7 @@ def listing() -> str:
             f"{experiment.quick_minutes:g} min{path}"
         )
     whole, quick = (sum(getattr(e, key) for e in EXPERIMENTS) for key in ("minutes", "quick_minutes"))
-    lines.append(f"{'all':<14}{whole / 60:.1f} h, with --quick {quick:.0f} min, of one core that has no other work")
+    lines.append(f"{'all':<14}{whole / 60:.1f} h, with --quick {quick:.0f} min, of one core")
     return "\n".join(lines)
 
 
