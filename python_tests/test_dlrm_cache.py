@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dlrm_records
 import pytest
 import torch
 from dlrm_stops import StopAfter
@@ -19,7 +20,7 @@ from rec_kernels.testing import same_bits
 
 skip_without_host()
 
-TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes", "tiers"}
+TIMES = dlrm_records.TIMES | {"tiers"}
 OPTIONS = {
     "data": "synthetic",
     "rows": 1_500,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed
+from dlrm_records import TIMES
 from dlrm_stops import StopAfter
 
 pytest.importorskip("pyarrow")
@@ -40,7 +41,6 @@ from rec_kernels.dlrm.train import Run, TrainingError, predict
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
 SESSIONS = {"table_rows": 200, "samples_per_session": 12, "unchanged": 0.9}
-TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
 
 
 def config(runs_dir: Path, **options) -> TrainConfig:

@@ -88,7 +88,8 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     asked = []
 
     def to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        asked.append((str(device), non_blocking, len(batch.label)))
+        if len(batch.label) > 1:  # not the row by which the model's operations are counted
+            asked.append((str(device), non_blocking, len(batch.label)))
         return batch
 
     def pin_memory(batch: Batch) -> Batch:
