@@ -13,7 +13,7 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-
 # All tests: in two processes, as many of them use one core. With ARGS, in one, as pytest does.
 WHOLE = -n 2 --dist worksteal
 
-.PHONY: train test build lint format docs bench wheel test-gpu bench-gpu check-tools check-gpu clean
+.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -40,9 +40,22 @@ docs: $(VENV)/.built
 bench: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built
 	$(PY) -m bench.run $(ARGS)
 
-wheel: $(VENV)/.built
-	$(PIP) wheel -q --no-build-isolation --no-deps -w dist .
-	@ls -l dist
+# Wheels that others install: docs/install.md.
+wheel: $(VENV)/.wheel
+	REC_KERNELS_CUDA=0 $(BUILD_WHEEL)
+
+wheel-cuda: $(VENV)/.wheel
+	REC_KERNELS_CUDA=1 $(BUILD_WHEEL)
+
+sdist: $(VENV)/.env
+	$(PY) setup.py -q sdist
+
+# auditwheel leaves torch's libraries where they are; check.py holds what it wrote to what docs/install.md promises.
+BUILD_WHEEL = PATH="$(CURDIR)/$(VENV)/bin:$$PATH" REC_KERNELS_PORTABLE=1 \
+    $(PIP) wheel -q --no-build-isolation --no-deps -w build/wheel/$@ . \
+  && PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m auditwheel repair --only-plat --plat manylinux_2_28_$$(uname -m) \
+    --exclude 'libtorch*' -w dist build/wheel/$@/*.whl \
+  && rm -r build/wheel/$@ && $(PY) wheels/check.py dist/*.whl
 
 # The python3 at hand with its own torch: no network, no virtual environment. cmake and ninja may be among its scripts.
 # `make test-gpu ARGS="-k embedding_bag"` and `make bench-gpu ARGS=--quick` pass options on.
@@ -84,6 +97,10 @@ $(VENV)/.env: requirements.txt | check-tools
 $(VENV)/.dev: requirements-dev.txt $(VENV)/.env
 	@echo "Downloading what the tests need (about 40 MB)."
 	$(call INSTALL,requirements-dev.txt)
+	touch $@
+
+$(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
+	$(PIP) install -q -r requirements-wheel.txt
 	touch $@
 
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env

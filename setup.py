@@ -2,6 +2,8 @@
 
 Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out, unset builds it where nvcc is found;
 TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"; the default is below, never the machine's own).
+REC_KERNELS_PORTABLE=1 builds for a wheel that others install: stripped, for older C and C++ libraries (csrc/portable),
+and with CUDA's major version in its own, 1.2+cu13, as torch has it. docs/install.md says why.
 """
 
 import os
@@ -12,10 +14,14 @@ import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build import build
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 DEFAULT_ARCHITECTURES = "8.0;9.0;10.0;12.0+PTX"
+PORTABLE = os.environ.get("REC_KERNELS_PORTABLE", "0")
+if PORTABLE not in ("0", "1"):
+    sys.exit(f"REC_KERNELS_PORTABLE must be 0, 1 or unset, got {PORTABLE!r}")
 
 
 def cuda_compiler() -> str | None:
@@ -41,6 +47,24 @@ def cmake_architectures(text: str) -> list[str]:
     return found
 
 
+def version() -> str:
+    """That of the package; of a wheel that others install, with what tells it from the one for the CPU."""
+    text = (ROOT / "rec_kernels" / "_version.py").read_text()
+    label = ""
+    if PORTABLE == "1" and (nvcc := cuda_compiler()):
+        said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+        label = "+cu" + re.search(r"release (\d+)\.", said).group(1)
+    return re.search(r'"(.+)"', text).group(1) + label
+
+
+class FreshBuild(build):
+    """What an earlier build has left in its folder would be in the wheel, too."""
+
+    def run(self) -> None:
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
 class CMakeBuild(build_ext):
     """One CMake build for all libraries, written beside the Python files."""
 
@@ -50,9 +74,10 @@ class CMakeBuild(build_ext):
         output = (ROOT if self.inplace else Path(self.build_lib).resolve()) / "rec_kernels"
         # One folder per torch and compiler choice: a cache made for another one would be reused silently.
         nvcc = cuda_compiler()
-        build = ROOT / "build" / f"{'cuda' if nvcc else 'cpu'}-torch{torch.__version__}"
+        kind = ("cuda" if nvcc else "cpu") + ("-portable" if PORTABLE == "1" else "")
+        build = ROOT / "build" / f"{kind}-torch{torch.__version__}"
         options = [f"-DREC_KERNELS_TORCH={torch.__path__[0]}", f"-DREC_KERNELS_OUTPUT={output}"]
-        options += [f"-DREC_KERNELS_PYTHON={sys.executable}"]
+        options += [f"-DREC_KERNELS_PYTHON={sys.executable}", f"-DREC_KERNELS_PORTABLE={PORTABLE}"]
         output.mkdir(parents=True, exist_ok=True)
         architectures = []
         if nvcc:
@@ -66,4 +91,8 @@ class CMakeBuild(build_ext):
         (output / "cuda_architectures.txt").write_text(" ".join(architectures) + "\n")
 
 
-setup(ext_modules=[Extension("rec_kernels._native", sources=[])], cmdclass={"build_ext": CMakeBuild})
+setup(
+    version=version(),
+    ext_modules=[Extension("rec_kernels._native", sources=[])],
+    cmdclass={"build": FreshBuild, "build_ext": CMakeBuild},
+)

@@ -33,7 +33,13 @@ class Lookups(Subject):
             return lambda i: subject.forward(self.batches[i])
         w, weights = self.workload, self.built("ours").module._weights
         out = torch.empty(w.tables * w.batch, w.dim)
-        return lambda i: limits().gather(weights, self.linear[i], w.bag, w.dim, out)
+        pieces = [[(rows[ids], bag, w.dim, out[bags]) for bag, ids, bags in w.runs()] for rows in self.linear]
+
+        def gather(i: int) -> None:
+            for piece in pieces[i]:
+                limits().gather(weights, *piece)
+
+        return gather
 
     def train(self, name: str) -> Callable[[int], object]:
         """A function of a batch number that looks it up, goes backward and updates the tables."""
@@ -55,22 +61,23 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("name", turned(IMPLEMENTATIONS, metafunc.config))
 
 
-subject = subject_fixture(Lookups)
+subject = subject_fixture(Lookups, named=True)
 
 
 def test_forward(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     """Pooled lookup under no_grad."""
     benchmark.group = f"forward {subject.workload.name}"
     with torch.no_grad():
-        time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.workload.forward_bytes())
+        time_calls(benchmark, subject.forward(name), BATCHES, rounds, subject.moved("forward"))
+    subject.note(benchmark, "forward", name)
 
 
 def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     """Forward, backward and update. torch: sparse gradients and element-wise Adagrad (it has no row-wise one)."""
     benchmark.group = f"train {subject.workload.name}"
-    moved = subject.workload.forward_bytes() + subject.workload.backward_bytes(subject.unique_rows())
     rounds = rounds if name != "torch" else max(rounds // 3, 3)
-    time_calls(benchmark, subject.train(name), BATCHES, rounds, moved)
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.moved("train"))
+    subject.note(benchmark, "train", name)
 
 
 @pytest.mark.parametrize("name", ["ours", "torch"])

@@ -16,7 +16,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench import peers
 from bench.limits import limits
-from bench.shapes import BATCHES, Workload
+from bench.shapes import BATCHES, Shape
 from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
@@ -33,7 +33,7 @@ def implementations(direction: str, format: str) -> list[str]:
 class Formats(Subject):
     """One workload; tables of one format at a time beside those in float32."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Shape) -> None:
         super().__init__(workload)
         self.out = torch.empty(workload.tables * workload.batch, workload.dim)
 
@@ -73,18 +73,15 @@ class Formats(Subject):
 
     def _limit(self, direction: str, rows: Tensor) -> Callable[[int], object]:
         w = self.workload
+        pieces = [[(of[ids], bag, w.dim, self.out[bags]) for bag, ids, bags in w.runs()] for of in self.linear]
 
         def least(i: int) -> None:
-            limits().touch(rows, self.linear[i], w.bag, w.dim, self.out)
+            for piece in pieces[i]:
+                limits().touch(rows, *piece)
             if direction == "train":
                 limits().rewrite(rows, self.unique[i])
 
         return least
-
-    def bytes_moved(self, direction: str, format: str) -> float:
-        """What a call of ours moves."""
-        width, w = rk.row_bytes(format, self.workload.dim), self.workload
-        return w.forward_bytes(width) + (w.backward_bytes(self.unique_rows(), width) if direction == "train" else 0)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -98,12 +95,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("format", "direction", "name"), cases)
 
 
-subject = subject_fixture(Formats)
+subject = subject_fixture(Formats, named=True)
 
 
 def test_formats(benchmark, subject: Formats, format: str, direction: str, name: str, rounds: int) -> None:
     """Bytes: of a call of ours (``bench/shapes.py``)."""
     benchmark.group = f"{direction} {format} {subject.workload.name}"
-    function = subject.call(direction, format, name)
+    function, width = subject.call(direction, format, name), rk.row_bytes(format, subject.workload.dim)
     with torch.set_grad_enabled(direction == "train"):
-        time_calls(benchmark, function, BATCHES, rounds, subject.bytes_moved(direction, format))
+        time_calls(benchmark, function, BATCHES, rounds, subject.moved(direction, width))
+    subject.note(benchmark, direction, name, width)

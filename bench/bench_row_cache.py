@@ -71,7 +71,5 @@ subject = subject_fixture(Steps, WORKLOADS)
 def test_step(benchmark, subject: Steps, name: str, rounds: int) -> None:
     """Forward, backward and update. Bytes: of a step on float32 tables (``bench/shapes.py``)."""
     benchmark.group = f"train {subject.workload.name}"
-    w = subject.workload
-    moved = w.forward_bytes() + w.backward_bytes(subject.unique_rows())
-    time_calls(benchmark, subject.train(name), BATCHES, rounds, moved)
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.moved("train"))
     benchmark.extra_info["hit_rate"] = subject.hit_rate(name)

@@ -4,12 +4,28 @@ from __future__ import annotations
 
 import pytest
 
+from bench.shapes import Shape
+from bench.workloads import NAMED
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """--rounds: how often every implementation takes its turn."""
+    """--rounds: how often every implementation takes its turn; --workload: what it is given."""
     parser.addoption("--rounds", type=int, default=20, help="turns per implementation (default 20)")
     parser.addoption("--turn", type=int, default=0, help="which implementation goes first (default 0: ours)")
     parser.addoption("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
+    parser.addoption("--workload", action="append", default=[], help="only these named workloads (default: none)")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --workload only what it names, without it only what an op's benchmark has of its own."""
+    wanted = set(config.getoption("--workload")) or {None}
+    config.hook.pytest_deselected(items=[item for item in items if _named_workload(item) not in wanted])
+    items[:] = [item for item in items if _named_workload(item) in wanted]
+
+
+def _named_workload(item: pytest.Item) -> str | None:
+    subject = item.callspec.params.get("subject") if hasattr(item, "callspec") else None
+    return subject.name if isinstance(subject, Shape) and subject.name in NAMED else None
 
 
 @pytest.fixture(scope="session")

@@ -42,7 +42,7 @@ class Way:
     """A model and a table, and batches as one of ``WAYS`` has them."""
 
     def __init__(self, data: DataSet, batches: list[Batch], dim: int):
-        self.batches = batches
+        self.batches, self.joined = batches, [batch.joined() for batch in batches]
         self.model = DLRM(data.features, data.num_dense, embedding_dim=dim)
         self.optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=0.001, fused=True)
         (history,) = (f for f in data.features if f.name == HISTORY)
@@ -60,7 +60,7 @@ class Way:
 
     def step(self, number: int) -> None:
         """A training step."""
-        batch = self.batches[number]
+        batch = self.joined[number]
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
         self.optimizer.zero_grad()
         loss.backward()

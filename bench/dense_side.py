@@ -13,8 +13,10 @@ from bench.timing import time_calls
 
 #: Inputs that the calls take in turn.
 INPUTS = 6
+#: Ours, of the same numbers in bfloat16.
+HALF = "bfloat16"
 #: Who takes part: "torch" is the plain recipe, "compiled" torch.compile of it; "bytes" and "products" are the limits.
-NAMES = ["ours", "torch", "compiled", "bytes", "products"]
+NAMES = ["ours", HALF, "torch", "compiled", "bytes", "products"]
 #: torch's best: a recipe with a backward of its own, where there is one.
 TUNED = "tuned"
 
@@ -24,8 +26,8 @@ class DenseSubject:
 
     Args:
         name: of the shape.
-        ours, recipe: functions of two tensors.
-        make: gives the two tensors of one input.
+        ours, recipe: functions of as many tensors as ``make`` gives.
+        make: gives the tensors of one input, which all have a gradient.
         products: multiplications of a forward that no implementation can do without, and of a forward and a backward.
         tuned: the same as the recipe, for ``TUNED``.
     """
@@ -33,21 +35,23 @@ class DenseSubject:
     def __init__(
         self,
         name: str,
-        ours: Callable[[Tensor, Tensor], Tensor],
-        recipe: Callable[[Tensor, Tensor], Tensor],
-        make: Callable[[], tuple[Tensor, Tensor]],
+        ours: Callable[..., Tensor],
+        recipe: Callable[..., Tensor],
+        make: Callable[[], tuple[Tensor, ...]],
         products: tuple[int, int],
-        tuned: Callable[[Tensor, Tensor], Tensor] | None = None,
+        tuned: Callable[..., Tensor] | None = None,
     ) -> None:
         self.name = name
         # Another shape is another subject, whose graph must not be one of sizes that are not known.
         torch._dynamo.reset()
-        self.functions = {"ours": ours, "torch": recipe, "compiled": torch.compile(recipe, dynamic=False)}
+        self.functions = {"ours": ours, HALF: ours, "torch": recipe, "compiled": torch.compile(recipe, dynamic=False)}
         self.functions |= {} if tuned is None else {TUNED: tuned}
         self.inputs = [tuple(t.requires_grad_() for t in make()) for _ in range(INPUTS)]
+        self.halves = [tuple(t.detach().bfloat16().requires_grad_() for t in given) for given in self.inputs]
         self.products = dict(zip(("forward", "train"), products, strict=True))
         with torch.no_grad():
             self.grad = torch.randn_like(ours(*self.inputs[0]))
+        self.half_grad = self.grad.bfloat16()
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -58,11 +62,15 @@ class DenseSubject:
     def forward(self, name: str, i: int) -> None:
         """Under no_grad."""
         with torch.no_grad():
-            self.functions[name](*self.inputs[i])
+            self.functions[name](*self._given(name)[i])
 
     def train(self, name: str, i: int) -> None:
-        """Forward and both gradients."""
-        torch.autograd.grad(self.functions[name](*self.inputs[i]), self.inputs[i], self.grad)
+        """Forward and all gradients."""
+        given, grad = self._given(name)[i], self.half_grad if name == HALF else self.grad
+        torch.autograd.grad(self.functions[name](*given), given, grad)
+
+    def _given(self, name: str) -> list[tuple[Tensor, ...]]:
+        return self.halves if name == HALF else self.inputs
 
     def move(self, operation: str, i: int) -> None:
         """Reads and writes as many bytes by torch's sums and fills."""
@@ -81,4 +89,5 @@ class DenseSubject:
             "bytes": functools.partial(self.move, operation),
             "products": lambda i: limits().multiply_add(self.products[operation]),
         }.get(name) or functools.partial(getattr(self, operation), name)
-        time_calls(benchmark, function, INPUTS, rounds, self.bytes[operation])
+        size = self.bytes[operation] // (2 if name == HALF else 1)
+        time_calls(benchmark, function, INPUTS, rounds, size)

@@ -77,7 +77,7 @@ def _tables(collection: rk.EmbeddingBagCollection) -> dict[str, torch.Tensor]:
 
 def _all_tables(model: DLRM) -> torch.Tensor:
     """The tables of a model as one float32 [rows, D]."""
-    return torch.cat([weight for c in model.collections() for weight in _tables(c).values()])
+    return torch.cat(list(_tables(model.embeddings).values()))
 
 
 def half_steps(weight: torch.Tensor, format: str) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.shapes import Workload
+from bench.shapes import Shape, Workload
 
 LR, EPS = 0.01, 1e-8
 
@@ -28,18 +28,18 @@ OPTIMIZERS = {
 class TorchTables:
     """One torch.nn.functional.embedding_bag per table; sparse gradients and a torch.optim optimizer for training."""
 
-    def __init__(self, w: Workload, optimizer: str = "adagrad") -> None:
+    def __init__(self, w: Shape, optimizer: str = "adagrad") -> None:
         self.w = w
-        self.weights = [torch.nn.Parameter(torch.randn(w.rows, w.dim) * 0.01) for _ in range(w.tables)]
+        self.weights = [torch.nn.Parameter(torch.randn(rows, w.dim) * 0.01) for rows in w.table_rows]
         self.optimizer = TORCH_OPTIMIZERS[optimizer](self.weights, lr=LR, eps=EPS)
-        self.starts = torch.arange(0, w.batch * w.bag, w.bag)
+        self.starts = [torch.arange(w.batch) * bag for bag in w.table_bags]
 
     def forward(self, ids: Tensor) -> list[Tensor]:
         """T outputs [B, D]."""
-        bags = ids.view(self.w.tables, -1)
+        bags = self.w.split(ids)
         return [
-            torch.nn.functional.embedding_bag(i, weight, self.starts, mode="sum", sparse=True)
-            for i, weight in zip(bags, self.weights, strict=True)
+            torch.nn.functional.embedding_bag(i, weight, starts, mode="sum", sparse=True)
+            for i, weight, starts in zip(bags, self.weights, self.starts, strict=True)
         ]
 
     def train(self, ids: Tensor, grad: Tensor) -> None:
@@ -63,10 +63,10 @@ class TorchQuotientRemainder(TorchTables):
     def forward(self, ids: Tensor) -> list[Tensor]:
         """T outputs [B, D]."""
         outputs, pairs = [], zip(self.weights[::2], self.weights[1::2], strict=True)
-        for bags, weights in zip(ids.view(self.w.tables, -1), pairs, strict=True):
+        for bags, weights, starts in zip(self.w.split(ids), pairs, self.starts, strict=True):
             rows = bags % self.buckets, bags // self.buckets
             pooled = [
-                torch.nn.functional.embedding_bag(i, weight, self.starts, mode="sum", sparse=True)
+                torch.nn.functional.embedding_bag(i, weight, starts, mode="sum", sparse=True)
                 for i, weight in zip(rows, weights, strict=True)
             ]
             outputs.append(pooled[0] * pooled[1])
@@ -76,7 +76,7 @@ class TorchQuotientRemainder(TorchTables):
 class Fbgemm:
     """FBGEMM's table-batched embedding with fused row-wise Adagrad."""
 
-    def __init__(self, w: Workload) -> None:
+    def __init__(self, w: Shape) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             from fbgemm_gpu.split_embedding_configs import EmbOptimType
             from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -84,9 +84,9 @@ class Fbgemm:
                 EmbeddingLocation,
                 SplitTableBatchedEmbeddingBagsCodegen,
             )
-        spec = (w.rows, w.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)
+        specs = [(rows, w.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in w.table_rows]
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
-            [spec] * w.tables, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
+            specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
         )
         self.offsets = w.offsets()
 
@@ -104,12 +104,12 @@ class Ours:
     stochastically."""
 
     def __init__(
-        self, w: Workload, format: str = "fp32", optimizer: str = "rowwise_adagrad", compression=None, cache=None
+        self, w: Shape, format: str = "fp32", optimizer: str = "rowwise_adagrad", compression=None, cache=None
     ) -> None:
         options = {"format": format, "compression": compression}
         tables = [
-            rk.EmbeddingBagConfig(w.rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], **options)
-            for t in range(w.tables)
+            rk.EmbeddingBagConfig(rows, w.dim, name=f"t{t}", feature_names=[f"f{t}"], **options)
+            for t, rows in enumerate(w.table_rows)
         ]
         self.module = rk.EmbeddingBagCollection(tables, optimizer=OPTIMIZERS[optimizer](lr=LR, eps=EPS), cache=cache)
         self.keys, self.offsets = self.module.feature_names, w.offsets()
@@ -128,15 +128,13 @@ class FbgemmInference:
 
     FORMATS = ("fp16", "int8", "int4")
 
-    def __init__(self, w: Workload, format: str, ours: Ours) -> None:
+    def __init__(self, w: Shape, format: str, ours: Ours) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
             from fbgemm_gpu.split_embedding_configs import SparseType
             from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
             from fbgemm_gpu.split_table_batched_embeddings_ops_inference import IntNBitTableBatchedEmbeddingBagsCodegen
-        spec = ("", w.rows, w.dim, SparseType(format), EmbeddingLocation.HOST)
-        self.module = IntNBitTableBatchedEmbeddingBagsCodegen(
-            [spec] * w.tables, device="cpu", output_dtype=SparseType.FP32
-        )
+        specs = [("", rows, w.dim, SparseType(format), EmbeddingLocation.HOST) for rows in w.table_rows]
+        self.module = IntNBitTableBatchedEmbeddingBagsCodegen(specs, device="cpu", output_dtype=SparseType.FP32)
         self.module.initialize_weights()
         for t, (rows, _) in enumerate(self.module.split_embedding_weights(split_scale_shifts=False)):
             own = ours.module.embedding_bags[f"t{t}"].weight.detach()

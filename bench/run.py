@@ -1,4 +1,7 @@
-"""Runs the CPU benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`."""
+"""Runs the CPU benchmarks, prints ours beside the peers and the limit, and saves the figures: `python -m bench.run`.
+
+docs/benchmarks.md says what the columns and the JSON file hold.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,41 @@ from collections import defaultdict
 from datetime import datetime, timezone
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench" / "results"
+import torch
+
+import rec_kernels
+from bench import RESULTS, ROOT
+from bench.workloads import NAMED, OPS
+
+#: What a benchmark tells of a call beside its time; that of the first pass is kept.
+EXTRAS = ("distinct_bytes", "features", "hit_rate")
 
 
-def arguments() -> argparse.Namespace:
-    """The command line."""
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ``given``: in its place."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
     parser.add_argument("--op", action="append", help="benchmark only this op (repeatable; default: all)")
+    parser.add_argument(
+        "--workload",
+        action="append",
+        choices=NAMED,
+        default=[],
+        help=f"give the op this named workload in place of its own (repeatable; {' and '.join(OPS)} take them)",
+    )
     parser.add_argument(
         "--passes", type=int, default=8, help="whole passes; the table shows medians over them (default 8)"
     )
     parser.add_argument("--rounds", type=int, default=60, help="turns per implementation and pass (default 60)")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads (default: torch's choice)")
     parser.add_argument("--skip-tests", action="store_true", help="do not run the ops' tests first")
-    parser.add_argument("--output", type=Path, help="JSON file (default: bench/results/cpu-<threads>threads.json)")
-    return parser.parse_args()
+    where = "JSON file (default: bench/results/<ops or cpu, workloads>-<threads>threads.json)"
+    parser.add_argument("--output", type=Path, help=where)
+    args = parser.parse_args(given)
+    if args.workload:
+        args.op = args.op or list(OPS)
+        if others := sorted(set(args.op) - set(OPS)):
+            parser.error(f"--op {', '.join(others)}: only {' and '.join(OPS)} take a --workload")
+    return args
 
 
 def run_pytest(options: list[str]) -> None:
@@ -39,10 +61,11 @@ def run_pytest(options: list[str]) -> None:
 
 
 def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str, dict[str, dict]]:
-    """group -> implementation -> {"ms", "bytes"} of one pass over all benchmarks."""
+    """group -> implementation -> {"ms", "min_ms", "bytes", EXTRAS} of one pass over all benchmarks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "pass.json"
         options = [f"--rounds={args.rounds}", f"--turn={turn}", f"--threads={args.threads}"]
+        options += [f"--workload={name}" for name in args.workload]
         run_pytest([*files, *options, f"--benchmark-json={path}", "--benchmark-quiet", "-p", "no:cacheprovider"])
         raw = json.loads(path.read_text())
     groups: dict[str, dict[str, dict]] = defaultdict(dict)
@@ -51,13 +74,13 @@ def one_pass(files: list[str], args: argparse.Namespace, turn: int) -> dict[str,
             "ms": b["stats"]["median"] * 1e3,
             "min_ms": b["stats"]["min"] * 1e3,
             "bytes": b["extra_info"].get("bytes"),
-            "hit_rate": b["extra_info"].get("hit_rate"),
+            **{key: b["extra_info"][key] for key in EXTRAS if b["extra_info"].get(key) is not None},
         }
     return groups
 
 
 def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
-    """Medians over the passes; ratios are taken within a pass, where the machine was the same."""
+    """Medians over the passes, beside those of each; ratios are taken within a pass, where the machine was the same."""
     merged: dict[str, dict[str, dict]] = {}
     for group, members in passes[0].items():
         merged[group] = {}
@@ -67,8 +90,10 @@ def merge(passes: list[dict]) -> dict[str, dict[str, dict]]:
             merged[group][name] = {
                 "ms": ms,
                 "min_ms": min(r["min_ms"] for r in rows),
+                "passes_ms": [r["ms"] for r in rows],
+                "bytes": first["bytes"],
                 "gb_per_s": first["bytes"] / ms / 1e6 if first["bytes"] else None,
-                **({"hit_rate": first["hit_rate"]} if first["hit_rate"] is not None else {}),
+                **{key: first[key] for key in EXTRAS if key in first},
                 "over_ours": statistics.median(p[group][name]["ms"] / p[group]["ours"]["ms"] for p in passes),
             }
     return merged
@@ -84,24 +109,24 @@ def table(groups: dict[str, dict[str, dict]]) -> str:
     return "\n".join(lines)
 
 
+def commit() -> dict[str, object]:
+    """What is checked out: "commit", as `git describe` names it, and "dirty", whether files that git knows differ."""
+    described = ["git", "describe", "--always", "--tags", "--dirty"]
+    name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {"commit": name.removesuffix("-dirty"), "dirty": name.endswith("-dirty")}
+
+
 def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
     """Where and with what the figures were taken; ``threads``: 0 for torch's choice."""
-    import torch
-
-    import rec_kernels
-
     cpu = next(
         (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
         "",
     )
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     about = rec_kernels.build_info()
     return {
         "command": " ".join([command, *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit,
+        **commit(),
         "cpu": cpu or platform.processor(),
         "threads": threads or torch.get_num_threads(),
         **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
@@ -116,11 +141,14 @@ def main() -> None:
         tests = [f"python_tests/test_{op}.py" for op in ops]
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
-    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
+    # Before the passes: of the files that are measured.
     about = machine(args.threads)
-    print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {about['commit']}\n")
+    groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
+    checked_out = about["commit"] + " and changes" * about["dirty"]
+    print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {checked_out}\n")
     print(table(groups))
-    output = args.output or RESULTS / f"cpu-{about['threads']}threads.json"
+    what = "-".join([*(args.op or ["cpu"]), *args.workload])
+    output = args.output or RESULTS / f"{what}-{about['threads']}threads.json"
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps({"machine": about, "results": groups}, indent=1) + "\n")
     print(f"\nsaved to {output}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Tensor
 BATCHES = 6
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=32)
 def _zipf_shares(rows: int, exponent: float) -> np.ndarray:
     """[rows]: how often the first k ranks are drawn, together."""
     shares = np.cumsum(1.0 / np.arange(1, rows + 1) ** exponent)
@@ -22,13 +24,101 @@ def _zipf_shares(rows: int, exponent: float) -> np.ndarray:
 
 
 @functools.lru_cache(maxsize=32)
-def _places(rows: int, table: int) -> np.ndarray:
+def places(rows: int, table: int) -> np.ndarray:
     """[rows]: where in a table each rank is."""
     return np.random.default_rng(table).permutation(rows)
 
 
+def zipf_ranks(rows: int, exponent: float, drawn: np.ndarray) -> np.ndarray:
+    """Ranks below ``rows``, of numbers drawn uniformly from [0, 1)."""
+    return np.minimum(np.searchsorted(_zipf_shares(rows, exponent), drawn), rows - 1)
+
+
+class Shape(abc.ABC):
+    """T tables of D float32 columns, each with its rows and the length of its bags; B bags to a table.
+
+    Attributes:
+        name, tables, batch, dim: its name; T; B; D.
+    """
+
+    name: str
+    tables: int
+    batch: int
+    dim: int
+
+    @property
+    @abc.abstractmethod
+    def table_rows(self) -> tuple[int, ...]:
+        """[T]: E of every table."""
+
+    @property
+    @abc.abstractmethod
+    def table_bags(self) -> tuple[int, ...]:
+        """[T]: L of every table, each bag of which is as long."""
+
+    @abc.abstractmethod
+    def ids(self, seed: int) -> Tensor:
+        """[N] int64, key-major."""
+
+    @property
+    def num_ids(self) -> int:
+        """N: B times the sum of L."""
+        return self.batch * sum(self.table_bags)
+
+    def offsets(self) -> Tensor:
+        """[T * B + 1] int64."""
+        lengths = torch.tensor(self.table_bags).repeat_interleave(self.batch)
+        return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+
+    def split(self, ids: Tensor) -> tuple[Tensor, ...]:
+        """The ids of every table: [B * L] each."""
+        return ids.split([self.batch * bag for bag in self.table_bags])
+
+    def linear(self, ids: Tensor) -> Tensor:
+        """The rows of ``ids`` in tables that lie one after the other."""
+        first = itertools.accumulate(self.table_rows, initial=0)
+        return torch.cat([of_table + start for of_table, start in zip(self.split(ids), first, strict=False)])
+
+    def runs(self) -> list[tuple[int, slice, slice]]:
+        """Tables one after the other whose bags are as long: L, where their ids are, and where their bags are."""
+        found, ids, bags = [], 0, 0
+        for bag, of_run in itertools.groupby(self.table_bags):
+            num_bags = self.batch * len(list(of_run))
+            found.append((bag, slice(ids, ids + num_bags * bag), slice(bags, bags + num_bags)))
+            ids, bags = ids + num_bags * bag, bags + num_bags
+        return found
+
+    def forward_bytes(self, row_bytes: int | None = None, rows: float | None = None) -> float:
+        """Rows read + ids + pooled output written.
+
+        Args:
+            row_bytes: of a row; by default float32.
+            rows: how many rows; by default N, every occurrence.
+        """
+        rows = self.num_ids if rows is None else rows
+        return rows * (row_bytes or 4 * self.dim) + self.num_ids * 8 + self.tables * self.batch * self.dim * 4
+
+    def backward_bytes(
+        self,
+        unique_rows: float,
+        row_bytes: int | None = None,
+        state_bytes: int = 4,
+        gradient_rows: int | None = None,
+    ) -> float:
+        """Gradient rows read + touched rows and ``state_bytes`` each read and written + ids.
+
+        Args:
+            unique_rows: touched rows.
+            row_bytes, state_bytes: of a row, by default float32; of its optimizer state.
+            gradient_rows: how many rows of the gradient; by default N, every occurrence.
+        """
+        gradient_rows = self.num_ids if gradient_rows is None else gradient_rows
+        touched = 2 * unique_rows * ((row_bytes or 4 * self.dim) + state_bytes)
+        return gradient_rows * self.dim * 4 + touched + self.num_ids * 8
+
+
 @dataclass(frozen=True)
-class Workload:
+class Workload(Shape):
     """T tables of E rows and D columns; B bags of L ids each per table.
 
     Ids are uniform, or Zipf; of all rows, or with ``hot`` uniform of this share of them.
@@ -43,38 +133,26 @@ class Workload:
     zipf: float | None = None
     hot: float | None = None
 
+    @property
+    def table_rows(self) -> tuple[int, ...]:
+        """[T]: E, T times."""
+        return (self.rows,) * self.tables
+
+    @property
+    def table_bags(self) -> tuple[int, ...]:
+        """[T]: L, T times."""
+        return (self.bag,) * self.tables
+
     def ids(self, seed: int) -> Tensor:
         """[T * B * L] int64, key-major. Ranks get a random place in the table, the same for every seed."""
-        rng, n = np.random.default_rng(seed), self.batch * self.bag
+        rng, size = np.random.default_rng(seed), (self.tables, self.batch * self.bag)
         if self.hot is not None:
-            ranks = rng.integers(0, int(self.hot * self.rows), (self.tables, n))
-            places = [_places(self.rows, t) for t in range(self.tables)]
-            return torch.from_numpy(np.concatenate([p[r] for p, r in zip(places, ranks, strict=True)]))
-        if self.zipf is None:
-            return torch.from_numpy(rng.integers(0, self.rows, self.tables * n))
-        ranks = np.searchsorted(_zipf_shares(self.rows, self.zipf), rng.random((self.tables, n)))
-        places = [_places(self.rows, t) for t in range(self.tables)]
-        return torch.from_numpy(
-            np.concatenate([p[np.minimum(r, self.rows - 1)] for p, r in zip(places, ranks, strict=True)])
-        )
-
-    def offsets(self) -> Tensor:
-        """[T * B + 1] int64."""
-        return torch.arange(0, self.tables * self.batch * self.bag + 1, self.bag)
-
-    def linear(self, ids: Tensor) -> Tensor:
-        """The rows of ``ids`` in tables that lie one after the other."""
-        return (ids.view(self.tables, -1) + torch.arange(self.tables)[:, None] * self.rows).view(-1)
-
-    def forward_bytes(self, row_bytes: int | None = None) -> int:
-        """Rows read (every occurrence; of ``row_bytes``, by default float32) + ids + pooled output written."""
-        n = self.tables * self.batch * self.bag
-        return n * (row_bytes or 4 * self.dim) + n * 8 + self.tables * self.batch * self.dim * 4
-
-    def backward_bytes(self, unique_rows: float, row_bytes: int | None = None, state_bytes: int = 4) -> float:
-        """Gradient rows read (every occurrence) + touched rows and ``state_bytes`` each read and written + ids."""
-        n = self.tables * self.batch * self.bag
-        return n * self.dim * 4 + 2 * unique_rows * ((row_bytes or 4 * self.dim) + state_bytes) + n * 8
+            ranks = rng.integers(0, int(self.hot * self.rows), size)
+        elif self.zipf is not None:
+            ranks = zipf_ranks(self.rows, self.zipf, rng.random(size))
+        else:
+            return torch.from_numpy(rng.integers(0, self.rows, self.tables * self.batch * self.bag))
+        return torch.from_numpy(np.concatenate([places(self.rows, t)[r] for t, r in enumerate(ranks)]))
 
 
 WORKLOADS = [

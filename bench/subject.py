@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 
-from bench.shapes import BATCHES, WORKLOADS, Workload
+from bench.shapes import BATCHES, WORKLOADS, Shape
+from bench.workloads import NAMED
 
 
 class Subject:
     """A workload and its batches. Benchmarks derive from it and build what they time when it is first asked for."""
 
-    def __init__(self, workload: Workload, batches: int = BATCHES) -> None:
+    def __init__(self, workload: Shape, batches: int = BATCHES) -> None:
         self.workload = workload
         self.batches = [workload.ids(seed) for seed in range(batches)]
         self.grad = torch.randn(workload.batch, workload.tables * workload.dim)
@@ -35,6 +36,38 @@ class Subject:
         """Distinct rows of a batch, on average."""
         return sum(len(rows) for rows in self.unique) / len(self.unique)
 
+    @functools.cached_property
+    def cycle_rows(self) -> int:
+        """Distinct rows of all batches together."""
+        return len(torch.cat(self.unique).unique())
+
+    def moved(self, direction: str, row_bytes: int | None = None, distinct: bool = False) -> float:
+        """Bytes of a call, "forward" or "train" with row-wise Adagrad; ``distinct``: no row is counted twice."""
+        w, unique = self.workload, self.unique_rows()
+        moved = w.forward_bytes(row_bytes, unique if distinct else None)
+        if direction == "forward":
+            return moved
+        return moved + w.backward_bytes(unique, row_bytes, gradient_rows=w.tables * w.batch if distinct else None)
+
+    def features(self, row_bytes: int | None = None) -> dict[str, float]:
+        """What bench/cost_model.py predicts a call's time from; ``row_bytes``: of a row, by default float32.
+
+        Returns:
+            "ids", "bags", "pooled_bags" (those of more than one id), "dim", "row_bytes", and distinct rows: of a batch,
+            on average ("unique_rows"), and of all batches together ("cycle_rows").
+        """
+        w = self.workload
+        pooled = w.batch * sum(bag > 1 for bag in w.table_bags)
+        sizes = {"ids": w.num_ids, "bags": w.tables * w.batch, "pooled_bags": pooled, "dim": w.dim}
+        rows = {"unique_rows": self.unique_rows(), "cycle_rows": self.cycle_rows}
+        return sizes | {"row_bytes": row_bytes or 4 * w.dim} | rows
+
+    def note(self, benchmark, direction: str, name: str, row_bytes: int | None = None) -> None:
+        """Has the JSON file say of a call what is not its time: distinct bytes; of ours the features, too."""
+        benchmark.extra_info["distinct_bytes"] = self.moved(direction, row_bytes, distinct=True)
+        if name == "ours":
+            benchmark.extra_info["features"] = {"direction": direction} | self.features(row_bytes)
+
     def drop(self, keep: Callable[[object], bool] = lambda _: False) -> None:
         """Gives back the memory of what was built under keys that ``keep`` does not want."""
         for key in [key for key in self._built if not keep(key)]:
@@ -42,10 +75,10 @@ class Subject:
         gc.collect()
 
 
-def subject_fixture(make: type[Subject], workloads: list[Workload] = WORKLOADS) -> Callable:
-    """The fixture ``subject``: one for every workload."""
+def subject_fixture(make: type[Subject], workloads: Sequence[Shape] = WORKLOADS, named: bool = False) -> Callable:
+    """The fixture ``subject``: one for every workload; with ``named``, the named ones, too, for --workload."""
 
-    @pytest.fixture(scope="module", params=workloads, ids=lambda w: w.name)
+    @pytest.fixture(scope="module", params=[*workloads, *(NAMED.values() if named else ())], ids=lambda w: w.name)
     def subject(request: pytest.FixtureRequest) -> Iterator[Subject]:
         """The workload under test."""
         subject = make(request.param)

@@ -1,8 +1,9 @@
-"""Test AUC of rec_kernels against plain torch over seeds, on Complete Journey.
+"""Test AUC and speed of whole runs of rec_kernels against plain torch over seeds, on Complete Journey.
 
-Both train one model with row-wise Adagrad on the same batches from the same initial weights; "torch" uses
-nn.EmbeddingBag(sparse=True) and a row-wise Adagrad in plain torch. Finished (implementation, seed) pairs
-in the result file are kept, so an interrupted run goes on where it stopped.
+Both train one model on the same batches, read ahead on a thread, from the same initial weights. "torch" uses
+nn.EmbeddingBag(sparse=True), plain torch's interaction and a row-wise Adagrad in plain torch; "recipe" is the same with
+torch's own Adagrad, which is element-wise. Seeds take turns. Finished (implementation, seed) pairs in the result file
+are kept, so an interrupted run goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import time
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.train import predict
 
-IMPLEMENTATIONS = ("ours", "torch")
+IMPLEMENTATIONS = ("ours", "torch", "recipe")
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
@@ -63,19 +65,24 @@ class Together:
 
 
 def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
-    """Train and test one implementation; returns its scores."""
+    """Train and test one implementation; returns its scores and the speed of the training, reading included."""
     kind = DLRM if implementation == "ours" else RecipeDLRM
     model = kind(data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed)
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
-    if implementation == "torch":
-        optimizer = Together(optimizer, RowwiseAdagrad(model.table_parameters(), lr=config.lr))
-    rows = DedupReader(HeldOut(data, config.batch_size, 0.0), on=implementation == "ours")
+    if implementation != "ours":
+        tables = RowwiseAdagrad if implementation == "torch" else torch.optim.Adagrad
+        optimizer = Together(optimizer, tables(model.table_parameters(), lr=config.lr))
+    rows = HeldOut(data, config.batch_size, 0.0)
+    if implementation == "ours":
+        rows = DedupReader(rows, on=True)
+    started = time.perf_counter()
     for batch in ahead(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return score(*predict(model, rows, "test"))
+    rate = rows.num_rows("train") / (time.perf_counter() - started)
+    return score(*predict(model, rows, "test")) | {"examples_per_second": rate}
 
 
 def read_finished(path: Path, settings: dict) -> list[dict]:
@@ -91,17 +98,19 @@ def read_finished(path: Path, settings: dict) -> list[dict]:
 
 
 def summarise(runs: list[dict]) -> dict:
-    """Mean AUC of each implementation and the differences ours - torch, over the seeds that both finished."""
-    aucs = {name: {} for name in IMPLEMENTATIONS}
-    for entry in runs:
-        aucs[entry["implementation"]][entry["seed"]] = entry["auc"]
-    paired = sorted(set(aucs["ours"]) & set(aucs["torch"]))
-    differences = [aucs["ours"][seed] - aucs["torch"][seed] for seed in paired]
+    """Over the seeds that all finished: mean AUC and speed of each, the differences of ours to the others' AUC, and how
+    many times as fast ours is, the median."""
+    of = {name: {entry["seed"]: entry for entry in runs if entry["implementation"] == name} for name in IMPLEMENTATIONS}
+    paired = sorted(set.intersection(*map(set, of.values())))
+    if not paired:
+        return {"seeds": paired}
+    auc, rate = ({n: [of[n][seed][key] for seed in paired] for n in of} for key in ("auc", "examples_per_second"))
     return {
         "seeds": paired,
-        "mean_auc": {name: statistics.mean(aucs[name][seed] for seed in paired) for name in aucs if paired},
-        "differences": differences,
-        "mean_difference": statistics.mean(differences) if differences else None,
+        "mean_auc": {name: statistics.mean(values) for name, values in auc.items()},
+        "mean_examples_per_second": {name: statistics.mean(values) for name, values in rate.items()},
+        "auc_differences": {n: [a - b for a, b in zip(auc["ours"], auc[n], strict=True)] for n in of if n != "ours"},
+        "speedup": {n: statistics.median(a / b for a, b in zip(rate["ours"], rate[n], strict=True)) for n in of},
     }
 
 
@@ -129,9 +138,11 @@ def main() -> None:
     data = CompleteJourney(load_completejourney(options.weeks, options.data_dir, progress=True))
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
+    settings["threads"] = torch.get_num_threads()  # speeds of other numbers are not comparable
     runs = read_finished(options.out, settings)
     for seed in range(options.seeds):
-        for name in IMPLEMENTATIONS:
+        turn = seed % len(IMPLEMENTATIONS)  # who goes first wakes the machine up
+        for name in (*IMPLEMENTATIONS[turn:], *IMPLEMENTATIONS[:turn]):
             if any(entry["implementation"] == name and entry["seed"] == seed for entry in runs):
                 continue
             scores = run(name, TrainConfig(weeks=options.weeks, seed=seed), data)
@@ -139,9 +150,11 @@ def main() -> None:
             print(f"seed {seed} {name:<6} AUC {scores['auc']:.5f}  log loss {scores['log_loss']:.5f}")
             write(options.out, settings, runs)
     summary = summarise(runs)
+    print(f"means over {len(summary['seeds'])} seeds")
     for name, mean in summary["mean_auc"].items():
-        print(f"mean AUC of {name:<6} {mean:.5f} over {len(summary['seeds'])} seeds")
-    print(f"ours - torch       {summary['mean_difference']:+.5f}\nwritten to {options.out}")
+        rate, speedup = summary["mean_examples_per_second"][name], summary["speedup"][name]
+        print(f"{name:<7} AUC {mean:.5f}  {rate:>9,.0f} examples/s, ours is {speedup:.2f}x")
+    print(f"written to {options.out}")
 
 
 if __name__ == "__main__":

@@ -7,10 +7,10 @@ ours    fused lookups and row-wise Adagrad of rec_kernels; every distinct histor
 recipe  the usual recipe: one nn.EmbeddingBag(sparse=True) per table, a history bag per row, torch's Adagrad
 tuned   one concatenated table, every distinct history once, torch's Adagrad
 
-Finding the distinct histories is part of building a batch. The batch builder, the MLPs, the interaction and
-Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of state per row where the row-wise
-one keeps one. Batches are built inline, not on the trainer's background thread, so that every part of a step can
-be timed.
+recipe and tuned have the usual interaction: bmm, an index and cat. Finding the distinct histories is part of building
+a batch. The batch builder, the MLPs and Adam are shared. torch's sparse Adagrad is element-wise: it keeps D numbers of
+state per row where the row-wise one keeps one. Batches are built inline, not on the trainer's background thread, so
+that every part of a step can be timed.
 """
 
 from __future__ import annotations
@@ -42,11 +42,38 @@ RESULTS = Path(__file__).parent / "results"
 
 def _initial_weights(model: DLRM) -> dict[str, torch.Tensor]:
     """Weight [E, D] of each table of ``model``."""
-    bags = [collection.embedding_bags for collection in model.collections()]
-    return {name: tables[name].weight.detach() for tables in bags for name in tables}
+    tables = model.embeddings.embedding_bags
+    return {name: tables[name].weight.detach() for name in tables}
 
 
-class RecipeDLRM(DLRM):
+class PlainInteraction(nn.Module):
+    """torch's way to the result of ``rk.dot_interaction``."""
+
+    def __init__(self, num_features: int, embedding_dim: int):
+        super().__init__()
+        self.register_buffer("places", torch.tril_indices(num_features + 1, num_features + 1, -1), persistent=False)
+        self.out_features = embedding_dim + self.places.shape[1]
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        vectors = torch.cat([dense[:, None], sparse], dim=1)
+        products = torch.bmm(vectors, vectors.mT)
+        return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
+
+
+class TorchDLRM(DLRM):
+    """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
+
+    def __init__(self, features: list[Feature], num_dense: int, **options):
+        super().__init__(features, num_dense, interaction=PlainInteraction, **options)
+
+    def check(self) -> None:
+        """Nothing is told late."""
+
+    def dense_parameters(self) -> list[nn.Parameter]:
+        return [*self.bottom.parameters(), *self.top.parameters()]
+
+
+class RecipeDLRM(TorchDLRM):
     """DLRM with one torch.nn.EmbeddingBag per table, sparse gradients, and the initial weights of DLRM."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
@@ -63,7 +90,7 @@ class RecipeDLRM(DLRM):
                 for feature, weight in weights.items()
             }
         )
-        self.embeddings = self.shared = None
+        self.embeddings = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Weights of the tables, for an optimizer that takes sparse gradients."""
@@ -75,10 +102,10 @@ class RecipeDLRM(DLRM):
         one_hot = [self.tables[feature](row, offsets) for feature, row in zip(FEATURES, ids, strict=True)]
         values, offsets = batch.shared.values(), batch.shared.offsets()
         history = self.tables[HISTORY](values, offsets[:-1].to(values.dtype))
-        return torch.cat([*one_hot, history], dim=1)
+        return torch.cat([history, *one_hot], dim=1)
 
 
-class TunedDLRM(DLRM):
+class TunedDLRM(TorchDLRM):
     """DLRM with one concatenated table: ids are shifted by the rows of the tables before theirs."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
@@ -87,7 +114,7 @@ class TunedDLRM(DLRM):
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
         self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
-        self.embeddings = self.shared = None
+        self.embeddings = None
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The one table, for an optimizer that takes sparse gradients."""
@@ -100,7 +127,7 @@ class TunedDLRM(DLRM):
         values = unique.values().long() + self.history_shift
         offsets = unique.offsets()[:-1].long()
         history = embedding_bag(values, self.table, offsets, mode="mean", sparse=True)
-        return torch.cat([one_hot, history.index_select(0, batch.shared.inverse(HISTORY))], dim=1)
+        return torch.cat([history.index_select(0, batch.shared.inverse(HISTORY)), one_hot], dim=1)
 
 
 class Stepper:
@@ -144,7 +171,7 @@ def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: s
     )
     recipes, tunes = (torch.optim.Adagrad(model.table_parameters(), lr=0.05) for model in (recipe, tuned))
     return {
-        "ours": Stepper(ours, data, batch_size, None, _distinct),
+        "ours": Stepper(ours, data, batch_size, None, lambda batch: _distinct(batch).joined()),
         "recipe": Stepper(recipe, data, batch_size, recipes, lambda batch: batch),
         "tuned": Stepper(tuned, data, batch_size, tunes, _distinct),
     }

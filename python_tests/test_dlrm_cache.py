@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import dlrm_records
 import pytest
 import torch
 from dlrm_stops import StopAfter
@@ -19,7 +20,7 @@ from rec_kernels.testing import same_bits
 
 skip_without_host()
 
-TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes", "tiers"}
+TIMES = dlrm_records.TIMES | {"tiers"}
 OPTIONS = {
     "data": "synthetic",
     "rows": 1_500,
@@ -193,7 +194,7 @@ def test_wrong_options(options: dict, message: str) -> None:
 
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     """For the slots: what is needed. For a batch: at its step."""
-    with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget '90kB'"):
+    with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
     with pytest.raises(TrainingError, match=r"bytes.*memory_budget \(now '1200kB'\).*batch_size \(now 250\)"):

@@ -8,59 +8,30 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
+from dlrm_tiny import TinyData
 from scipy import stats
 
-import rec_kernels as rk
-from rec_kernels.dlrm import Batch, Feature, TrainConfig, compare, compare_report, report, runs, train
+from rec_kernels.dlrm import TrainConfig, compare, compare_report, report, runs, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import HeldOut
 from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.train import Run, RunInterruptedError
 
 
-class TinyData:
-    """400 rows for training and 200 for the test, whose label hangs on the id of the one feature."""
-
-    name, num_dense = "tiny", 2
-    features = (Feature("id", 20),)
-    opened = 0
-
-    def num_rows(self, split):
-        return {"train": 400, "test": 200}[split]
-
-    def batches(self, split, batch_size, start=0):
-        generator = np.random.default_rng(["train", "test"].index(split))
-        ids = generator.integers(0, 20, self.num_rows(split))
-        label = torch.from_numpy((generator.random(len(ids)) < ids / 20).astype(np.float32))
-        dense = torch.from_numpy(generator.random((len(ids), 2), dtype=np.float32))
-        for first in range(start * batch_size, len(ids), batch_size):
-            part = slice(first, min(first + batch_size, len(ids)))
-            values = torch.from_numpy(ids[part])
-            jagged = rk.KeyedJaggedTensor(["id"], values, offsets=torch.arange(len(values) + 1))
-            yield Batch(dense[part], jagged, label[part])
-
-
-def tiny():
-    """Named by ``--data``."""
-    TinyData.opened += 1
-    return TinyData()
-
-
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
     # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
-    monkeypatch.setattr(report, "draw", lambda path, records: None)
+    monkeypatch.setattr(report, "draw", lambda path, records, model: None)
     monkeypatch.setattr(report, "curves", lambda records: [])
 
     def run(*configurations, seeds="2", more=()):
-        flags = ["--data", f"{__name__}:tiny", "--batch-size", "100", "--runs-dir", str(tmp_path), "--bottom", "4"]
+        flags = ["--data", "dlrm_tiny:tiny", "--batch-size", "100", "--runs-dir", str(tmp_path), "--bottom", "4"]
         return main(["compare", *configurations, "--seeds", seeds, "--name", "c", *flags, "--top", "4", *more])
 
     return run
@@ -99,7 +70,7 @@ def test_two_configurations_and_two_seeds(command, tmp_path, capsys, trained):
     assert found["a"]["parameters"] == 2 * 4 + 4 + 4 * 16 + 16 + 17 * 4 + 4 + 4 + 1 + 20 * 16
     assert found["a"]["table_bytes"] == 20 * 16 * 4 + 20 * 4
     # A run of a comparison is the run that the trainer makes by itself.
-    options = {"data": f"{__name__}:tiny", "batch_size": 100, "bottom": (8, 4), "top": (4,), "epochs": 2, "lr": 0.5}
+    options = {"data": "dlrm_tiny:tiny", "batch_size": 100, "bottom": (8, 4), "top": (4,), "epochs": 2, "lr": 0.5}
     alone = train(TrainConfig(**options, seed=1, runs_dir=str(tmp_path)), TinyData(), progress=False)
     assert found["b"]["runs"][1]["auc"] == alone["auc"]
     aucs = [[run["auc"] for run in found[name]["runs"]] for name in "ab"]

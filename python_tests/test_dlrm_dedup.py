@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from dlrm_cases import Changed
+from dlrm_records import TIMES
 from dlrm_stops import StopAfter
 
 pytest.importorskip("pyarrow")
@@ -32,7 +33,7 @@ from rec_kernels.dlrm import (
     train,
 )
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.data import DataError, HeldOut
+from rec_kernels.dlrm.data import DataError, Feature, HeldOut
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide, dedup_batch, expanded
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
@@ -40,7 +41,6 @@ from rec_kernels.dlrm.train import Run, TrainingError, predict
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
 SESSIONS = {"table_rows": 200, "samples_per_session": 12, "unchanged": 0.9}
-TIMES = {"examples_per_second", "train_seconds", "seconds", "dedup_seconds", "peak_memory_bytes"}
 
 
 def config(runs_dir: Path, **options) -> TrainConfig:
@@ -89,7 +89,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
 def test_forward_bits_are_the_same(data: Synthetic) -> None:
     model = DLRM(data.features, data.num_dense, 8, bottom=(16,), top=(16,), seed=3)
     with torch.no_grad():
-        model.shared.embedding_bags[HISTORY].weight.normal_()
+        model.embeddings.embedding_bags[HISTORY].weight.normal_()
     for batch in data.batches("train", SIZE):
         once, tally = dedup_batch(batch)
         assert isinstance(once.shared, rk.InverseKeyedJaggedTensor)
@@ -348,7 +348,7 @@ def test_batches_of_every_split(data: Synthetic) -> None:
         batches = list(rows.batches(split, SIZE, tallies=tallies))
         assert sum(len(batch.label) for batch in batches) == rows.num_rows(split)
         assert len(tallies) == len(batches)
-        assert all(isinstance(batch.shared, rk.InverseKeyedJaggedTensor) for batch in batches)
+        assert all(isinstance(batch.features, rk.InverseKeyedJaggedTensor) for batch in batches)
         tallies.clear()
     model = DLRM(data.features, data.num_dense)
     scores = [predict(model, made, "test")[1] for made in (rows, DedupReader(rows.data, on=False))]
@@ -366,6 +366,41 @@ def test_several_shared_features_are_one_group() -> None:
     assert once.shared.inverse(0).tolist() == [0, 0, 1]
     assert tally.ids == {"a": (6, 4), "b": (3, 2)}
     assert torch.equal(once.shared.to_kjt().values(), ids)
+
+
+@pytest.mark.parametrize("form", ["whole", "once", "windows"])
+def test_joined(form: str) -> None:
+    """All features are in one, the shared ones first, and the model has the same bits."""
+    keys = ["a", "b"]
+    shared = rk.KeyedJaggedTensor(keys, torch.tensor([1, 2, 1, 2, 5, 5, 6]), lengths=torch.tensor([2, 2, 0, 1, 1, 1]))
+    features = rk.KeyedJaggedTensor(["c"], torch.arange(3), offsets=torch.arange(4))
+    batch = Batch(torch.zeros(3, 1), features, torch.zeros(3), shared)
+    given = batch if form == "whole" else dedup_batch(batch, windows=form == "windows")[0]
+    joined = given.joined()
+    assert (joined.shared, joined.joined()) == (None, joined)
+    found = joined.features if form == "whole" else joined.features.to_kjt()
+    assert found.keys() == ["a", "b", "c"]
+    assert found.values().tolist() == [*shared.values().tolist(), 0, 1, 2]
+    assert found.lengths().tolist() == [2, 2, 0, 1, 1, 1, 1, 1, 1]
+    model = DLRM([Feature("c", 9), *(Feature(key, 9, shared=True) for key in keys)], 1, 4)
+    assert torch.equal(model(given), model(joined))
+    assert batch._replace(shared=None).joined().features is features
+
+
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("weighted", ["shared", "features"])
+def test_joined_weights(weighted: str, once: bool) -> None:
+    """Ids without weights weigh 1 beside others that have some."""
+    shared = rk.KeyedJaggedTensor(["a"], torch.arange(3), lengths=torch.tensor([2, 1]))
+    features = rk.KeyedJaggedTensor(["c"], torch.arange(2), lengths=torch.tensor([1, 1]))
+    batch = Batch(torch.zeros(2, 1), features, torch.zeros(2), shared)
+    part = getattr(batch, weighted)
+    weights = torch.arange(2.0, 2 + len(part.values()))
+    given = rk.KeyedJaggedTensor(part.keys(), part.values(), offsets=part.offsets(), weights=weights)
+    batch = batch._replace(**{weighted: given})
+    found = (dedup_batch(batch)[0] if once else batch).joined().features
+    found = found.to_kjt() if once else found
+    assert found.weights_or_none().tolist() == ([2, 3, 4, 1, 1] if weighted == "shared" else [1, 1, 1, 2, 3])
 
 
 def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:

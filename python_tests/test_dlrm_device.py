@@ -79,7 +79,7 @@ def test_nothing_of_a_step_stays_behind() -> None:
     assert model.device.type == "meta"
     logits.sum().backward()
     assert all(weight.grad.is_meta for weight in model.dense_parameters())
-    with pytest.raises((ValueError, RuntimeError), match="same device"):
+    with pytest.raises((ValueError, RuntimeError), match="device"):
         model(batch._replace(features=batch_of(data).features))
 
 
@@ -88,7 +88,8 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     asked = []
 
     def to(batch: Batch, device: torch.device, *, non_blocking: bool = False) -> Batch:
-        asked.append((str(device), non_blocking, len(batch.label)))
+        if len(batch.label) > 1:  # not the row by which the model's operations are counted
+            asked.append((str(device), non_blocking, len(batch.label)))
         return batch
 
     def pin_memory(batch: Batch) -> Batch:
@@ -136,10 +137,9 @@ def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(bounds.Reports, "check", noted)
     monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
     train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
-    evaluated, saved, tested = told[:2], told[2:-2], told[-2:]
-    assert len({id(reports) for reports in evaluated}) == 2  # both collections of the model
-    assert evaluated == saved[:2] == tested
-    assert saved[2:] == ["saved"]
+    evaluated, saved, tested = told[:1], told[1:-1], told[-1:]
+    assert evaluated == saved[:1] == tested
+    assert saved[1:] == ["saved"]
 
 
 @gpu

@@ -76,13 +76,13 @@ def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic)
     """Tables that are not compressed, and the MLPs, start with the same numbers beside compressed ones."""
     options = OPTIONS | {"threshold": 14, "temperature": 0.5, "format": format}  # 15 rows stay full for mixed only
     full, other = (build_model(TrainConfig(**options, embedding=kind), data) for kind in ("full", embedding))
-    plain = [t.name for c in other.collections() for t in c.tables if t.compression is None]
-    names = [f.name for f in data.features]
+    plain = [t.name for t in other.embeddings.tables if t.compression is None]
+    names = [t.name for t in other.embeddings.tables]
     assert 0 < len(plain) < len(names)
     assert min(names.index(name) for name in plain) > 0  # some come after compressed ones
-    for one, two in zip(full.collections(), other.collections(), strict=True):
-        for name in set(plain) & {t.name for t in two.tables}:
-            assert torch.equal(one.embedding_bags[name].weight, two.embedding_bags[name].weight)
+    for name in plain:
+        one, two = (made.embeddings.embedding_bags[name].weight for made in (full, other))
+        assert torch.equal(one, two)
     for one, two in ((full.bottom, other.bottom), (full.top, other.top)):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
@@ -97,14 +97,14 @@ def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytes
 
 
 def test_compressed_tables_have_streams_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They differ by collection and seed, and from those of tables that are not compressed; GPUs' are left alone."""
+    """They differ by table and seed, and from those of tables that are not compressed; GPUs' are left alone."""
     features = [Feature("apart", 300), Feature("common", 300, shared=True), Feature("plain", 75)]
     half = dict.fromkeys(("apart", "common"), rk.Hash(75))
     monkeypatch.setattr(torch, "manual_seed", None)  # would reseed every GPU
     weights = []
     for seed in (0, 1, 2):
         made = DLRM(features, 2, compressions=half, seed=seed)
-        weights += [made.embeddings.embedding_bags["apart"].weight, made.shared.embedding_bags["common"].weight]
+        weights += [made.embeddings.embedding_bags["apart"].weight, made.embeddings.embedding_bags["common"].weight]
         weights.append(DLRM(features[2:], 2, seed=seed).embeddings.embedding_bags["plain"].weight)
     first = [round(abs(float(weight[0, 0] / weight.abs().max())), 6) for weight in weights]
     assert len(set(first)) == len(first)
@@ -114,7 +114,7 @@ def test_projections_are_dense_parameters(data: Synthetic) -> None:
     """They are the MLPs' optimizer's."""
     made = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
     shapes = [tuple(p.shape) for p in made.dense_parameters()]
-    narrow = [t.projection for c in made.collections() for t in c.tables if t.projection]
+    narrow = [t.projection for t in made.embeddings.tables if t.projection]
     assert narrow
     assert all(shape in shapes for shape in narrow)
 

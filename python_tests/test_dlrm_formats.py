@@ -51,7 +51,7 @@ def config(tmp_path: Path, **options) -> TrainConfig:
 
 
 def tables(model: DLRM) -> dict[str, torch.Tensor]:
-    return {t.name: c.embedding_bags[t.name].weight for c in model.collections() for t in c.tables}
+    return {t.name: model.embeddings.embedding_bags[t.name].weight for t in model.embeddings.tables}
 
 
 def saved(directory: Path) -> dict[str, torch.Tensor]:
@@ -116,17 +116,16 @@ def trained(data: Synthetic, tmp_path: Path, name: str, **options) -> dict[str, 
 
 def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: Path, monkeypatch) -> None:
     model = build_model(config(tmp_path, format="int8", seed=3), data)
-    assert (model.embeddings.seed, model.shared.seed, model.shared.rounding) == (6, 7, "stochastic")
+    assert (model.embeddings.seed, model.embeddings.rounding) == (3, "stochastic")
     first = trained(data, tmp_path, "a", format="int8", seed=3)
     assert_same(first, trained(data, tmp_path, "b", format="int8", seed=3))
-    weight = "shared.embedding_bags.history.weight"
+    weight = "embeddings.embedding_bags.history.weight"
     nearest = trained(data, tmp_path, "c", format="int8", seed=3, rounding="nearest")
     assert not torch.equal(first[weight], nearest[weight])
 
     def other_noise(*arguments) -> DLRM:
         model = build_model(*arguments)
-        for collection in model.collections():
-            collection._seed += 2
+        model.embeddings._seed += 2
         return model
 
     monkeypatch.setattr(sys.modules[Run.__module__], "build_model", other_noise)
@@ -200,7 +199,7 @@ def test_the_way_out_works(data: Synthetic, tmp_path: Path) -> None:
     state = saved(tmp_path / "run")
     with pytest.raises(RuntimeError, match="has rows of format fp32, this collection's are int8"):
         model.load_state_dict(state)
-    with model.embeddings.convert_formats(), model.shared.convert_formats():
+    with model.embeddings.convert_formats():
         model.load_state_dict(state)
     assert torch.equal(tables(model)["user"], encode(state["embeddings.embedding_bags.user.weight"], "int8"))
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
 LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
 #: What two ways of the same training do not have in common.
-WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
+WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes", "profile"}
 WAYS |= {"dedup_seconds", "dedup_factors", "windows"}
 
 
@@ -139,6 +139,6 @@ def test_other_choices_make_no_windows(data: Changed) -> None:
     held_out = HeldOut(data, SIZE, 0.0)
     assert decide("windows", held_out) == (True, None)
     batch = next(DedupReader(held_out, on=True).batches("train", SIZE))
-    assert isinstance(batch.shared.stored(), rk.KeyedJaggedTensor)
+    assert isinstance(batch.features.stored(), rk.KeyedJaggedTensor)
     batch = next(DedupReader(held_out, on=True, windows=True).batches("train", SIZE))
     assert isinstance(batch.shared.stored(), rk.KeyedJaggedWindows)

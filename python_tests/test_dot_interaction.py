@@ -1,4 +1,4 @@
-"""dot_interaction on the CPU: bits of the reference, gradients, compilation, autocast, errors."""
+"""dot_interaction on the CPU: bits of the reference, gradients, compilation, errors."""
 
 from __future__ import annotations
 
@@ -158,17 +158,6 @@ def test_compiles_once(backend: str) -> None:
         for mine, right in zip(*results, strict=True):
             torch.testing.assert_close(mine, right)
     assert counter.frame_count <= 2
-
-
-def test_autocast() -> None:
-    """Arguments in half precision, or in two of them, are widened, and their gradients have their dtype."""
-    call = make_call((4, 6), 12, False)
-    dense, sparse = call.dense.bfloat16().requires_grad_(), call.sparse.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = rk.dot_interaction(dense, sparse)
-    assert testing.same_bits(out.detach(), rk.dot_interaction(dense.detach().float(), sparse.detach()))
-    out.sum().backward()
-    assert (dense.grad.dtype, sparse.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("isa", testing.cpu_isas())

@@ -1,4 +1,4 @@
-"""factorization_machine on the CPU: bits of the reference, gradients, compilation, autocast, errors."""
+"""factorization_machine on the CPU: bits of the reference, gradients, compilation, errors."""
 
 from __future__ import annotations
 
@@ -154,17 +154,6 @@ def test_compiles_once(backend: str) -> None:
         for mine, right in zip(*results, strict=True):
             torch.testing.assert_close(mine, right)
     assert counter.frame_count <= 2
-
-
-def test_autocast() -> None:
-    """Arguments in half precision, or in two of them, are widened, and their gradients have their dtype."""
-    call = make_call((4, 6, 3), 12, True)
-    x, y = call.x.bfloat16().requires_grad_(), call.y.clone().requires_grad_()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = rk.factorization_machine(x, y)
-    assert testing.same_bits(out.detach(), rk.factorization_machine(x.detach().float(), y.detach()))
-    out.sum().backward()
-    assert (x.grad.dtype, y.grad.dtype) == (torch.bfloat16, torch.float32)
 
 
 @pytest.mark.parametrize("isa", testing.cpu_isas())

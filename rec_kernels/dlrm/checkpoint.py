@@ -12,7 +12,7 @@ import torch
 from rec_kernels.dlrm.data import DataError
 
 NAME = "checkpoint.pt"
-FORMAT = 1
+FORMAT = 2  # 1: features in two collections
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:
@@ -59,7 +59,7 @@ def load(directory: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: {error!r}") from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise DataError(f"{path} has format {found!r}, expected {FORMAT}")
+        raise DataError(f"{path} has format {found!r}, expected {FORMAT}: another version wrote it, so train anew")
     return state
 
 

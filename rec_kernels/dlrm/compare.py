@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fcntl
 import gc
+import itertools
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, datasets
-from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, ROUNDINGS, TrainConfig, widths
+from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, widths
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import TrainingError, train
@@ -55,6 +56,7 @@ def plan(
     formats: str | None = None,
     roundings: str | None = None,
     embeddings: str | None = None,
+    models: str | None = None,
 ) -> Comparison:
     """The comparison that a command line asks for.
 
@@ -69,24 +71,40 @@ def plan(
             there once.
         embeddings: the same of kinds of tables, as in "full,hash,qr": every configuration with each, in every format,
             named "NAME-qr-int8-nearest". A configuration gives itself what no list gives.
+        models: the same of models, as in "dlrm,dcnv2": every configuration with each, named
+            "NAME-dcnv2-qr-int8-nearest".
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
     """
     if not is_run_name(name):
         raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
-    kinds = _kinds(embeddings or base.embedding)
+    networks = _kinds("model", models or base.model, MODELS)
+    kinds = _kinds("embedding", embeddings or base.embedding, EMBEDDINGS)
     rows = _variants(formats or base.format, roundings or base.rounding)
     variants = {
-        "-".join(part for part in (kind, row) if part): kinds[kind] | rows[row] for kind in kinds for row in rows
+        "-".join(filter(None, names)): networks[names[0]] | kinds[names[1]] | rows[names[2]]
+        for names in itertools.product(networks, kinds, rows)
     }
     # What a list gives, by the flags: a name that says "int8" is not one of fp32.
     listed = {} if "" in rows else dict.fromkeys(("format", "rounding"), "--format or --rounding")
     listed |= {} if "" in kinds else {"embedding": "--embedding"}
+    listed |= {} if "" in networks else {"model": "--model"}
     if not configurations and "" in variants:
         raise ValueError(
-            "there is nothing to compare: give configurations, or lists as in --format fp32,int8 or --embedding full,qr"
+            "there is nothing to compare: give configurations, or lists as in --format fp32,int8, --embedding full,qr "
+            "or --model dlrm,dcnv2"
         )
+    configs = _configs(configurations, base, variants, listed)
+    if len(configs) < 2:
+        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
+    return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+
+
+def _configs(
+    configurations: Sequence[str], base: TrainConfig, variants: dict[str, dict], listed: dict[str, str]
+) -> dict[str, TrainConfig]:
+    """Every configuration in every variant, by name; ``listed``: the flags of options that a list gives."""
     configs: dict[str, TrainConfig] = {}
     for text in configurations or [None]:
         key, given = ("", {}) if text is None else parse_configuration(text)
@@ -103,17 +121,15 @@ def plan(
                 configs[full] = dataclasses.replace(base, **options | given)
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
-    if len(configs) < 2:
-        raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
-    return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
+    return configs
 
 
-def _kinds(embeddings: str) -> dict[str, dict[str, str]]:
-    """The option "embedding" by its name; by "" if there is one."""
-    names = embeddings.split(",")
-    if not set(names) <= set(EMBEDDINGS) or len(set(names)) < len(names):
-        raise ValueError(f"embedding is {embeddings!r}, allowed is {', '.join(EMBEDDINGS)}, or several of them")
-    return {name if len(names) > 1 else "": {"embedding": name} for name in names}
+def _kinds(option: str, text: str, allowed: Sequence[str]) -> dict[str, dict[str, str]]:
+    """Each of a list of an option's values by its name; by "" if there is one."""
+    names = text.split(",")
+    if not set(names) <= set(allowed) or len(set(names)) < len(names):
+        raise ValueError(f"{option} is {text!r}, allowed is {', '.join(allowed)}, or several of them")
+    return {name if len(names) > 1 else "": {option: name} for name in names}
 
 
 def _variants(formats: str, roundings: str) -> dict[str, dict[str, str]]:

@@ -84,7 +84,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
         "configurations": [
             {
                 "name": name,
-                "options": _changed(config),
+                "options": changed_options(config),
                 "runs": [_run(comparison, name, seed, record) for seed, record in outcomes[name].items()],
                 **{key: _score(outcomes, reference, name, key, sign) for key, _, sign in SCORES},
                 **_cost(list(outcomes[name].values())),
@@ -94,7 +94,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
     }
 
 
-def _changed(config: TrainConfig) -> dict:
+def changed_options(config: TrainConfig) -> dict:
     """The options that decide the outcome, the seed aside, and are not at their default."""
     changed = {name: (getattr(config, name), default) for name, default in comparable_defaults().items()}
     return {name: list(v) if isinstance(v, tuple) else v for name, (v, default) in changed.items() if v != default}
@@ -190,7 +190,7 @@ def _score_table(result: dict, key: str) -> str:
         count = f"{ended} of {len(runs)}" if ended < len(runs) else str(ended)
         scores = number(score["mean"], 5), number(score["std"], 5)
         rows.append((configuration["name"], count, *scores, mean, interval, apart["verdict"]))
-    return _table(rows)
+    return table(rows)
 
 
 def _cost_table(result: dict) -> str:
@@ -205,10 +205,10 @@ def _cost_table(result: dict) -> str:
             sizes = f"{c['weight_bytes'] / 2**20:.2f}", share, f"{c['state_bytes'] / 2**20:.2f}"
             numbers = f"{c['parameters']:,}", *sizes, f"{c['examples_per_second']:,.0f}"
         rows.append((c["name"], *numbers, _options(own) or "-"))
-    return _table(rows)
+    return table(rows)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
     """Markdown table whose columns are aligned as text, too."""
     rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     wide = [max(map(len, column)) for column in zip(*rows, strict=True)]

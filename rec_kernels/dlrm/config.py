@@ -15,14 +15,17 @@ from typing import Any
 import rec_kernels as rk
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
+from rec_kernels.dlrm.precision import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.nn.compression import Compression
 from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
 from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
 
+COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
+MODELS = ("dlrm", "dcnv2", "wukong")
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS = {
@@ -152,9 +155,18 @@ class TrainConfig:
     )
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
 
+    model: str = _choice(
+        "dlrm", "between the MLPs: dlrm, dot products; dcnv2, cross layers; wukong, factorization machines", MODELS
+    )
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
+    cross_layers: int = _count(3, "dcnv2: cross layers")
+    cross_rank: int = _count(16, "dcnv2: rank of their matrices")
+    wukong_layers: int = _count(3, "wukong: layers")
+    wukong_features: int = _count(8, "wukong: vectors that either block of a layer makes")
+    wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to")
+    wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP")
     embedding: str = _choice(
         "full",
         "tables: full; hash, ids share rows; qr, quotient and remainder, multiplied, added (qr_add) or side by side "
@@ -166,6 +178,16 @@ class TrainConfig:
         0.3, float, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
     )
     threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
+    precision: str = _choice(
+        "fp32",
+        "of MLPs and interaction, and of what tables give them: fp32, or bf16, mixed with fp32 as torch.autocast does",
+        tuple(PRECISIONS),
+    )
+    activations: str = _choice(
+        "fp32",
+        f"format that inputs of the interaction and of linear layers are rounded to: {', '.join(ACTIVATIONS)}",
+        ACTIVATIONS,
+    )
     format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
@@ -179,6 +201,11 @@ class TrainConfig:
     )
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
+    compile: str = _choice(
+        "no",
+        "torch.compile of MLPs and interaction: no, or its mode default",
+        COMPILE,
+    )
     backing: str = _choice(
         "device",
         "where the tables' other rows are: device, host, beside a GPU, or disk, in files of the run's folder",
@@ -195,7 +222,7 @@ class TrainConfig:
     )
     optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
     lr: float = _positive(0.05, "learning rate of the tables")
-    dense_lr: float = _positive(0.001, "learning rate of the MLPs (Adam)")
+    dense_lr: float = _positive(0.001, "learning rate of all but the tables (Adam)")
     warmup_steps: int = _count(0, "steps in which both learning rates rise linearly", 0)
     decay_start: int = _count(0, "step at which both begin to fall", 0)
     decay_steps: int = _count(0, "steps in which they fall with the square of what is left (0: they do not fall)", 0)
@@ -261,7 +288,13 @@ class TrainConfig:
         )
         if self.cache:
             rows += f"-cache{self.cache:g}{self.policy}"
-        return f"{data_name}-d{self.embedding_dim}{kind}{rows}-b{self.batch_size}-seed{self.seed}"
+        network = "" if self.model == "dlrm" else f"-{self.model}"
+        dense = "" if self.precision == "fp32" else f"-dense{self.precision}"
+        if self.activations != "fp32":
+            dense += f"-act{self.activations}"
+        if self.compile != "no":
+            dense += f"-compiled-{self.compile}"
+        return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
         """How the tables of features are kept in fewer numbers, by feature; full ones are not there."""

@@ -44,14 +44,15 @@ class Batch(NamedTuple):
 
     Args:
         dense: float32 [B, num_dense].
-        features: KeyedJaggedTensor of the features that are not shared, B bags each.
+        features: KeyedJaggedTensor of the features that are not shared, B bags each; of a batch that is ``joined()``,
+            of all features, which may be an InverseKeyedJaggedTensor.
         label: float32 [B], 0 or 1.
         shared: the shared features, a bag for every row: a KeyedJaggedTensor of B bags each, or an
             InverseKeyedJaggedTensor of B rows, if the data set knows which have the same bags; None without any.
     """
 
     dense: Tensor
-    features: rk.KeyedJaggedTensor
+    features: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor
     label: Tensor
     shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor | None = None
 
@@ -63,6 +64,23 @@ class Batch(NamedTuple):
         """The same in page-locked host memory."""
         return Batch(*(None if part is None else part.pin_memory() for part in self))
 
+    def joined(self) -> Batch:
+        """The same with all features in ``features``, the shared ones first: one lookup has them all.
+
+        Where some have weights, ids of the others weigh 1.
+        """
+        shared, features = self.shared, self.features
+        if shared is None:
+            return self
+        if isinstance(shared, rk.InverseKeyedJaggedTensor):
+            kept = shared.bags()
+            bags, features = _alike(kept, features)
+            if bags is not kept:
+                groups, inverse = shared.groups(), shared.inverse_of_groups()
+                shared = rk.InverseKeyedJaggedTensor(bags, groups, inverse, shared.keys())
+            return self._replace(features=shared.with_rest(features), shared=None)
+        return self._replace(features=rk.KeyedJaggedTensor.concat(list(_alike(shared, features))), shared=None)
+
     def tensors(self) -> dict:
         """Its tensors by name, for ``torch.save``: the shared features with a bag for every row."""
         tensors: dict = {"dense": self.dense, "label": self.label}
@@ -73,6 +91,20 @@ class Batch(NamedTuple):
                 tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
                 tensors[f"{name}.keys"] = list(jagged.keys())
         return tensors
+
+
+def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
+    """With weights, if any has them; they are ones where there were none."""
+    if all(f.weights_or_none() is None for f in features):
+        yield from features
+        return
+    for f in features:
+        if f.weights_or_none() is not None or not f.keys():
+            yield f
+            continue
+        ones = torch.ones(f.values().shape, dtype=torch.float32, device=f.values().device)
+        sizes = f.stride_per_key() if f.variable_stride_per_key() else None
+        yield rk.KeyedJaggedTensor(f.keys(), f.values(), offsets=f.offsets(), weights=ones, stride_per_key=sizes)
 
 
 class DataSet(Protocol):
@@ -134,10 +166,20 @@ class HeldOut:
         return islice(self.data.batches("train", batch_size, start), max(self._train_batches - start, 0))
 
 
+def _compute_alone() -> None:
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # a thread takes the number that all begin with when it first looks: from now on it has 1
+
+
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, the next one always being made on another thread."""
-    end = object()
+    """The same items, the next one always being made on another thread.
+
+    That thread computes alone: helpers of its own would take the cores of the training's, which wait for each other.
+    """
+    end, threads = object(), torch.get_num_threads()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as pool:
+        pool.submit(_compute_alone).result()
+        torch.set_num_threads(threads)  # what new threads begin with, which the reader's has changed
         coming = pool.submit(next, items, end)
         while (item := coming.result()) is not end:
             coming = pool.submit(next, items, end)

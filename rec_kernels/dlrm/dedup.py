@@ -105,7 +105,9 @@ class DedupReader:
     def batches(
         self, split: str, batch_size: int, start: int = 0, tallies: deque[Tally] | None = None
     ) -> Iterator[Batch]:
-        """As ``HeldOut.batches``; a batch's tally is appended to ``tallies`` before the batch is there.
+        """As ``HeldOut.batches``, joined unless of windows.
+
+        A batch's tally is appended to ``tallies`` before the batch is there.
 
         Raises:
             DataError: a batch's shared features have not a bag for every row, or weights, of which there are no
@@ -118,7 +120,7 @@ class DedupReader:
             batch, tally = dedup_batch(batch, self.windows) if self.on else expanded(batch)
             if tallies is not None:
                 tallies.append(tally)
-            yield batch
+            yield batch if self.windows else batch.joined()  # windows are smaller to move than the bags they become
 
 
 def check_shared(batch: Batch, name: str) -> None:

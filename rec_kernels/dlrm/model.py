@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
@@ -12,17 +12,37 @@ from torch import nn
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
+from rec_kernels.dlrm.precision import dense_region, dtype_of, quantize_inputs
 from rec_kernels.nn.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
 _SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
 
 
+class DotInteraction(nn.Module):
+    """The dense vector, and the dot product of each pair among it and the pooled embeddings.
+
+    Args:
+        num_features: F. embedding_dim: D.
+
+    Attributes:
+        out_features: numbers of a row, D + (F + 1) F / 2.
+    """
+
+    def __init__(self, num_features: int, embedding_dim: int):
+        super().__init__()
+        self.out_features = embedding_dim + num_pairs(num_features)
+
+    def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """[B, ``out_features``] of dense [B, D] and sparse [B, F, D]."""
+        return rk.dot_interaction(dense, sparse)
+
+
 class DLRM(nn.Module):
     """Logit of a row.
 
-    Features whose bags neighbouring rows share (``Feature.shared``) have a collection of their own: from an
-    ``rk.InverseKeyedJaggedTensor`` a bag is looked up once, not once per row.
+    All tables are one collection, with those of features whose bags neighbouring rows share (``Feature.shared``) first:
+    from an ``rk.InverseKeyedJaggedTensor`` such a bag is looked up once, not once per row.
 
     Args:
         features: the categorical features, a table each.
@@ -30,17 +50,25 @@ class DLRM(nn.Module):
         embedding_dim: columns D of every table and of the bottom MLP's output.
         bottom: widths of the hidden layers between the dense columns and D.
         top: widths of the hidden layers between the interaction and the logit.
-        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; outputs, MLPs and optimizer state are float32.
+        interaction: makes the module between, as ``DotInteraction``, from the number of features and D. It draws what
+            it starts with from torch's generator, which is seeded for it.
+        format: of the tables' rows, as in ``rk.EmbeddingBagConfig``; optimizer state and the MLPs' parameters are
+            float32.
         rounding: of updated rows of formats other than fp32, "stochastic" or "nearest".
         compressions: of tables that are kept in fewer numbers, by feature (``rk.EmbeddingBagConfig``).
-        optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the MLPs are
+        optimizer: fused optimizer of the tables, row-wise Adagrad with lr 0.05 by default; the rest of the model is
             the business of the caller's optimizer (``dense_parameters``).
         seed: fixes every initial weight, which is the same in every format but for rounding to it, and the noise of
-            stochastic rounding: 2 seed is the collections' one of the features that are not shared, 2 seed + 1 of those
-            that are. Tables that are not compressed, and the MLPs, start with the same numbers whichever others are.
+            stochastic rounding. Tables that are not compressed, and the MLPs, start with the same numbers whichever
+            others are.
         init: applied to each table's float32 weight [E, D]; uniform(-1/sqrt(E), 1/sqrt(E)) by default. Not to those of
             ``compressions``, which start as ``rk.EmbeddingBagConfig`` says.
-        caches: row caches of the collections "embeddings" and "shared", by these names.
+        cache: row cache of the tables.
+        precision: what MLPs and interaction compute in, "fp32" or "bf16": under torch.autocast, from pooled embeddings
+            that the tables' kernels round to bfloat16. Parameters and logits are float32.
+        activations: format in which the interaction and every linear layer get their inputs, one of
+            ``rk.ROW_FORMATS``: each row is rounded by ``rk.fake_quantize``, with the gradient of the identity. "fp32":
+            nothing is rounded.
     """
 
     def __init__(
@@ -51,73 +79,72 @@ class DLRM(nn.Module):
         *,
         bottom: Sequence[int] = (64,),
         top: Sequence[int] = (64, 32),
+        interaction: Callable[[int, int], nn.Module] = DotInteraction,
         format: str = "fp32",
         rounding: str = "stochastic",
         compressions: Mapping[str, Compression] = MappingProxyType({}),
         optimizer=None,
         seed: int = 0,
         init: Callable[[torch.Tensor], object] | None = None,
-        caches: Mapping[str, rk.RowCache] = MappingProxyType({}),
+        cache: rk.RowCache | None = None,
+        precision: str = "fp32",
+        activations: str = "fp32",
     ):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        optimizer = optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8)
-
-        def collection(name: str, chosen: list[Feature], noise: int) -> rk.EmbeddingBagCollection | None:
-            tables, skipped = [], 0
-            for f in chosen:
-                given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
-                start = None if given else init or _UniformInit(generator, skipped, f.num_embeddings)
-                names = {"name": f.name, "feature_names": [f.name]}
-                more = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
-                tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
-                skipped = skipped + size if given else 0
-            options = {"optimizer": optimizer, "rounding": rounding, "seed": noise % 2**63}
-            options["cache"] = caches.get(name)
-            with torch.random.fork_rng(devices=()):
-                # Of tables without an init. Not torch.manual_seed, which reseeds GPUs, too; counted down, because
-                # counted up it would be the generator's stream for some seeds.
-                torch.default_generator.manual_seed(~noise % 2**32)
-                made = rk.EmbeddingBagCollection(tables, **options) if tables else None
-            if init is None:
-                _skip(generator, skipped)
-            return made
-
         self.embedding_dim, self.format, self.num_features = embedding_dim, format, len(features)
-        self.embeddings = collection("embeddings", [f for f in features if not f.shared], 2 * seed)
-        self.shared = collection("shared", [f for f in features if f.shared], 2 * seed + 1)
+        self.precision, self._dense_side = precision, DLRM.dense_side  # takes the model: copies of it have their own
+        ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
+        tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
+        noise = seed % 2**63
+        options = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
+        options["output_dtype"] = dtype_of(precision)
+        # Of tables without an init, and of the interaction. Not torch.manual_seed, which reseeds GPUs, too; counted
+        # down, because counted up it would be the generator's stream.
+        with torch.random.fork_rng(devices=()):
+            torch.default_generator.manual_seed(~noise % 2**32)
+            self.embeddings = rk.EmbeddingBagCollection(tables, **options, seed=noise, cache=cache)
+            torch.default_generator.manual_seed((~noise ^ 1 << 31) % 2**32)  # another stream, whatever the tables drew
+            self.interaction = interaction(len(features), embedding_dim)
+        if init is None:
+            _skip(generator, skipped)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
-        self.top = _mlp([embedding_dim + num_pairs(len(features)), *top, 1], generator, final_relu=False)
+        self.top = _mlp([self.interaction.out_features, *top, 1], generator, final_relu=False)
+        if activations != "fp32":
+            layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
+            quantize_inputs([self.interaction, *layers], activations)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
-        dense = self.bottom(batch.dense)
         sparse = self.pooled(batch).unflatten(1, (self.num_features, self.embedding_dim))
-        return self.top(rk.dot_interaction(dense, sparse)).squeeze(1)
+        return self._dense_side(self, batch.dense, sparse)
+
+    def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
+        """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
+        with dense_region(self.precision, sparse.device):
+            logits = self.top(self.interaction(self.bottom(dense), sparse))
+        return logits.squeeze(1).float()
+
+    def compile_dense_side(self, mode: str) -> None:
+        """From now on ``forward`` has MLPs and interaction by ``torch.compile``; ``mode``: of it.
+
+        Every size of a batch has a graph, which is the same whichever came before: a resumed run has the bits of one
+        that was not stopped. What was compiled before in this process is forgotten: graphs of a function are few.
+        """
+        torch._dynamo.reset()
+        self._dense_side = torch.compile(DLRM.dense_side, mode=mode, fullgraph=True, dynamic=False)
 
     def pooled(self, batch: Batch) -> torch.Tensor:
-        """Embeddings of the features, float32 [B, F D]: the shared ones last."""
-        parts = []
-        if self.embeddings is not None:
-            parts.append(self.embeddings(batch.features).values())
-        if self.shared is not None:
-            parts.append(self.shared(batch.shared).values())
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        """Embeddings of the features, [B, F D] of the dtype of ``precision``: the shared ones first."""
+        return self.embeddings(batch.joined().features).values()
 
     def prefetch(self, batch: Batch) -> None:
         """Begins to read what the next batch needs of tables on disk or in host memory."""
-        for collection, features in ((self.embeddings, batch.features), (self.shared, batch.shared)):
-            if collection is not None:
-                collection.prefetch(features)
+        self.embeddings.prefetch(batch.joined().features)
 
     def close(self) -> None:
-        """Closes the files of tables on disk, without which the model cannot be used; others go on."""
-        for collection in self.collections():
-            collection.close()
-
-    def collections(self) -> list[rk.EmbeddingBagCollection]:
-        """The collections that there are."""
-        return [c for c in (self.embeddings, self.shared) if c is not None]
+        """Closes the file of tables on disk, without which the model cannot be used; others go on."""
+        self.embeddings.close()
 
     @property
     def device(self) -> torch.device:
@@ -126,31 +153,45 @@ class DLRM(nn.Module):
 
     def check(self) -> None:
         """Raise IndexError or ValueError if a batch before had bad ids or offsets: a GPU does not tell at once."""
-        for module in self.modules():
-            if isinstance(module, rk.EmbeddingBagCollection):
-                module.check()
+        self.embeddings.check()
 
-    @contextlib.contextmanager
-    def accumulate(self) -> Iterator[None]:
+    def accumulate(self) -> contextlib.AbstractContextManager[None]:
         """Within it, backwards leave the tables alone; at its end they are updated once, with all the gradients."""
-        with contextlib.ExitStack() as stack:
-            for collection in self.collections():
-                stack.enter_context(collection.accumulate())
-            yield
+        return self.embeddings.accumulate()
 
     def dense_parameters(self) -> list[nn.Parameter]:
-        """Parameters of the two MLPs and of projections: all that the caller's optimizer has to update."""
-        projections = [p for c in self.collections() for p in c.parameters() if p.requires_grad]
-        return [*self.bottom.parameters(), *self.top.parameters(), *projections]
+        """Parameters of MLPs, interaction and projections: all that the caller's optimizer has to update."""
+        projections = [p for p in self.embeddings.parameters() if p.requires_grad]
+        parts = (self.bottom, self.interaction, self.top)
+        return [*(p for part in parts for p in part.parameters()), *projections]
 
     def memory_report(self) -> list[dict]:
         """One dict per table, as ``rk.EmbeddingBagCollection.memory_report``."""
-        return [table for c in self.collections() for table in c.memory_report()]
+        return self.embeddings.memory_report()
 
     def tier_report(self) -> dict[str, int]:
         """Bytes of the tables where they are, and bytes moved, as ``rk.EmbeddingBagCollection.tier_report``."""
-        reports = [c.tier_report() for c in self.collections()]
-        return {name: sum(report[name] for report in reports) for name in (reports[0] if reports else ())}
+        return self.embeddings.tier_report()
+
+
+def _tables(
+    features: Sequence[Feature],
+    embedding_dim: int,
+    format: str,
+    compressions: Mapping[str, Compression],
+    init: Callable[[torch.Tensor], object] | None,
+    generator: torch.Generator,
+) -> tuple[list[rk.EmbeddingBagConfig], int]:
+    """A table each; how many of the generator's numbers are to be skipped after the last."""
+    tables, skipped = [], 0
+    for f in features:
+        given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
+        start = None if given else init or _UniformInit(generator, skipped, f.num_embeddings)
+        names = {"name": f.name, "feature_names": [f.name]}
+        more = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
+        tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
+        skipped = skipped + size if given else 0
+    return tables, skipped
 
 
 def _mlp(widths: Sequence[int], generator: torch.Generator, *, final_relu: bool) -> nn.Sequential:

@@ -14,6 +14,8 @@ from matplotlib.figure import Figure
 
 from rec_kernels.dlrm.config import TrainConfig
 
+#: Models, for a reader.
+TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
 
 STYLE = """
@@ -74,6 +76,12 @@ def tiers(report: dict[str, int]) -> str:
     return f"{', '.join(parts)}; {moved}"
 
 
+def dense(test: dict) -> str:
+    """All but the tables, as in "39,873 parameters; 78,912 FLOPs of a row's forward"."""
+    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
+    return f"{test['dense_parameters']:,} parameters{flops}"
+
+
 def dedup(test: dict) -> str:
     """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
 
@@ -120,32 +128,39 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
         HTML; every text in it is escaped.
     """
     test = next((record for record in records if record["kind"] == "test"), None)
+    title = TITLES[settings["config"].get("model", "dlrm")]
     figures = "".join(
         f'<figure><img src="{escape(source)}" alt="{escape(label)} over the rows trained on"></figure>'
         for label, source in pictures
     )
     sections = [
-        f"<h1>{escape(name)}</h1>{_status(records, test)}{_scores(records, test)}",
-        _section("Curves", figures),
-        _section("Time", _time([record for record in records if record["kind"] == "train"]) + _shared(test)),
-        _section("Memory", _memory(test) if test else ""),
-        _section("Configuration", _configuration(settings["config"])),
-        _section("Versions", _table(("package", "version"), settings["versions"].items(), kind="text")),
+        f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}",
+        section("Curves", figures),
+        section("Time", _time([r for r in records if r["kind"] == "train"]) + _roofline(test) + _shared(test)),
+        section("Memory", _memory(test) if test else ""),
+        section("Configuration", _configuration(settings["config"])),
+        section("Versions", table(("package", "version"), settings["versions"].items(), kind="text")),
     ]
+    return document(name, sections)
+
+
+def document(title: str, sections: Sequence[str]) -> str:
+    """A page of sections, which are HTML; the title is a text and is escaped."""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style></head>\n<body>\n"
+        f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + "\n</body></html>\n"
     )
 
 
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{title}</h2>{content}</section>" if content else ""
+def section(title: str, content: str) -> str:
+    """A part of a page: the title is a text, the content HTML; nothing where there is no content."""
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
 
 
-def _table(header: Sequence[str], rows, *, kind: str = "", strong: int = 0) -> str:
+def table(header: Sequence[str], rows, *, kind: str = "", strong: int = 0) -> str:
     """HTML table of texts, which are escaped; the first ``strong`` rows stand out."""
 
     def line(cells, tag: str, css: str = "") -> str:
@@ -211,8 +226,34 @@ def _time(train: list[dict]) -> str:
         '<div class="scroll"><table><thead><tr><th>part</th><th>seconds</th><th>share</th><th></th></tr></thead>'
         f'<tbody>{rows}<tr class="strong"><td>total</td><td>{total:,.2f}</td><td></td><td></td></tr></tbody></table>'
         f"</div><p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left "
-        "out. Backward includes the update of the tables, optimizer is that of the MLPs, data is the time spent "
-        "waiting for a batch. The test is not in the table.</p>"
+        "out. Backward includes the update of the tables, optimizer is that of all but the tables, data is the time "
+        "spent waiting for a batch. The test is not in the table.</p>"
+    )
+
+
+def _roofline(test: dict | None) -> str:
+    """Of each part of a step, its time beside that of its bytes and products at the machine's limits."""
+    if not test or "profile" not in test:
+        return ""
+    profile = test["profile"]
+    rows = [
+        (
+            part,
+            f"{1000 * cost['seconds']:.3f}",
+            f"{cost['bytes'] / 1e6:,.1f}",
+            f"{cost['flops'] / 1e6:,.0f}",
+            f"{1000 * cost['least_seconds']:.3f}",
+            f"{cost['of_roofline']:.0%}",
+        )
+        for part, cost in profile["parts"].items()
+    ]
+    header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
+    limits = profile["limits"]
+    return table(header, rows) + (
+        f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what inputs and outputs of "
+        "operations, parameters, ids, rows of tables and optimizer state of the last such batch take at a copy's "
+        f"{limits['bytes_per_second'] / 1e9:,.1f} GB/s, or its products at a large one's "
+        f"{limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
     )
 
 
@@ -228,12 +269,11 @@ def _memory(test: dict) -> str:
     keys = ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes")
     lines += [row(*(table[key] for key in keys)) for table in tables]
     header = ("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share")
-    dense = test["dense_parameters"]
-    mlps = f"{dense:,} parameters, {dense * 4 / 1024:,.1f} KiB in FP32; Adam keeps two more numbers of each"
-    notes = f"<p>Tables: {memory(tables)}.</p><p>MLPs: {mlps}.</p>"
+    kept = f"{test['dense_parameters'] * 4 / 1024:,.1f} KiB in FP32, of which Adam keeps two more numbers each"
+    notes = f"<p>Tables: {memory(tables)}.</p><p>Dense part: {dense(test)}; {kept}.</p>"
     if has_tiers(test):
         notes += f"<p>Tiers: {escape(tiers(test['tiers']))}.</p>{_caches(tables)}"
-    return _table(header, lines, strong=1) + notes
+    return table(header, lines, strong=1) + notes
 
 
 def _shared(test: dict | None) -> str:
@@ -249,7 +289,7 @@ def _caches(tables: list[dict]) -> str:
         if "cache_bytes" in t
     ]
     header = ("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys))
-    return _table(header, rows) if rows else ""
+    return table(header, rows) if rows else ""
 
 
 def _configuration(config: dict) -> str:
@@ -261,7 +301,7 @@ def _configuration(config: dict) -> str:
     names = [*changed, *(name for name in values if name not in changed)]
     rows = [(name, _option(values[name]), _option(defaults.get(name))) for name in names]
     note = f"<p>{len(changed)} of {len(names)} options are not at their default; they come first.</p>"
-    return note + _table(("option", "value", "default"), rows, kind="text", strong=len(changed))
+    return note + table(("option", "value", "default"), rows, kind="text", strong=len(changed))
 
 
 def _option(value: Any) -> str:

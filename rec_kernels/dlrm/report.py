@@ -70,6 +70,7 @@ def summary(test: dict) -> str:
             f"tables              {page.memory(test['tables'])}",
             *([f"tiers               {page.tiers(test['tiers'])}"] if page.has_tiers(test) else []),
             *([f"shared bags         {page.dedup(test)}"] if "dedup" in test else []),
+            *([f"dense part          {page.dense(test)}"] if "flops_per_example" in test else []),
             f"device              {test.get('device', 'cpu')}",
             f"peak memory         {test['peak_memory_bytes'] / 2**20:,.0f} MiB",
         ]
@@ -87,17 +88,17 @@ def write(directory: Path) -> None:
     """
     settings = json.loads((directory / CONFIG).read_text())
     records = Records(directory).read()
-    draw(directory / "report.png", records)
+    draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
     pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
     (directory / "report.html").write_text(page.render(directory.name, settings, records, pictures), encoding="utf-8")
 
 
-def draw(path: Path, records: list[dict]) -> None:
+def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
     """Write a picture of loss and AUC: progressive during the training, at the evaluations, and of the test."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, 2), PANELS, strict=True):
         _draw_scores(axes, records, *panel)
-    figure.suptitle(f"DLRM: {path.parent.name}", parse_math=False)
+    figure.suptitle(f"{page.TITLES[model]}: {path.parent.name}", parse_math=False)
     figure.savefig(path, dpi=120)
 
 

@@ -17,14 +17,15 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, report, runs
-from rec_kernels.dlrm.building import build_model, generations
+from rec_kernels.dlrm import checkpoint, devices, report, roofline, runs
+from rec_kernels.dlrm.building import build_model, generation
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
@@ -64,8 +65,8 @@ def identity(data: DataSet) -> dict:
     return {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
 
 
-def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
-    """The checkpoint of a run, which is given to ``model``.
+def _load(directory: Path, model: DLRM, data: DataSet, network: str) -> dict:
+    """The checkpoint of a run, which is given to ``model``, the one that the config calls ``network``.
 
     Raises:
         DataError: it is missing, damaged, of other data, of another format or of another model.
@@ -74,6 +75,12 @@ def _load(directory: Path, model: DLRM, data: DataSet) -> dict:
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
     if found != expected:
         raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    kind = state.get("network", "dlrm")  # as below
+    if kind != network:
+        raise DataError(
+            f"{path} is of model {kind}, and the run's {CONFIG} says {network}: put {kind} there, or train a new run "
+            f"with --model {network}"
+        )
     format = state.get("row_format", "fp32")  # there were no others before this was written
     if format != model.format:
         raise DataError(
@@ -181,9 +188,9 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = build_model(config, data, directory, generations(directory))
+    model = build_model(config, data, directory, generation(directory))
     try:
-        _load(directory, model, data)
+        _load(directory, model, data, config.model)
         return score(*predict(model, data, split))
     finally:
         model.close()
@@ -202,18 +209,17 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.model = build_model(config, data, directory, generations(directory) if resume else None)
-        self.hit_rates = HitRates(self.model.collections())
+        self.model = build_model(config, data, directory, generation(directory) if resume else None)
+        self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
-        fused = [collection.fused_optimizer for collection in self.model.collections()]
-        self.schedule = Schedule([self.dense_optimizer, *fused], config)
+        self.schedule = Schedule([self.dense_optimizer, self.model.embeddings.fused_optimizer], config)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
-        self.progress = True
+        self.progress, self._sample = True, None
         if resume:
             self._restore()
 
@@ -247,6 +253,8 @@ class Run:
 
     def test(self) -> dict:
         """Scores the test rows, records and returns them."""
+        flops = flops_per_example(self.model, self.data.features, self.data.num_dense)
+        curve = [record for record in self.records.read() if record["kind"] == "train"]
         test = {
             "kind": "test",
             **score(*predict(self.model, self.data, "test")),
@@ -258,9 +266,12 @@ class Run:
             "examples_per_second": self._rows_done() / self.seconds,
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
+            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
+            "flops_per_example": flops,
+            **roofline.record(self.model, self._sample, self.config.accumulate, curve, flops),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
-            **(self._dedup() if self.model.shared is not None else {}),
+            **(self._dedup() if any(f.shared for f in self.data.features) else {}),
         }
         self.records.append(test)
         return test
@@ -283,6 +294,7 @@ class Run:
                 "window": self.window.state(),
                 "dedup": self.dedup.state(),
                 "records": self.records.mark(),
+                "network": self.config.model,
                 "row_format": self.model.format,
                 "model": self.model.state_dict(),
                 "dense_optimizer": self.dense_optimizer.state_dict(),
@@ -290,7 +302,7 @@ class Run:
         )
 
     def _restore(self) -> None:
-        state = _load(self.directory, self.model, self.data)
+        state = _load(self.directory, self.model, self.data, self.config.model)
         try:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
@@ -363,6 +375,8 @@ class Run:
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
+        if len(batch.label) == self.config.batch_size:
+            self._sample = batch
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"

@@ -1,1 +1,1 @@
-"""Thin modules over the ops: state, initialisation, checkpointing. No maths."""
+"""Thin modules over the ops: state, initialisation, checkpointing, networks. No maths that an op has."""

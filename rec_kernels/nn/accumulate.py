@@ -70,7 +70,6 @@ class Pending:
             shared = shared._replace(inverse=shared.inverse.clone())
         self.lookups.append(Lookup(*tensors, shared))
 
-    @torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
     def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
 
@@ -78,6 +77,11 @@ class Pending:
             pooled: the lookup's output. shared: as in ``Lookup``.
             bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
         """
+        from rec_kernels.nn.graph_breaks import record_lookup
+
+        return record_lookup(self._record, pooled, shared, *bags)
+
+    def _record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         inverse = None if shared is None else shared.inverse
         return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
 

@@ -88,7 +88,6 @@ class Ahead:
         self._event = self._stream.record_event()
         return slots
 
-    @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
     def take(self, bags: Bags, *, inserts: bool) -> Tensor | None:
         """The slots of a batch that is looked up, whose rows are in the cache already; None: they are not.
 
@@ -98,6 +97,11 @@ class Ahead:
         Raises:
             RuntimeError: the rows of another batch are there, or this is no lookup of training.
         """
+        from rec_kernels.nn.graph_breaks import take_ahead
+
+        return take_ahead(self._take, bags, inserts)
+
+    def _take(self, bags: Bags, inserts: bool) -> Tensor | None:
         if self._slots is None:
             if inserts:
                 self._bags = None

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import operator
 
+import torch
+from torch import Tensor
+
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
 
 def positive_integer(name: str, value: object) -> int:
     """``value`` as an int.
@@ -25,3 +30,11 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         *first, last = (repr(choice) for choice in allowed)
         raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
+
+
+def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
+    """Raises ValueError unless a layer with parameters of dtype ``own`` takes ``x``: under autocast, any of three."""
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if x.dtype != own and not (autocast and x.dtype in FLOAT_DTYPES.values()):
+        allowed = "float32, float16 or bfloat16 under autocast" if autocast else f"that of the parameters, {own}"
+        raise ValueError(f"{name} must be {allowed}, got {x.dtype}")

@@ -141,6 +141,22 @@ class InverseKeyedJaggedTensor:
             return self
         return self._of(KeyedJaggedWindows.from_kjt(self._unique), self._groups, self._inverse, self._keys)
 
+    def with_rest(self, features: KeyedJaggedTensor) -> InverseKeyedJaggedTensor:
+        """The same with more features, which are in no group: one batch, one lookup. Windows become bags.
+
+        Raises:
+            ValueError: they have not a bag for each sample, or as ``rk.KeyedJaggedTensor.concat``.
+        """
+        if features.keys() and set(features.stride_per_key()) != {self.stride()}:
+            raise ValueError(
+                f"features must have {self.stride()} bags each, one for each sample, got {features.stride_per_key()}"
+            )
+        bags = self.bags()
+        if not features.keys():
+            return self._of(bags, self._groups, self._inverse, self._keys)
+        joined = KeyedJaggedTensor.concat([bags, features])
+        return self._of(joined, self._groups, self._inverse, [*self._keys, *features.keys()])
+
     def known_offset_per_key(self) -> list[int] | None:
         """[F + 1]: where the ids of each feature of ``bags()`` start, if the host knows it."""
         if isinstance(self._unique, KeyedJaggedWindows):

@@ -223,8 +223,62 @@ class KeyedJaggedTensor:
         """The same in page-locked host memory."""
         return self._mapped(Tensor.pin_memory)
 
+    @staticmethod
+    def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """The features of several, one after the other. As in TorchRec.
+
+        Args:
+            kjt_list: of different keys and one device, all with weights or none, none with ``inverse_indices``. Batch
+                sizes may differ: they are the features' own then (``stride_per_key``). Ids are of the wider dtype.
+                If one has all features, it is returned as it is.
+
+        Raises:
+            ValueError: none is given, a key is in two of them, or one is not as above. RuntimeError: other devices.
+        """
+        if not kjt_list:
+            raise ValueError("kjt_list is empty: it must have an rk.KeyedJaggedTensor at least")
+        keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
+        if any(kjt.inverse_indices_or_none() is not None for kjt in kjt_list):
+            raise ValueError("kjt_list has inverse_indices, which are of a batch of their own")
+        parts = [kjt for kjt in kjt_list if kjt.keys()]
+        weights = [kjt.weights_or_none() for kjt in parts]
+        if len({w is None for w in weights}) > 1:
+            without = next(kjt.keys() for kjt, w in zip(parts, weights, strict=True) if w is None)
+            raise ValueError(f"kjt_list has features with weights, and without, {without}: all must have them, or none")
+        if len(parts) < 2 and len(set(keys)) == len(keys):
+            return parts[0] if parts else kjt_list[0]
+        own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
+        values, offsets, weights = zip(*map(_from_zero, parts), strict=True)
+        ends = list(itertools.accumulate(each.shape[0] for each in values))
+        if ends[-1] >= 2**31:
+            offsets = [each.long() for each in offsets]
+        moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
+        joined = KeyedJaggedTensor(
+            keys,
+            torch.cat(values),
+            offsets=torch.cat([offsets[0][:1], *moved]),
+            weights=None if weights[0] is None else torch.cat(weights),
+            stride_per_key=[size for kjt in parts for size in kjt.stride_per_key()] if own else None,
+        )
+        known = [kjt.known_offset_per_key() for kjt in parts]
+        if all(places is not None for places in known):
+            starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
+            joined.keep_offset_per_key([*starts, ends[-1]])
+        return joined
+
     def __repr__(self) -> str:
         return f"KeyedJaggedTensor(keys={self._keys}, batch={self.stride()}, values={self._values.shape[0]})"
+
+
+def _from_zero(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values that bags have, offsets from 0 on, and weights: offsets may be a view of those of a larger batch."""
+    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+    if not has_data(offsets):
+        return values, offsets, weights
+    first, last = int(offsets[0]), int(offsets[-1])
+    if (first, last) == (0, values.shape[0]):
+        return values, offsets, weights
+    return values[first:last], offsets - first, None if weights is None else weights[first:last]
 
 
 def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str) -> None:

@@ -8,6 +8,7 @@ from rec_kernels.ops import (  # noqa: F401
     expand,
     factorization_machine,
     fake_quantize,
+    flops,
     grouped_projection,
     jagged_bucketize,
     jagged_dedup,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops import in_triton
+from rec_kernels.ops import autocast, in_triton
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.once import refuse_second
 
@@ -35,7 +35,8 @@ def dot_interaction(
         ``self_interaction`` (0, 0), (1, 0), (1, 1), ...: (F + 1) (F + 2) / 2. Differentiable in both tensors, once.
         Sums are float32, rounded once. On the CPU the same bits for every instruction set and number of threads; on a
         GPU, where the op is a Triton kernel, within the bound of docs/numerics.md ("dot_interaction"). Under autocast,
-        half-precision arguments are widened and the result is float32.
+        as of torch.bmm, both tensors are cast to its dtype, which the result has, and a gradient has the dtype of the
+        argument.
 
     Raises:
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
@@ -76,5 +77,4 @@ def _backward(ctx, grad: Tensor):
 
 torch.library.register_autograd("rec_kernels::dot_interaction", _backward, setup_context=_setup)
 refuse_second("dot_interaction_backward")
-for _device in ("cpu", "cuda"):
-    torch.library.register_autocast("rec_kernels::dot_interaction", _device, torch.float32)
+autocast.register("dot_interaction", autocast.to_lower_precision)

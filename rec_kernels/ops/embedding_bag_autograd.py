@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.ops import autocast
 from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
 
 _ops = torch.ops.rec_kernels
@@ -261,21 +262,16 @@ def _register_autocast(op: str) -> None:
 
     torch's own registration would widen every argument, also state that is kept in bfloat16, and update the copy.
     """
-    overload, place = getattr(_ops, op).default, list(signature_of(op)).index("per_sample_weights")
+    place = list(signature_of(op)).index("per_sample_weights")
 
-    def kernel(*inputs):
+    def prepare(inputs: tuple, _device: str) -> tuple:
         factors = inputs[place] if len(inputs) > place else None
-        if factors is not None and factors.dtype in NARROW:
-            inputs = (*inputs[:place], factors.float(), *inputs[place + 1 :])
-        with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
-            return overload(*inputs)
+        if factors is None or factors.dtype not in NARROW:
+            return inputs
+        return *inputs[:place], factors.float(), *inputs[place + 1 :]
 
-    for key in ("AutocastCPU", "AutocastCUDA"):
-        _implementations.impl(op, kernel, key)
+    autocast.register(op, prepare)
 
 
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU) | torch._C.DispatchKeySet(
-    torch._C.DispatchKey.AutocastCUDA
-)
 for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
     _register_autocast(_op)

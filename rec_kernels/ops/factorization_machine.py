@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops import in_triton
+from rec_kernels.ops import autocast, in_triton
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.once import refuse_second
 
@@ -31,8 +31,9 @@ def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> T
         [B, F, K] of x's dtype, contiguous. Differentiable in x and y, once. Sums, and x^T y, are float32 (on a GPU, of
         half-precision arguments, x^T y is cut to 11 significant bits before it is multiplied); the result is rounded
         once. On the CPU the same bits for every instruction set and number of threads; on a GPU, where the op is a
-        Triton kernel, within the bound of docs/numerics.md ("factorization_machine"). Under autocast, half-precision
-        arguments are widened and the result is float32.
+        Triton kernel, within the bound of docs/numerics.md ("factorization_machine"). Under autocast, as of
+        torch.bmm, both tensors are cast to its dtype, which the result has, and a gradient has the dtype of the
+        argument.
 
     Raises:
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
@@ -68,5 +69,4 @@ def _backward(ctx, grad: Tensor):
 
 torch.library.register_autograd("rec_kernels::factorization_machine", _backward, setup_context=_setup)
 refuse_second("factorization_machine_backward")
-for _device in ("cpu", "cuda"):
-    torch.library.register_autocast("rec_kernels::factorization_machine", _device, torch.float32)
+autocast.register("factorization_machine", autocast.to_lower_precision)

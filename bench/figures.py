@@ -1,0 +1,100 @@
+"""The JSON files of bench.run: how they are read, and what follows from the figures of a group.
+
+A group is what implementations are compared on: name -> row of figures, as `bench.run.merge` makes them. Files that
+were written before it kept every pass have rows without "passes_ms" and "bytes".
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from bench import ROOT
+
+#: Bare loops and copies that do the least that any implementation must.
+LIMITS = ("limit", "bytes", "products", "copy", "read")
+#: How the names of those begin whose code is not this repository's.
+OTHERS = (*LIMITS, "torch", "compiled", "tuned", "bmm", "indexing", "index_select", "fbgemm")
+
+#: By what a document has.
+WRITERS = {"results": "python -m bench.run", "points": "python -m bench.tuning"}
+
+Row = dict[str, object]
+Group = dict[str, Row]
+
+
+class FiguresError(ValueError):
+    """A file that bench.run has not written."""
+
+
+def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
+    """The document of a file.
+
+    Args:
+        name: its path, or COMMIT:PATH for the file as git has it at a commit.
+        kinds: "results" for files of bench.run, "points" for those of bench.tuning.
+
+    Raises:
+        FiguresError: it is missing, or of another kind.
+    """
+    if Path(name).exists():
+        text = Path(name).read_text()
+    else:
+        shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
+        if ":" not in name or shown.returncode:
+            raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
+        text = shown.stdout
+    document = json.loads(text)
+    if not isinstance(document, dict) or not any(_is_kind(document, kind) for kind in kinds):
+        raise FiguresError(f"{name}: not written by {' or '.join(WRITERS[kind] for kind in kinds)}")
+    return document
+
+
+def _is_kind(document: dict[str, object], kind: str) -> bool:
+    found = document.get(kind) if "machine" in document else None
+    if kind == "points":
+        return isinstance(found, list)
+    groups = found.values() if isinstance(found, dict) else [None]
+    return all(isinstance(group, dict) and all(map(_is_row, group.values())) for group in groups)
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, dict) and "ms" in row
+
+
+def where(document: dict[str, object]) -> str:
+    """On what machine, with what, and from which commit."""
+    about = document["machine"]
+    threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
+    commit = f"commit {about['commit']}{' and changes' * about.get('dirty', False)}"
+    return f"{about['cpu']}, {threads}, torch {about['torch']}, {about['date']}, {commit}"
+
+
+def is_other(name: str) -> bool:
+    """Whether an implementation's code is not this repository's: another commit of it does not change the time."""
+    return name.startswith(OTHERS)
+
+
+def passes(row: Row) -> list[float]:
+    """Milliseconds of each pass; one of all passes where the file has no more."""
+    return row.get("passes_ms") or [row["ms"]]
+
+
+def moved(row: Row) -> float | None:
+    """Bytes of a call, every occurrence of a row counted."""
+    return row.get("bytes") or (row["gb_per_s"] * row["ms"] * 1e6 if row.get("gb_per_s") else None)
+
+
+def share_of_limit(group: Group, name: str) -> float | None:
+    """The limit's time over an implementation's, the median over passes; None where the group has no limit.
+
+    Of several limits the slowest counts: each has to be paid.
+    """
+    limits = [passes(group[limit]) for limit in LIMITS if limit in group]
+    if not limits or name in LIMITS:
+        return None
+    least = [max(of_pass) for of_pass in zip(*limits, strict=True)]
+    return statistics.median(a / b for a, b in zip(least, passes(group[name]), strict=True))

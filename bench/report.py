@@ -1,0 +1,166 @@
+"""Shows what files of bench.run hold, in markdown and pictures: `python -m bench.report [FILE...] [--pictures FOLDER]`.
+
+Without a file it shows those of bench/results. docs/benchmarks.md says what the columns mean.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench import RESULTS
+from bench.figures import LIMITS, FiguresError, Group, load, moved, passes, share_of_limit, where
+
+HEAD = (
+    "| benchmark | implementation | MB | MB, distinct | ms | passes, ms | GB/s | % of limit | time over ours |",
+    "|---|---|---:|---:|---:|---:|---:|---:|---:|",
+)
+# Of a palette that colour-blind readers can tell apart; limits are grey.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
+LIMIT_COLOUR = "#777777"
+LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+INCHES_PER_GROUP, DPI = 0.85, 100
+#: More groups than this would make a picture that nobody reads.
+MOST_GROUPS = 24
+#: Of more, titles in the roofline lie on one another.
+MOST_TITLES = 10
+
+
+def table(document: dict) -> str:
+    """Every group and implementation of a document."""
+    lines = list(HEAD)
+    for title, group in document["results"].items():
+        lines += [f"| {title} | {name} | {' | '.join(_cells(group, name))} |" for name in group]
+    return "\n".join(lines)
+
+
+def _cells(group: Group, name: str) -> list[str]:
+    row = group[name]
+    bytes_, distinct, share, of_pass = moved(row), row.get("distinct_bytes"), share_of_limit(group, name), passes(row)
+    return [
+        f"{bytes_ / 1e6:.3g}" if bytes_ else "",
+        f"{distinct / 1e6:.3g}" if distinct else "",
+        f"{row['ms']:.4g}",
+        f"{min(of_pass):.4g} to {max(of_pass):.4g}" if len(of_pass) > 1 else "",
+        f"{bytes_ / row['ms'] / 1e6:.1f}" if bytes_ else "",
+        f"{share:.0%}" if share else "",
+        f"{row['over_ours']:.2f}" if "over_ours" in row else "",
+    ]
+
+
+def drawable(document: dict) -> dict[str, Group]:
+    """The groups whose bytes are known, and which have a limit."""
+    return {
+        title: group
+        for title, group in document["results"].items()
+        if any(limit in group for limit in LIMITS) and all(moved(row) for row in group.values())
+    }
+
+
+def draw(document: dict, name: str, folder: Path) -> str:
+    """Draws NAME-rates.png and NAME-roofline.png into a folder.
+
+    Returns:
+        What happened, for the user: where they are, or why there are none.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return "no pictures: matplotlib is not installed"
+    everything = drawable(document)
+    if not everything:
+        return f"no pictures of {name}: no benchmark in it has bytes and a limit"
+    groups = dict(list(everything.items())[:MOST_GROUPS])
+    folder.mkdir(parents=True, exist_ok=True)
+    names = list(dict.fromkeys(n for group in groups.values() for n in group if n not in LIMITS))
+    colours = dict(zip(names, COLOURS * len(names), strict=False))
+    paths = []
+    for kind, panel, size in (
+        ("rates", _bars, (9, 1.2 + INCHES_PER_GROUP * len(groups))),
+        ("roofline", _roofline, (9, 5.5)),
+    ):
+        figure = Figure(figsize=size, layout="constrained")
+        axes = figure.subplots()
+        panel(axes, groups, colours)
+        figure.suptitle(where(document), x=0.01, ha="left", fontsize=9)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False)
+        paths.append(folder / f"{name}-{kind}.png")
+        figure.savefig(paths[-1], dpi=DPI)
+    left_out = len(everything) - len(groups)
+    note = f" (without the last {left_out} benchmarks)" if left_out else ""
+    return f"pictures: {', '.join(map(str, paths))}{note}"
+
+
+def _rate(row: dict) -> float:
+    return moved(row) / row["ms"] / 1e6
+
+
+def _limit_rate(group: Group) -> float:
+    return min(_rate(group[limit]) for limit in LIMITS if limit in group)
+
+
+def _bars(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
+    """Rates of every implementation, and the limit's across them, group below group."""
+    height = 0.8 / len(colours)
+    for number, name in enumerate(colours):
+        places = [(i + (number + 0.5) * height - 0.4, g) for i, g in enumerate(groups.values()) if name in g]
+        rates = [_rate(group[name]) for _, group in places]
+        bars = axes.barh([y for y, _ in places], rates, height, color=colours[name], label=name)
+        shares = [share_of_limit(group, name) for _, group in places]
+        axes.bar_label(bars, [f"{share:.0%}" for share in shares], padding=3, fontsize=8, bbox=LABEL_BOX)
+    limits = [_limit_rate(group) for group in groups.values()]
+    rows = range(len(groups))
+    axes.vlines(limits, [i - 0.45 for i in rows], [i + 0.45 for i in rows], LIMIT_COLOUR, label="limit")
+    axes.set_yticks(rows, groups)
+    axes.invert_yaxis()
+    axes.margins(x=0.08, y=0.01)
+    axes.set_xlabel("GB/s, every occurrence of a row counted; beside a bar: % of the limit")
+
+
+def _roofline(axes, groups: dict[str, Group], colours: dict[str, str]) -> None:
+    """Rates over the bytes of a call: the limit's are the roof, each call has its own below it."""
+    roof = sorted((moved(next(iter(g.values()))) / 1e6, _limit_rate(g), title) for title, g in groups.items())
+    axes.plot(*zip(*[(x, y) for x, y, _ in roof], strict=True), "_", color=LIMIT_COLOUR, markersize=16, label="limit")
+    for name, colour in colours.items():
+        points = [(moved(g[name]) / 1e6, _rate(g[name])) for g in groups.values() if name in g]
+        axes.plot(*zip(*points, strict=True), "o", color=colour, markersize=5, label=name)
+    for x, y, title in roof:
+        if len(roof) <= MOST_TITLES:
+            axes.annotate(title, (x, y), (0, 4), textcoords="offset points", fontsize=7, rotation=35)
+        least = min(_rate(row) for row in groups[title].values())
+        axes.vlines(x, least, y, LIMIT_COLOUR, linewidth=0.5, zorder=0)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(0.12)
+    axes.set_xlabel("MB of a call, every occurrence of a row counted")
+    axes.set_ylabel("GB/s")
+    axes.grid(alpha=0.3)
+
+
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ``given``: in its place."""
+    parser = argparse.ArgumentParser(prog="python -m bench.report", description=__doc__)
+    parser.add_argument("files", nargs="*", metavar="FILE", help="JSON file of bench.run, or COMMIT:PATH")
+    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="draw rates and roofline of each file there")
+    return parser.parse_args(given)
+
+
+def main() -> None:
+    """The command."""
+    args = arguments()
+    for name in args.files or sorted(map(str, RESULTS.glob("*.json"))):
+        try:
+            document = load(name)
+        except FiguresError as error:
+            if args.files:
+                sys.exit(str(error))
+            continue  # bench/results has files of other benchmarks, too
+        heading = f"## {Path(name).stem}\n\n{where(document)}"
+        print(f"{heading}\n\n    {document['machine']['command']}\n\n{table(document)}\n")
+        if args.pictures:
+            print(f"{draw(document, Path(name).stem, args.pictures)}\n")
+
+
+if __name__ == "__main__":
+    main()

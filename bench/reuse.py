@@ -1,0 +1,91 @@
+"""How often the rows of a batch are named: two tables of numbers fitted to histograms that Meta published.
+
+Source: the locality statistics beside the embedding lookup traces of facebookresearch/dlrm_datasets (MIT licence), of
+one batch each. 2021: 856 tables, batch 65,536, 887,017,990 ids of 128,435,723 distinct rows. 2022: 788 tables, batch
+131,072, 1,405,163,864 ids of 110,259,238 distinct rows. For rows that a batch names 1, 2, 3 to 4, ... 16,385 to
+32,768 and more times they give the share of distinct rows and the share of ids, to three decimals, all tables
+together.
+
+Derivation of a class's count, the mean over its rows: share of ids / share of rows * ids / distinct rows, where the
+share of rows is 0.01 or more; where it is less, and its three decimals say little, the geometric mean of the class's
+bounds (of the last, 32,768 and 65,536). Ids drawn from these tables are synthetic: the histograms know nothing of
+single tables, of where a row is, or of the next batch.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+#: Times a batch names a row, on average over a class of rows -> the share of the batch's ids that these rows have.
+REUSE_2021 = {
+    1.0: 0.069,
+    2.0: 0.044,
+    3.4: 0.068,
+    6.2: 0.101,
+    11.6: 0.121,
+    22.4: 0.104,
+    45.8: 0.073,
+    90.5: 0.058,
+    181.0: 0.052,
+    362.0: 0.050,
+    724.1: 0.049,
+    1448.2: 0.048,
+    2896.3: 0.048,
+    5792.6: 0.043,
+    11585.2: 0.031,
+    23170.5: 0.023,
+    46341.0: 0.019,
+}
+REUSE_2022 = {
+    1.0: 0.027,
+    2.0: 0.023,
+    3.4: 0.040,
+    6.3: 0.068,
+    11.9: 0.105,
+    22.5: 0.120,
+    43.5: 0.099,
+    89.2: 0.070,
+    181.0: 0.059,
+    362.0: 0.054,
+    724.1: 0.040,
+    1448.2: 0.072,
+    2896.3: 0.064,
+    5792.6: 0.047,
+    11585.2: 0.021,
+    23170.5: 0.017,
+    46341.0: 0.076,
+}
+#: Rows named more often than this are the same in every batch, the others are drawn anew. An assumption: the histograms
+#: are of single batches.
+STEADY_COUNT = 8
+
+
+def reused_ids(reuse: dict[float, float], ids: int, place: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Ids of one table's batch, in random order.
+
+    A class whose ids are fewer than its count is one row: small batches keep the shares of ids, and lose some reuse.
+
+    Args:
+        reuse: count -> share of ids.
+        ids: how many.
+        place: [E] a permutation of the table's rows; the most frequent classes have the first.
+        rng: draws the rows that are not steady, and the order.
+
+    Returns:
+        [ids] int64.
+
+    Raises:
+        ValueError: the table has fewer rows than a batch must name.
+    """
+    ends = np.rint(np.cumsum(list(reuse.values())) / sum(reuse.values()) * ids).astype(np.int64)
+    of_class = np.diff(ends, prepend=0)
+    rows = [min(n, max(1, round(n / count))) for n, count in zip(of_class, reuse, strict=True)]
+    steady = sum(n for n, count in zip(rows, reuse, strict=True) if count > STEADY_COUNT)
+    if sum(rows) > len(place):
+        raise ValueError(f"ids = {ids} name {sum(rows)} rows, and the table has {len(place)}")
+    fresh = rng.choice(place[steady:], sum(rows) - steady, replace=False)
+    # The last class is the most frequent one.
+    chosen = np.concatenate([fresh, place[:steady][::-1]])
+    first = np.cumsum([0, *rows[:-1]])
+    drawn = [chosen[start + np.arange(n) % max(many, 1)] for start, n, many in zip(first, of_class, rows, strict=True)]
+    return rng.permutation(np.concatenate(drawn))

@@ -1,0 +1,163 @@
+"""The workloads of the benchmarks: sizes, ids and bytes against what is counted by hand, peers against each other."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from backends import ROOT
+
+sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
+
+from bench import peers
+from bench.reuse import REUSE_2021, REUSE_2022, STEADY_COUNT, reused_ids
+from bench.shapes import Workload
+from bench.subject import Subject
+from bench.workloads import KAGGLE_ROWS, MLPERF_BAGS, MLPERF_ROWS, NAMED, OPS, ROW_MULTIPLE, MultiHot, Reused
+
+TINY = MultiHot("tiny", 5, 16, (3, 1000, 70), (1, 4, 4), scale=10)
+
+
+def test_published_sizes() -> None:
+    """Sums that the sources give, too: rows of Criteo Kaggle, and of MLPerf's tables with their ids of a sample."""
+    assert (len(KAGGLE_ROWS), sum(KAGGLE_ROWS)) == (26, 33_762_577)
+    assert (len(MLPERF_ROWS), sum(MLPERF_ROWS)) == (26, 204_184_588)
+    assert (len(MLPERF_BAGS), sum(MLPERF_BAGS)) == (26, 214)
+
+
+def test_sizes_by_hand() -> None:
+    """Few ids stay, others are scaled; rows are whole cache lines in every format; runs of equal bags."""
+    assert TINY.cardinalities == (3, 100, 64)
+    assert TINY.table_rows == (64, 128, 64)
+    assert (TINY.tables, TINY.num_ids) == (3, 45)
+    assert TINY.offsets().tolist() == [0, 1, 2, 3, 4, 5, *range(9, 46, 4)]
+    assert TINY.runs() == [(1, slice(0, 5), slice(0, 5)), (4, slice(5, 45), slice(5, 15))]
+    ids = TINY.ids(0)
+    assert [len(part) for part in TINY.split(ids)] == [5, 20, 20]
+    linear = TINY.linear(ids)
+    assert torch.equal(linear - ids, torch.tensor([0] * 5 + [64] * 20 + [192] * 20))
+    assert TINY.forward_bytes() == 45 * 64 + 45 * 8 + 15 * 64
+    assert TINY.forward_bytes(24, rows=7) == 7 * 24 + 45 * 8 + 15 * 64
+    assert TINY.backward_bytes(7) == 45 * 64 + 2 * 7 * (64 + 4) + 45 * 8
+    assert TINY.backward_bytes(7, 24, state_bytes=0, gradient_rows=15) == 15 * 64 + 2 * 7 * 24 + 45 * 8
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_ids_are_within_their_tables(name: str) -> None:
+    """Of a small batch of each named workload; equal for equal seeds, others for others."""
+    w = replace(NAMED[name], batch=64)
+    assert w.name == name
+    ids = w.ids(3)
+    assert ids.dtype == torch.int64
+    assert len(ids) == w.num_ids == w.offsets()[-1]
+    assert torch.equal(ids, w.ids(3))
+    assert not torch.equal(ids, w.ids(4))
+    for part, rows in zip(w.split(ids), getattr(w, "cardinalities", w.table_rows), strict=True):
+        assert 0 <= part.min() <= part.max() < rows
+    assert all(rows % ROW_MULTIPLE == 0 for rows in w.table_rows)
+
+
+def test_first_id_decides_on_a_bag() -> None:
+    """As in MLPerf's data: equal first ids have equal bags; the rest of different bags differs."""
+    bags = replace(TINY, batch=500).split(replace(TINY, batch=500).ids(1))[1].view(-1, 4)
+    assert len(bags.unique(dim=0)) == len(bags[:, 0].unique())
+    assert len(bags[:, 1:].unique(dim=0)) > 0.9 * len(bags[:, 0].unique())
+    other = replace(TINY, batch=500).split(replace(TINY, batch=500).ids(2))[1].view(-1, 4)
+    both = torch.cat([bags, other])
+    assert len(both.unique(dim=0)) == len(both[:, 0].unique())
+
+
+@pytest.mark.parametrize(("reuse", "published"), [(REUSE_2021, 887017990 / 128435723), (REUSE_2022, 12.744)])
+def test_reuse_is_the_published_one(reuse: dict[float, float], published: float) -> None:
+    """Ids of a distinct row: of the table of numbers, and of ids that are drawn from it."""
+    fitted = sum(reuse.values()) / sum(share / count for count, share in reuse.items())
+    assert fitted == pytest.approx(published, rel=0.005)
+    place = np.random.default_rng(0).permutation(500_000)
+    ids = reused_ids(reuse, 200_000, place, np.random.default_rng(1))
+    assert len(ids) == 200_000
+    counts = np.unique(ids, return_counts=True)[1]
+    assert counts.mean() == pytest.approx(published, rel=0.005)
+    for least in (1.5, 8, 100, 1000):
+        wanted = sum(share for count, share in reuse.items() if count > least) / sum(reuse.values())
+        assert counts[counts > least].sum() / len(ids) == pytest.approx(wanted, abs=0.01)
+
+
+def test_hot_rows_stay_and_cold_rows_change() -> None:
+    """From batch to batch of one table."""
+    place = np.random.default_rng(0).permutation(100_000)
+    batches = [
+        np.unique(reused_ids(REUSE_2021, 50_000, place, np.random.default_rng(s)), return_counts=True) for s in (1, 2)
+    ]
+    hot, cold = ([set(rows[(counts > STEADY_COUNT) == is_hot]) for rows, counts in batches] for is_hot in (True, False))
+    assert hot[0] == hot[1]
+    assert len(cold[0] & cold[1]) < 0.2 * len(cold[0])
+
+
+def test_tables_too_small_for_their_batch() -> None:
+    """The message has the numbers."""
+    with pytest.raises(ValueError, match=r"ids = 1000 name \d+ rows, and the table has 20"):
+        reused_ids(REUSE_2021, 1000, np.arange(20), np.random.default_rng(0))
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        TINY,
+        Workload("zipf", tables=3, batch=4, rows=200, dim=16, bag=3, zipf=1.1),
+        Reused("reused", 2, 6, 600, 16, 10, reuse=tuple(REUSE_2022.items())),
+    ],
+    ids=lambda w: w.name,
+)
+def test_peers_look_up_the_same(w) -> None:
+    """Ours, torch's per table, FBGEMM's and the bare loop's, of the same rows; bags of unequal lengths, too."""
+    subject, ours, torchs = Subject(w, batches=2), peers.Ours(w), peers.TorchTables(w)
+    for t, weight in enumerate(torchs.weights):
+        ours.module.embedding_bags[f"t{t}"].weight.data.copy_(weight.data)
+    ids = subject.batches[1]
+    with torch.no_grad():
+        expected = torch.cat(torchs.forward(ids), dim=1)
+        torch.testing.assert_close(ours.forward(ids), expected)
+        if "fbgemm" in peers.available():
+            theirs = peers.Fbgemm(w)
+            for own, weight in zip(theirs.module.split_embedding_weights(), torchs.weights, strict=True):
+                own.copy_(weight)
+            torch.testing.assert_close(theirs.forward(ids), expected)
+    if shutil.which(os.environ.get("CXX", "c++")) is not None:
+        from bench.limits import limits
+
+        out = torch.empty(w.tables * w.batch, w.dim)
+        for bag, of_ids, of_bags in w.runs():
+            limits().gather(ours.module._weights, subject.linear[1][of_ids], bag, w.dim, out[of_bags])
+        torch.testing.assert_close(out.view(w.tables, w.batch, -1).transpose(0, 1).flatten(1), expected)
+
+
+def test_features_and_bytes_by_hand() -> None:
+    """Of two batches: distinct rows counted by Python's sets."""
+    subject = Subject(TINY, batches=2)
+    distinct = [set(rows.tolist()) for rows in subject.linear]
+    unique = statistics.fmean(map(len, distinct))
+    sizes = {"ids": 45, "bags": 15, "pooled_bags": 10, "dim": 16, "row_bytes": 24}
+    assert subject.features(24) == sizes | {"unique_rows": unique, "cycle_rows": len(distinct[0] | distinct[1])}
+    assert subject.moved("forward", distinct=True) == unique * 64 + 45 * 8 + 15 * 64
+    backward = 15 * 64 + 2 * unique * 68 + 45 * 8
+    assert math.isclose(subject.moved("train", distinct=True) - subject.moved("forward", distinct=True), backward)
+
+
+def test_benchmarks_take_named_workloads_only_when_asked() -> None:
+    """Which of embedding_bag's benchmarks are collected, without and with --workload."""
+    files = [f"bench/bench_{op}.py" for op in OPS]
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
+    for options, is_named in (([], False), (["--workload=criteo-kaggle"], True)):
+        listed = subprocess.run([*collect, *options], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        tests = [line for line in listed.splitlines() if "::" in line]
+        assert tests
+        assert all(("criteo-kaggle" in line) == is_named for line in tests)
+        assert not any(name in line for line in tests for name in set(NAMED) - {"criteo-kaggle"})

@@ -1,0 +1,240 @@
+"""The trainer with DCN V2 and Wukong: what it learns, resumes, refuses, compares, and what it counts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from dlrm_stops import StopAfter
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+from rec_kernels.dlrm import TrainConfig, checkpoint, compare, evaluate, report, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.config import MODELS
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.runs import CONFIG, Records
+from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
+from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model
+
+OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1, "embedding_dim": 4}
+OPTIONS |= {"bottom": (5,), "top": (6,), "cross_layers": 2, "cross_rank": 3}
+OPTIONS |= {"wukong_layers": 2, "wukong_features": 3, "wukong_factors": 2, "wukong_hidden": (7,)}
+D, VECTORS = 4, 10  # columns; the dense vector and those of 9 features
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    return Synthetic(3000, 300)
+
+
+def config(runs_dir: Path, **options) -> TrainConfig:
+    return TrainConfig(**OPTIONS | {"runs_dir": str(runs_dir), "run": "run"} | options)
+
+
+def mlp(*widths: int) -> tuple[int, int]:
+    """Matrix elements of an MLP, and all its parameters."""
+    elements = sum(a * b for a, b in itertools.pairwise(widths))
+    return elements, elements + sum(widths[1:])
+
+
+def by_formula(model: str) -> tuple[int, int]:
+    """Multiplications of a row's forward, and parameters but those of the tables."""
+    if model == "dlrm":
+        pairs = VECTORS * (VECTORS - 1) // 2
+        inner, kept, width = pairs * D, 0, D + pairs
+    elif model == "dcnv2":
+        width = VECTORS * D
+        inner = 2 * 2 * width * 3
+        kept = inner + 2 * width
+    else:
+        inner = kept = 0
+        for n in (VECTORS, 6):
+            elements, parameters = mlp(n * 2, 7, 3 * D)
+            residual = 6 * n if n != 6 else 0
+            inner += 2 * n * D * 2 + elements + D * (3 * n + residual)
+            kept += n * 2 + 2 * n * 2 + parameters + 3 * n + residual + 2 * D
+        width = 6 * D
+    bottom, top = mlp(NUM_DENSE, 5, D), mlp(width, 6, 1)
+    return bottom[0] + inner + top[0], bottom[1] + kept + top[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_counts(model: str, data: Synthetic) -> None:
+    """Operations and parameters of the real model beside those on paper."""
+    made = build_model(TrainConfig(**OPTIONS, model=model), data)
+    assert len(data.features) + 1 == VECTORS
+    multiplications, parameters = by_formula(model)
+    assert flops_per_example(made, data.features, NUM_DENSE) == 2 * multiplications
+    assert sum(p.numel() for p in made.dense_parameters()) == parameters
+
+
+def test_projections_count(data: Synthetic) -> None:
+    """Those of mixed-dimension tables are products of matrices, too."""
+    narrow = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
+    projections = sum(p.numel() for p in narrow.embeddings.parameters() if p.requires_grad)
+    assert projections
+    flops = 2 * (by_formula("dlrm")[0] + projections)
+    assert flops_per_example(narrow, data.features, NUM_DENSE) == flops
+
+
+@pytest.mark.parametrize("cache", [0.0, 0.5])
+def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
+    """No weight, no step, no counter of a cache."""
+    made = build_model(TrainConfig(**OPTIONS, model="dcnv2", cache=cache), data)
+    before = {name: t.clone() for name, t in made.state_dict().items()}, made.memory_report()
+    flops_per_example(made, data.features, NUM_DENSE)
+    assert all(torch.equal(t, before[0][name]) for name, t in made.state_dict().items())
+    assert made.memory_report() == before[1]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """By the command line: a name, a loss that falls, counts in the record and the reports, a title, a score again."""
+    flags = [f"--{name.replace('_', '-')}={v if not isinstance(v, tuple) else v[0]}" for name, v in OPTIONS.items()]
+    assert main(["train", *flags, "--model", model, "--epochs", "4", "--runs-dir", str(tmp_path)]) == 0
+    run = next(tmp_path.iterdir())
+    network = "" if model == "dlrm" else f"-{model}"
+    assert run.name == f"{data.name}{network}-d4-b500-seed0"
+    records = Records(run).read()
+    losses, test = [r["loss"] for r in records if r["kind"] == "train"], records[-1]
+    assert losses[-1] < 0.97 * losses[0]
+    multiplications, parameters = by_formula(model)
+    tables = sum(f.num_embeddings for f in data.features) * D
+    assert (test["flops_per_example"], test["dense_parameters"]) == (2 * multiplications, parameters)
+    assert test["table_parameters"] == tables
+    counts = f"{parameters:,} parameters; {2 * multiplications:,} FLOPs of a row's forward"
+    page = (run / "report.html").read_text()
+    assert counts in page
+    assert f"<p>{report.page.TITLES[model]}</p>" in page
+    assert counts in capsys.readouterr().out
+    assert evaluate(run)["auc"] == test["auc"]
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("model", MODELS[1:])
+def test_resumed_runs_end_with_the_same_bits(
+    model: str, data: Synthetic, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After two steps of twelve; and a run again gives them, too."""
+    options = {"model": model, "epochs": 2}
+    train(config(tmp_path / "whole", **options), data, progress=False)
+    fit = Run.fit
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
+        with pytest.raises(RunInterruptedError):
+            train(config(tmp_path, **options), data, progress=False)
+    train(config(tmp_path, **options), data, resume=tmp_path / "run", progress=False)
+    states = [checkpoint.load(folder / "run")["model"] for folder in (tmp_path / "whole", tmp_path)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize("model", MODELS[1:])
+@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx9"}], ids=str)
+def test_lower_precision(model: str, options: dict, data: Synthetic, tmp_path: Path) -> None:
+    """Close to what float32 learns, but not the same; the same operations are counted."""
+    low, full = (
+        train(config(tmp_path, model=model, run=name, epochs=2, **more), data, progress=False)
+        for name, more in (("low", options), ("full", {}))
+    )
+    assert low["log_loss"] != full["log_loss"]
+    assert low["log_loss"] == pytest.approx(full["log_loss"], abs=0.02)
+    assert low["flops_per_example"] == full["flops_per_example"]
+
+
+def test_models_start_with_the_same_tables_and_seeds_differ(data: Synthetic) -> None:
+    """Tables and bottom MLP are the same whichever model; the interaction follows the seed."""
+    made = {m: build_model(TrainConfig(**OPTIONS, model=m), data) for m in MODELS}
+    for other in (made["dcnv2"], made["wukong"]):
+        for part in ("embeddings", "bottom"):
+            pairs = zip(getattr(made["dlrm"], part).parameters(), getattr(other, part).parameters(), strict=True)
+            assert all(torch.equal(a, b) for a, b in pairs)
+    for model in MODELS[1:]:
+        again, other = (build_model(TrainConfig(**OPTIONS, model=model, seed=s), data).interaction for s in (0, 1))
+        mine = list(made[model].interaction.parameters())
+        assert all(torch.equal(a, b) for a, b in zip(mine, again.parameters(), strict=True))
+        assert not torch.equal(mine[0], next(other.parameters()))
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -> None:
+    """By the flags, by the config of the run, and by a checkpoint that was put there."""
+    for model in ("dlrm", "dcnv2"):
+        train(config(tmp_path, model=model, run=model), data, progress=False)
+    with pytest.raises(TrainingError, match="model is 'dcnv2', was 'dlrm'"):
+        train(config(tmp_path, model="dcnv2", run="dlrm"), data, resume=tmp_path / "dlrm")
+    message = "checkpoint.pt is of model dlrm, and the run's config.json says dcnv2: put dlrm there, or train a new run"
+    (tmp_path / "dcnv2" / checkpoint.NAME).write_bytes((tmp_path / "dlrm" / checkpoint.NAME).read_bytes())
+    with pytest.raises(DataError, match=message):
+        evaluate(tmp_path / "dcnv2", data)
+    with pytest.raises(DataError, match=message):
+        train(config(tmp_path, model="dcnv2", run="dcnv2"), data, resume=tmp_path / "dcnv2")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_run_from_before_there_were_models(data: Synthetic, tmp_path: Path) -> None:
+    """It is DLRM's."""
+    test = train(config(tmp_path), data, progress=False)
+    run = tmp_path / "run"
+    settings = json.loads((run / CONFIG).read_text())
+    del settings["config"]["model"]
+    (run / CONFIG).write_text(json.dumps(settings))
+    state = checkpoint.load(run)
+    del state["network"]
+    checkpoint.save(run, state)
+    assert evaluate(run, data)["auc"] == test["auc"]
+    report.write(run)
+    assert "<p>DLRM</p>" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "allowed"),
+    [
+        ("model", "dcn", "dlrm, dcnv2 or wukong"),
+        ("cross_layers", 0, "1 or more"),
+        ("cross_rank", 0, "1 or more"),
+        ("wukong_layers", 0, "1 or more"),
+        ("wukong_features", -1, "1 or more"),
+        ("wukong_factors", 0, "1 or more"),
+        ("wukong_hidden", (3, 0), "widths of 1 or more"),
+    ],
+)
+def test_bad_options(option: str, value: object, allowed: str) -> None:
+    """The option, its value and what is allowed."""
+    message = f"{option} is {value!r}, allowed is {allowed}"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        TrainConfig(**{option: value})
+
+
+def test_a_list_of_models_to_compare() -> None:
+    """Each configuration with each of them, in front of the lists of kinds and formats."""
+    plan = compare.plan([], TrainConfig(), "1", "c", models="dlrm,wukong")
+    assert {name: c.model for name, c in plan.configs.items()} == {"dlrm": "dlrm", "wukong": "wukong"}
+    plan = compare.plan(["a"], TrainConfig(), "1", "c", models="dlrm,dcnv2", embeddings="full,qr", formats="fp32,int8")
+    assert list(plan.configs)[:3] == ["a-dlrm-full-fp32", "a-dlrm-full-int8-stochastic", "a-dlrm-qr-fp32"]
+    assert len(plan.configs) == 8
+    alone = compare.plan(["a", "b:model=dcnv2"], TrainConfig(), "1", "c")
+    assert [c.model for c in alone.configs.values()] == ["dlrm", "dcnv2"]
+    with pytest.raises(ValueError, match="model is 'dlrm,dcn', allowed is dlrm, dcnv2, wukong, or several of them"):
+        compare.plan([], TrainConfig(), "1", "c", models="dlrm,dcn")
+    with pytest.raises(ValueError, match="'model' is given, and --model is a list: leave one out"):
+        compare.plan(["a:model=dcnv2"], TrainConfig(), "1", "c", models="dlrm,dcnv2")
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_compare(tmp_path: Path) -> None:
+    """By the command line."""
+    flags = ["--data", "synthetic", "--rows", "1000", "--table-rows", "50", "--batch-size", "500", "--threads", "1"]
+    flags += ["--seeds", "1", "--runs-dir", str(tmp_path), "--name", "models"]
+    assert main(["compare", "--model", "dlrm,dcnv2,wukong", *flags]) == 0
+    runs = {path.name for path in (tmp_path / "models").iterdir() if path.is_dir()}
+    assert runs == {f"{model}-seed0" for model in MODELS}

@@ -1,0 +1,385 @@
+"""The list of comparisons with its claims: the rule of verdicts, what is run, kept and told, and the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+from matplotlib.figure import Figure
+
+from rec_kernels.dlrm import __main__ as command_line
+from rec_kernels.dlrm import (
+    claims,
+    compare,
+    experiments,
+    report,
+    reproduce,
+    reproduce_pictures,
+    reproduce_report,
+    runs,
+)
+from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding
+from rec_kernels.dlrm.compare import DATA_OPTIONS
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.experiments import EXPERIMENTS, Experiment
+from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.train import RunInterruptedError, TrainingError
+
+ROOT = Path(__file__).parent.parent
+SAVEFIG, TRAIN = Figure.savefig, compare.train
+OPTIONS = {"data": "dlrm_tiny:tiny", "batch_size": 100, "bottom": (4,), "top": (4,)}
+
+
+def tiny_experiment(name: str, *configurations: str, **more) -> Experiment:
+    small = {"seeds": 2, "minutes": 90.0, "quick_minutes": 1.0, "options": OPTIONS}
+    claim = Claim(f"{name} is no worse", "arXiv:1", Auc("b", ("a",)), -1.0, "other data")
+    return Experiment(name, "what it shows", (claim,), configurations=configurations, **small | more)
+
+
+LIST = (
+    tiny_experiment("one", "a", "b:lr=0.5"),
+    tiny_experiment("two", "a", "b:dense_lr=1e30", "c"),
+    tiny_experiment("ratings", "a", "b", needs_path=True),
+)
+
+
+def quick_train(config: TrainConfig, data, **options) -> None:
+    """What a run leaves behind, and nothing of how it comes about."""
+    directory = runs.create_run(config.runs_dir, config.run, "x")
+    runs.write_config(directory, dataclasses.asdict(config))
+    record = {"kind": "failed", "error": "loss is nan"}
+    if config.dense_lr < 1:
+        table = {"num_embeddings": 20, "embedding_dim": 16, "weight_bytes": 1280, "state_bytes": 80}
+        score = 0.5 + config.lr / 10 + config.seed / 100
+        record = {"kind": "test", "auc": score, "log_loss": 0.6, "examples": 200, "base_rate": 0.5}
+        record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
+    runs.Records(directory).append(record)
+    if record["kind"] == "failed":
+        raise TrainingError(record["error"])
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs ``reproduce`` on the tiny list; nothing is trained and nothing drawn."""
+    monkeypatch.setattr(compare.gc, "collect", lambda: 0)  # of models, of which there are none
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", LIST)
+    monkeypatch.setattr(compare, "train", quick_train)
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **how: Path(path).write_bytes(b""))
+    return lambda *arguments: command_line.main(["reproduce", "--runs-dir", str(tmp_path), *arguments])
+
+
+@pytest.fixture
+def trained(monkeypatch, command):
+    """The names of the runs that are trained."""
+    names, train = [], compare.train
+
+    def spy(config, data, **options):
+        names.append(f"{Path(config.runs_dir).name}/{config.run}")
+        return train(config, data, **options)
+
+    monkeypatch.setattr(compare, "train", spy)
+    return names
+
+
+def entries(folder: Path) -> dict[str, dict]:
+    return {e["name"]: e for e in json.loads((folder / "results.json").read_text())["experiments"]}
+
+
+def fabricated(**configurations) -> dict:
+    """A result of ``compare_report.summarise``: by name "auc" and "speed" of every seed, and "bytes"."""
+    made = []
+    for name, given in configurations.items():
+        aucs = given["auc"]
+        speeds = given.get("speed", [100.0] * len(aucs))
+        runs = [
+            {"seed": seed, "run": f"{name}-seed{seed}", "outcome": "failed", "error": "why"}
+            if auc is None
+            else {"seed": seed, "outcome": "test", "auc": auc, "log_loss": 0.5, "examples_per_second": speed}
+            for seed, (auc, speed) in enumerate(zip(aucs, speeds, strict=True))
+        ]
+        made.append({"name": name, "runs": runs, "weight_bytes": given.get("bytes"), "parameters": given.get("bytes")})
+    return {"configurations": made}
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "why"),
+    [
+        (Finding(0.3, 0.1, 0.5, 8), MET, "the whole interval reaches the bound"),
+        (Finding(0.3, 0.0, 0.6, 8), MET, "the whole interval reaches the bound"),
+        (Finding(0.3, -0.1, 0.7, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
+        (Finding(-0.1, -0.2, 0.0, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
+        (Finding(-0.3, -0.5, -0.1, 8), NOT_MET, "the whole interval is below the bound"),
+        (Finding(0.3, None, None, 1), CANNOT_TELL, "there is no interval from 1 seed"),
+        (Finding(None, pairs=0), CANNOT_TELL, "the runs are not there"),
+        (Finding(None), CANNOT_TELL, "the runs are not there"),
+        (Finding(0.3, 0.1, 0.5, 8, 1), CANNOT_TELL, "1 of its runs failed"),
+        (Finding(0.0), MET, "reaches the bound"),
+        (Finding(-1e-9), NOT_MET, "is below the bound"),
+    ],
+)
+def test_verdicts_follow_from_the_interval(finding, verdict, why):
+    assert claims.judge(finding, 0.0) == (verdict, why)
+    moved = [None if v is None else v + 2.5 for v in (finding.value, finding.low, finding.high)]
+    if finding.value != -1e-9:  # which 2.5 swallows
+        assert claims.judge(Finding(*moved, finding.pairs, finding.failed), 2.5) == (verdict, why)
+
+
+def test_measures_pair_the_seeds():
+    result = fabricated(
+        a={"auc": [0.5, 0.6, 0.7, None], "speed": [100, 200, 100, 1], "bytes": 100},
+        b={"auc": [0.6, 0.7, 0.9, 0.1], "speed": [200, 500, 150, 1], "bytes": 40},
+        c={"auc": [0.9, 0.9, None, 0.9], "bytes": 10},
+    )
+    found = Auc("b", ("a",))(result)
+    # Differences 0.1, 0.1, 0.2: mean 0.4/3, sd 0.1/sqrt(3), and 4.3027 is the 97.5 % point of t with 2 degrees.
+    assert (found.value, found.pairs) == (pytest.approx(0.4 / 3), 3)
+    assert found.high - found.value == pytest.approx(4.3027 * 0.1 / 3, rel=1e-4)
+    assert Auc("b", ("a", "c"))(result).value == pytest.approx(((0.6 - 0.7) + (0.7 - 0.75)) / 2)
+    assert Faster("b", "a")(result).value == pytest.approx((2 + 2.5 + 1.5) / 3)
+    assert Fewer("weight_bytes", "b", "a")(result) == Finding(2.5)
+    assert str(Auc("b", ("a", "c"))) == "AUC, b - the mean of a and c"
+    none = fabricated(a={"auc": [None]}, b={"auc": [0.5]})
+    assert Auc("b", ("a",))(none) == Finding(None, pairs=0, failed=1)
+    assert Fewer("parameters", "b", "a")(none) == Finding(None)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
+def test_the_list_can_be_run(experiment):
+    for quick in (False, True):
+        plan = experiment.plan(TrainConfig(runs_dir="x"), quick=quick, path="p")
+        assert plan.folder == Path("x") / experiment.name
+        assert 2 <= len(plan.seeds) <= experiment.seeds
+        for claim in experiment.claims:
+            assert set(claim.measure.names) <= set(plan.configs)
+            assert re.fullmatch(r"target|arXiv:\d{4}\.\d{5}", claim.source)
+        # Scores are compared between all of them: they must be of the same rows.
+        assert len({tuple(getattr(c, option) for option in DATA_OPTIONS) for c in plan.configs.values()}) == 1
+    assert 0 < experiment.quick_minutes < experiment.minutes
+    assert len({experiment.name for experiment in EXPERIMENTS}) == len(EXPERIMENTS)
+
+
+def planned(command: str) -> tuple:
+    """What a line for the shell trains, wherever its data and its runs are."""
+    parser = command_line._parser()
+    options = vars(parser.parse_args(shlex.split(command)[3:]))
+    for option in ("command", "run_command"):
+        del options[option]
+    plan = command_line._plan(parser, options)
+    where = {"runs_dir": "x", "threads": None, "path": None}
+    return {name: dataclasses.replace(config, **where) for name, config in plan.configs.items()}, plan.seeds
+
+
+def test_the_list_is_what_the_results_are_of():
+    lines = re.findall(
+        r"^ {4}(python -m rec_kernels.dlrm compare .*)", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE
+    )
+    published = [planned(line) for line in lines]
+    for experiment in EXPERIMENTS:
+        plan = experiment.plan(TrainConfig(runs_dir="x"))
+        assert (plan.configs, plan.seeds) in published, experiment.name
+        for quick in (False, True):
+            plan = experiment.plan(TrainConfig(runs_dir="x"), quick=quick)
+            assert planned(experiment.command(quick=quick)) == (plan.configs, plan.seeds)
+
+
+def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Figure, "savefig", SAVEFIG)
+    monkeypatch.setattr(report, "draw", lambda *_: None)  # the runs' own curves are other tests'
+    monkeypatch.setattr(report, "curves", lambda *_: [])
+    monkeypatch.setattr(compare, "train", TRAIN)
+    assert command("--quick") == 0
+    folder = tmp_path / "reproduce-quick"
+    found = entries(folder)
+    assert [e["status"] for e in found.values()] == ["done", "done", "left out"]
+    (claim,) = found["one"]["claims"]
+    runs = {c["name"]: [run["auc"] for run in c["runs"]] for c in found["one"]["result"]["configurations"]}
+    assert claim["value"] == pytest.approx(sum(b - a for a, b in zip(runs["a"], runs["b"], strict=True)) / 2)
+    assert (claim["pairs"], claim["measure"]) == (2, "AUC, b - a")
+    # A configuration whose runs fail is no answer, and the rest of its experiment is there.
+    assert found["two"]["claims"][0]["verdict"] == CANNOT_TELL
+    text = (folder / "report.md").read_text()
+    assert "Left out of the numbers: b-seed0: loss is nan" in text
+    assert "Left out: give --movielens PATH, the folder of a MovieLens data set." in text
+    assert f"{claim['verdict'].capitalize()}: one is no worse [arXiv:1]. AUC, b - a: {claim['value']:+.4f}" in text
+    out, err = capsys.readouterr()
+    assert f"written to {folder / 'report.html'}" in out
+    assert "[1/3] one: what it shows" in err
+    page = (folder / "report.html").read_text()
+    assert "one is no worse" in page
+    assert page.count("data:image/png;base64,") == text.count("](") == len(list(folder.rglob("*.png")))
+
+
+def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, tmp_path, trained):
+    assert command("--only", "two") == 0
+    assert command("--only", "one") == 0
+    assert trained[6:] == [f"one/{name}-seed{seed}" for seed in (0, 1) for name in "ab"]
+    first = entries(tmp_path / "reproduce")
+    assert [e["status"] for e in first.values()] == ["done", "done", "not run"]
+    assert len(trained) == 10
+    assert command() == 0
+    assert len(trained) == 10
+    again = entries(tmp_path / "reproduce")
+    assert again["one"]["result"] == first["one"]["result"]
+    assert again["one"]["seconds"] > first["one"]["seconds"] > 0
+    assert again["two"]["claims"] == first["two"]["claims"]
+
+
+def test_what_is_of_another_list_is_not_shown(command, tmp_path, monkeypatch):
+    assert command("--only", "one") == 0
+    other = (dataclasses.replace(LIST[0], seeds=3), *LIST[1:])
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", other)
+    assert command("--only", "two") == 0
+    found = entries(tmp_path / "reproduce")
+    assert (found["one"]["status"], found["one"]["result"]) == ("not run", None)
+    (tmp_path / "reproduce" / "results.json").write_text("[")
+    assert command("--only", "one") == 0
+    assert len(entries(tmp_path / "reproduce")["one"]["result"]["seeds"]) == 3
+
+
+def test_an_experiment_that_fails_is_told_and_the_others_go_on(command, tmp_path, trained, capsys):
+    (tmp_path / "reproduce" / "one" / "b-seed1").mkdir(parents=True)  # a folder that is no run
+    assert command() == 1
+    found = entries(tmp_path / "reproduce")
+    assert [e["status"] for e in found.values()] == ["failed", "done", "left out"]
+    assert "config.json is not the config of a run" in found["one"]["why"]
+    assert "error: one: DataError: " in capsys.readouterr().err
+    assert "Failed: DataError: " in (tmp_path / "reproduce" / "report.md").read_text()
+    assert all(name.startswith("two/") for name in trained)
+    (tmp_path / "reproduce" / "one" / "b-seed1").rmdir()
+    assert command("--only", "one") == 0
+    assert entries(tmp_path / "reproduce")["one"]["status"] == "done"
+
+
+@pytest.mark.parametrize("stop", [RunInterruptedError("interrupted after step 3 of 4", Path("x")), KeyboardInterrupt()])
+def test_an_interruption_leaves_a_page_and_goes_on(command, tmp_path, monkeypatch, capsys, stop):
+    train = compare.train
+
+    def interrupted(config, data, **options):
+        if (Path(config.runs_dir).name, config.run) == ("two", "a-seed1"):
+            raise stop
+        return train(config, data, **options)
+
+    monkeypatch.setattr(compare, "train", interrupted)
+    assert command() == 130
+    assert f"the same command goes on; so far: {tmp_path / 'reproduce' / 'report.md'}" in capsys.readouterr().err
+    found = entries(tmp_path / "reproduce")
+    assert [e["status"] for e in found.values()] == ["done", "not finished", "not run"]
+    assert "Not finished: interrupted." in (tmp_path / "reproduce" / "report.md").read_text()
+    names = []
+    monkeypatch.setattr(compare, "train", lambda c, d, **options: names.append(c.run) or train(c, d, **options))
+    assert command() == 0
+    assert names == ["a-seed1", "b-seed1", "c-seed1"]
+
+
+def test_another_process_is_not_disturbed(command, tmp_path, capsys):
+    with compare._locked(tmp_path / "reproduce" / "one"):
+        assert command("--only", "one") == 1
+    assert RunExistsError.__name__ in capsys.readouterr().err
+
+
+def test_list_prints_names_and_costs_and_trains_nothing(command, tmp_path, capsys):
+    assert command("--list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == ["one           what it shows", "              1 claim; 90 min, with --quick 1 min"]
+    assert lines[5].endswith("1 claim; 90 min, with --quick 1 min; needs --movielens PATH")
+    assert lines[6] == "all           4.5 h, with --quick 3 min, of one core"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "one,three"], "only has 'three', allowed are one, two, ratings, each of them once"),
+        (["--only", "one,one"], "only has 'one', allowed are one, two, ratings, each of them once"),
+        (["--only", ""], "only has ''"),
+        (["--threads", "0"], "threads is 0, allowed is 1 or more"),
+        (["--lr", "1"], "unrecognized arguments: --lr 1"),
+    ],
+)
+def test_wrong_requests_give_readable_errors(command, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit) as exit:
+        command(*arguments)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ratings_are_read_where_the_user_says(monkeypatch):
+    movielens = next(e for e in EXPERIMENTS if e.needs_path)
+    request = reproduce.Request(TrainConfig(threads=2, runs_dir="x", data_dir="y"), movielens="z")
+    for experiment in EXPERIMENTS:
+        (config, *_) = request.plan(experiment).configs.values()
+        assert (config.threads, config.data_dir, config.runs_dir) == (2, "y", str(Path("x/reproduce")))
+        assert config.path == ("z" if experiment is movielens else None)
+    quick = dataclasses.replace(request, quick=True)
+    weeks = {c.weeks for e in EXPERIMENTS for c in quick.plan(e).configs.values() if c.data == "completejourney"}
+    assert weeks == {experiments.QUICK_WEEKS}
+
+
+def test_pictures_show_every_number_and_bound():
+    measured = {"says": "s", "unit": "AUC", "at_least": -0.1, "value": 0.2, "low": 0.1, "high": 0.3, "verdict": MET}
+    times = measured | {"unit": "times", "at_least": 3.0, "value": 2.0, "low": None, "high": None, "verdict": NOT_MET}
+    missing = measured | {"value": None, "low": None, "high": None, "verdict": CANNOT_TELL}
+    figure = reproduce_pictures.claims([{"name": "e", "claims": [measured, missing]}, {"name": "f", "claims": [times]}])
+    aucs, ratios = figure.axes
+    assert [label.get_text() for label in aucs.get_yticklabels()] == ["e: s"]
+    (bar,) = aucs.containers[0].lines[2][0].get_segments()
+    assert bar[:, 0].tolist() == pytest.approx([0.1, 0.3])
+    assert ratios.containers[0].lines[0].get_xdata()[0] == 2.0
+    assert ratios.lines[1].get_xdata()[0] == 3.0
+    assert reproduce_pictures.claims([{"name": "e", "claims": [missing]}]) is None
+    assert reproduce_pictures.quality_over_bytes([{"name": "e", "result": None}]) is None
+
+
+def published(name: str) -> dict:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def test_published_results_give_the_published_numbers():
+    """Those that docs/results.md has in words, computed there by hand."""
+    dimensions, cache = published("dimensions_quality"), published("cache_quality")
+    ahead = Auc("mixed8", ("dim2",))(dimensions)
+    assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))
+    given_back = (0.87760 - 0.86287) / (0.88151 - 0.86287)  # 79 %
+    halfway = Auc("mx4c5", ("mx4", "fp32"))(cache)
+    assert halfway.value == pytest.approx((given_back - 0.5) * (0.88151 - 0.86287), abs=2e-5)
+    assert Fewer("weight_bytes", "int8c5", "fp32")(cache).value == pytest.approx(2.2, abs=0.05)
+
+
+def test_bytes_are_shares_of_the_reference():
+    result = published("dimensions_quality")
+    figure = reproduce_pictures.quality_over_bytes([{"name": "dimensions", "result": result}])
+    (axes,) = figure.axes
+    (container,) = axes.containers
+    half = next(c for c in result["configurations"] if c["name"] == "dim8")
+    shares = container.lines[0].get_xdata()
+    assert len(shares) == len(result["configurations"]) - 1
+    assert half["table_bytes"] / result["configurations"][0]["table_bytes"] in shares
+    # Of the bytes with which nothing else is as good, by hand from the table in docs/results.md.
+    assert [text.get_text() for text in axes.texts] == ["qr15-int8", "qr4-int8", "mixed8", "mixed2"]
+    speed = reproduce_pictures.speed(result)
+    assert len(speed.axes[0].patches) == len(result["configurations"])
+
+
+def test_the_frontier_is_what_nothing_smaller_reaches():
+    points = [("a", 0.5, -0.1, 0), ("b", 0.1, -0.3, 0), ("c", 0.3, -0.4, 0), ("d", 0.1, -0.5, 0), ("e", 1.0, -0.1, 0)]
+    assert [name for name, *_ in reproduce_pictures._frontier(points)] == ["b", "a"]
+
+
+def test_text_is_escaped_in_html_and_tables(tmp_path):
+    sections = [("a < b", ["x & y", reproduce_report.Table([("h",), ("1 | <2>",)]), reproduce_report.Code("<c>")])]
+    html = reproduce_report.html(tmp_path, "<t>", sections)
+    for text in ("a &lt; b", "x &amp; y", "1 | &lt;2&gt;", "&lt;c&gt;", "<h1>&lt;t&gt;</h1>"):
+        assert text in html
+    text = reproduce_report.markdown(tmp_path, "t", sections)
+    assert "1 \\| <2>" in text
+    assert "\n    <c>\n" in text

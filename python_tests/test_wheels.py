@@ -1,0 +1,89 @@
+"""What goes into distributions: files, names and needs. wheels/check.py holds a wheel that was built to the same."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import setuptools
+
+ROOT = Path(__file__).resolve().parent.parent
+WHEEL = "rec_kernels-1.0{}-cp311-cp311-manylinux_2_28_x86_64.whl"
+HOST = "rec_kernels/_host.cpython-311-x86_64-linux-gnu.so"
+
+pytestmark = pytest.mark.skipif(not (ROOT / "setup.py").exists(), reason="these are tests of the checkout")
+
+
+def _load_check() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("check", ROOT / "wheels" / "check.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def check() -> ModuleType:
+    return _load_check()
+
+
+@pytest.fixture
+def names(check: ModuleType) -> set[str]:
+    """Of the files in a good wheel for the CPU."""
+    return check.python_files() | {
+        check.CPU,
+        HOST,
+        "rec_kernels/cuda_architectures.txt",
+        "rec_kernels/",
+        "rec_kernels-1.0.dist-info/WHEEL",
+    }
+
+
+def test_every_package_is_installed() -> None:
+    """The list in pyproject.toml has each folder of modules: a forgotten one would be missing from wheels only."""
+    text = (ROOT / "pyproject.toml").read_text()
+    for package in setuptools.find_packages(str(ROOT), include=["rec_kernels*"]):
+        assert f'"{package}"' in text, package
+
+
+def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
+    """All modules, the library for the CPU, one _host; the CUDA library where the version says so; nothing else."""
+    assert check.wrong_names(WHEEL.format(""), names) == []
+    assert check.wrong_names(WHEEL.format("+cu13"), names | {check.CUDA}) == []
+    assert check.wrong_names(WHEEL.format("+cu13"), names) == [f"{check.CUDA} is missing"]
+    assert check.wrong_names(WHEEL.format(""), names | {check.CUDA}) == [f"{check.CUDA} does not belong there"]
+    other = "rec_kernels/_host.cpython-312-x86_64-linux-gnu.so"
+    assert check.wrong_names(WHEEL.format(""), names | {other}) == [f"{other} does not belong there"]
+    assert "_host for cp311 is expected" in check.wrong_names(WHEEL.format(""), names - {HOST})[0]
+
+
+def test_needs_of_a_library(check: ModuleType) -> None:
+    """Versions are compared as numbers, not as text."""
+    good = "NEEDED libtorch_cpu.so\nNEEDED libstdc++.so.6\nGLIBC_2.3.4\nGLIBC_2.28\nGLIBCXX_3.4.9\nCXXABI_1.3.11\n"
+    assert check.wrong_needs(good) == []
+    assert check.newest_versions(good) == {"GLIBC": "2.28", "GLIBCXX": "3.4.9", "CXXABI": "1.3.11"}
+    assert check.wrong_needs(good + "GLIBC_2.34") == ["needs GLIBC_2.34, newer than 2.28"]
+    assert check.wrong_needs(good + "NEEDED libcudart.so.13") == ["needs libcudart.so.13"]
+
+
+def test_source_distribution(tmp_path: Path) -> None:
+    """It has what a wheel is built from, and nothing that was built."""
+    command = [sys.executable, "setup.py", "-q", "egg_info", "-e", tmp_path, "sdist", "-d", tmp_path]
+    subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    native = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    assert native | {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "python_tests/conftest.py"} <= names
+    assert not [name for name in names if name.startswith("build/") or name.endswith((".so", ".o", ".pyc"))]
+
+
+def test_import_leaves_out_the_compiler() -> None:
+    """``import rec_kernels`` imports nothing that takes seconds and that torch itself has not imported."""
+    late = {"torch._dynamo", "torch._inductor", "matplotlib", "pandas"}
+    code = "import sys, torch; before = set(sys.modules); import rec_kernels; print(*set(sys.modules) - before)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not late & set(done.stdout.split())

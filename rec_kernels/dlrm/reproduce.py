@@ -1,0 +1,203 @@
+"""Every technique's promise on real data: ``python -m rec_kernels.dlrm reproduce``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from rec_kernels.dlrm import compare, compare_report, reproduce_pictures, reproduce_report
+from rec_kernels.dlrm.claims import answer
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
+from rec_kernels.dlrm.train import RunInterruptedError
+
+RESULTS = "results.json"
+CLOCKS = ("seconds", "cpu_seconds")
+# What became of an experiment.
+DONE, FAILED, LEFT_OUT, UNFINISHED, NOT_RUN = "done", "failed", "left out", "not finished", "not run"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Args:
+        base: how runs are carried out: ``threads``, ``runs_dir``, ``data_dir``.
+        only: names of experiments; none: all of them.
+        quick: fewer weeks and seeds.
+        movielens: folder of a MovieLens data set; None leaves out what needs it.
+
+    Raises:
+        ValueError: a name that no experiment has, or one twice.
+    """
+
+    base: TrainConfig
+    only: tuple[str, ...] = ()
+    quick: bool = False
+    movielens: str | None = None
+
+    def __post_init__(self):
+        allowed = [experiment.name for experiment in EXPERIMENTS]
+        wrong = [name for name in self.only if name not in allowed or self.only.count(name) > 1]
+        if wrong:
+            raise ValueError(f"only has {wrong[0]!r}, allowed are {', '.join(allowed)}, each of them once")
+
+    @property
+    def folder(self) -> Path:
+        """Gets a folder per experiment, and the page."""
+        return Path(self.base.runs_dir) / ("reproduce-quick" if self.quick else "reproduce")
+
+    def plan(self, experiment: Experiment) -> compare.Comparison:
+        """The comparison of an experiment."""
+        base = TrainConfig(threads=self.base.threads, data_dir=self.base.data_dir, runs_dir=str(self.folder))
+        return experiment.plan(base, quick=self.quick, path=self.movielens)
+
+    def chosen(self) -> tuple[Experiment, ...]:
+        """The experiments that are asked for, in the order of the list."""
+        return tuple(e for e in EXPERIMENTS if e.name in self.only or not self.only)
+
+
+def listing() -> str:
+    """The list, for a person."""
+    lines = []
+    for experiment in EXPERIMENTS:
+        path, count = "; needs --movielens PATH" if experiment.needs_path else "", len(experiment.claims)
+        lines.append(f"{experiment.name:<14}{experiment.shows}")
+        lines.append(
+            f"{'':<14}{count} claim{'s' if count > 1 else ''}; {experiment.minutes:g} min, with --quick "
+            f"{experiment.quick_minutes:g} min{path}"
+        )
+    whole, quick = (sum(getattr(e, key) for e in EXPERIMENTS) for key in ("minutes", "quick_minutes"))
+    lines.append(f"{'all':<14}{whole / 60:.1f} h, with --quick {quick:.0f} min, of one core")
+    return "\n".join(lines)
+
+
+def run(request: Request) -> dict:
+    """Trains what is not trained yet, writes the page after every experiment, and returns ``results.json``.
+
+    An experiment that fails is told on the page, and the others go on.
+
+    Raises:
+        RunInterruptedError, KeyboardInterrupt: called again, ``run`` goes on.
+        OSError: the folder cannot be written to.
+    """
+    request.folder.mkdir(parents=True, exist_ok=True)
+    states = _earlier(request.folder)
+    for number, experiment in enumerate(request.chosen(), 1):
+        name = experiment.name
+        print(f"[{number}/{len(request.chosen())}] {name}: {experiment.shows}", file=sys.stderr)
+        spent, start = {clock: states.get(name, {}).get(clock, 0.0) for clock in CLOCKS}, _clocks()
+        states[name] = {"status": UNFINISHED, "why": "interrupted"}
+        try:
+            states[name] = _attempt(request, experiment)
+        finally:
+            states[name] |= {clock: spent[clock] + now - start[clock] for clock, now in _clocks().items()}
+            results = _write(request, states)
+    return results
+
+
+def _write(request: Request, states: dict[str, dict]) -> dict:
+    """Writes what there is, ``results.json`` first and in one step; returns it."""
+    results = gather(request, states)
+    fresh = request.folder / f".{RESULTS}.new"
+    fresh.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
+    fresh.replace(request.folder / RESULTS)
+    reproduce_report.write(request.folder, results)
+    return results
+
+
+def _clocks() -> dict[str, float]:
+    """Seconds, and those of this process's threads, which other work on the machine does not stretch."""
+    return dict(zip(CLOCKS, (time.monotonic(), time.process_time()), strict=True))
+
+
+def _attempt(request: Request, experiment: Experiment) -> dict:
+    """Trains a comparison and writes its files and pictures; returns its state."""
+    if experiment.needs_path and request.movielens is None:
+        if _result(request, experiment) is not None:  # of an earlier call, which knew the path
+            return {"status": DONE}
+        return {"status": LEFT_OUT, "why": "give --movielens PATH, the folder of a MovieLens data set"}
+    try:
+        comparison = request.plan(experiment)
+        result = compare_report.summarise(comparison, compare.run(comparison))
+        compare_report.write(comparison, result)
+        reproduce_pictures.speed(result).savefig(comparison.folder / reproduce_report.SPEED, dpi=110)
+    except RunInterruptedError:
+        raise
+    except Exception as error:  # whatever it is: hours of other experiments do not end with it
+        traceback.print_exc()
+        print(f"{experiment.name} failed: {error}", file=sys.stderr)
+        return {"status": FAILED, "why": f"{type(error).__name__}: {error}"}
+    return {"status": DONE}
+
+
+def _earlier(folder: Path) -> dict[str, dict]:
+    """The states that an earlier call left, by experiment."""
+    try:
+        entries = json.loads((folder / RESULTS).read_text())["experiments"]
+        return {e["name"]: {key: e[key] for key in ("status", "why", *CLOCKS) if e[key] is not None} for e in entries}
+    except (OSError, ValueError, KeyError, TypeError):  # none, or not ours: only times and reasons are lost
+        return {}
+
+
+def gather(request: Request, states: dict[str, dict]) -> dict:
+    """Everything there is, as plain data: of this call and of those before it."""
+    entries = []
+    for experiment in EXPERIMENTS:
+        state = {"status": NOT_RUN, "why": None} | dict.fromkeys(CLOCKS) | states.get(experiment.name, {})
+        result = _result(request, experiment) if state["status"] in (DONE, NOT_RUN) else None
+        if state["status"] == DONE and result is None:
+            state |= {"status": NOT_RUN, "why": "what an earlier call left is of another list, or gone"}
+        elif result is not None:  # of an earlier call, too, whose results.json is not there any more
+            state |= {"status": DONE, "why": None}
+        minutes = experiment.quick_minutes if request.quick else experiment.minutes
+        command = experiment.command(quick=request.quick)
+        about = {"name": experiment.name, "shows": experiment.shows, "command": command}
+        claims = [answer(claim, result) for claim in experiment.claims]
+        entries.append(about | state | {"stated_minutes": minutes, "claims": claims, "result": result})
+    return {
+        "quick": {"weeks": QUICK_WEEKS, "seeds": QUICK_SEEDS} if request.quick else None,
+        "machine": _machine(),
+        "experiments": entries,
+    }
+
+
+def _result(request: Request, experiment: Experiment) -> dict | None:
+    """The result that the comparison left; None if it is not of this plan."""
+    plan = request.plan(experiment)
+    try:
+        result = json.loads((plan.folder / "compare.json").read_text())
+    except (OSError, ValueError):
+        return None
+    options = {configuration["name"]: configuration["options"] for configuration in result["configurations"]}
+    expected = {name: compare_report.changed_options(config) for name, config in plan.configs.items()}
+    return result if (options, result["seeds"]) == (expected, list(plan.seeds)) else None
+
+
+def _machine() -> dict:
+    """Where this was measured."""
+    model = platform.processor() or platform.machine()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+    packages = {package: metadata.version(package) for package in ("rec_kernels", "torch")}
+    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
+
+
+def failures(results: dict, names: Sequence[str]) -> list[str]:
+    """Why experiments failed, those of ``names``."""
+    return [
+        f"{entry['name']}: {entry['why']}"
+        for entry in results["experiments"]
+        if entry["status"] == FAILED and entry["name"] in names
+    ]

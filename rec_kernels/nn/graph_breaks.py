@@ -1,0 +1,22 @@
+"""What torch.compile leaves out of its graphs, as ``torch.compiler.disable`` has it.
+
+Imported where it is called, not before: the decorator takes torch's compiler, whose import lasts as long as torch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+@torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
+def take_ahead(take: Callable, *args: object) -> object:
+    """``take(*args)``: the slots of a batch that was announced."""
+    return take(*args)
+
+
+@torch.compiler.disable(reason="accumulate() collects gradients in a Python list")
+def record_lookup(record: Callable, *args: object) -> object:
+    """``record(*args)``: a lookup whose backward becomes part of an update."""
+    return record(*args)

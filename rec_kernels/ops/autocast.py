@@ -1,0 +1,45 @@
+"""What ops do under torch.autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+_implementations = torch.library.Library("rec_kernels", "IMPL")
+_KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
+_ALL_KEYS = torch._C.DispatchKeySet(_KEYS["cpu"]) | torch._C.DispatchKeySet(_KEYS["cuda"])
+
+
+def register(op: str, prepare: Callable[[tuple, str], tuple]) -> None:
+    """Under autocast, ``rec_kernels::<op>`` computes with ``prepare(its arguments, "cpu" or "cuda")``.
+
+    The op itself runs as without autocast; autograd sees what ``prepare`` does.
+    """
+    for device in _KEYS:
+        _register(op, device, prepare)
+
+
+def _register(op: str, device: str, prepare: Callable[[tuple, str], tuple]) -> None:
+    overload = getattr(torch.ops.rec_kernels, op).default
+
+    def kernel(*inputs):
+        with torch._C._ExcludeDispatchKeyGuard(_ALL_KEYS):
+            return overload(*prepare(inputs, device))
+
+    _implementations.impl(op, kernel, _KEYS[device].name)
+
+
+def to_lower_precision(inputs: tuple, device: str) -> tuple:
+    """Arguments of an op as torch.bmm takes them: those on the device and narrower than float64 in autocast's dtype.
+
+    torch.library.register_autocast knows only a dtype that is fixed when the op is registered.
+    """
+    dtype = torch.get_autocast_dtype(device)
+
+    def cast(given: object) -> object:
+        eligible = isinstance(given, Tensor) and given.is_floating_point() and given.device.type == device
+        return given.to(dtype) if eligible and given.dtype != torch.float64 else given
+
+    return tuple(map(cast, inputs))

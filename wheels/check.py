@@ -1,0 +1,108 @@
+"""Says what a wheel holds and needs, and exits with 1 unless that is what docs/install.md promises.
+
+    python wheels/check.py dist/*.whl
+
+Needs binutils' objdump and nm, which come with a compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+#: The newest versions of symbols that a machine of manylinux_2_28 has, as torch's own wheels assume it.
+FLOORS = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}
+#: Megabytes: of the wheel for the CPU, and of the one with the CUDA library.
+LIMITS = {"cpu": 3, "cuda": 20}
+#: What libraries may ask the loader for: the system's, torch's, and the package's own.
+SYSTEM = r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so\.\d+|ld-linux.*"
+TORCH = r"libtorch(_cpu)?\.so"
+CPU, CUDA = "rec_kernels/librec_kernels_cpu.so", "rec_kernels/librec_kernels_cuda.so"
+
+
+def python_files() -> set[str]:
+    """The package's modules, as names inside a wheel."""
+    return {str(path.relative_to(ROOT)) for path in (ROOT / "rec_kernels").rglob("*.py")}
+
+
+def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:
+    """What is missing from a wheel, and what is too much in it.
+
+    Args:
+        wheel: its file name. names: of the files in it.
+    """
+    _, version, python, *_ = wheel.split("-")
+    files = {name for name in names if ".dist-info/" not in name and not name.endswith("/")}
+    expected = python_files() | {CPU, "rec_kernels/cuda_architectures.txt"} | ({CUDA} if "+cu" in version else set())
+    pattern = rf"rec_kernels/_host\.{python.replace('cp', 'cpython-')}-.*\.so"
+    host = {name for name in files if re.fullmatch(pattern, name)}
+    wrong = [f"{name} is missing" for name in sorted(expected - files)]
+    wrong += [f"{name} does not belong there" for name in sorted(files - expected - host)]
+    return wrong + ([] if len(host) == 1 else [f"one rec_kernels/_host for {python} is expected, found {sorted(host)}"])
+
+
+def newest_versions(text: str) -> dict[str, str]:
+    """Of what ``objdump -p`` prints: the newest version that is asked for, by prefix (GLIBC, GLIBCXX, CXXABI, GCC)."""
+    found: dict[str, str] = {}
+    for prefix, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)\b", text):
+        found[prefix] = max(found.get(prefix, "0"), version, key=_number)
+    return found
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in version.split(".")]
+
+
+def wrong_needs(text: str) -> list[str]:
+    """What a library asks for beyond the floors and the libraries that may be there, from ``objdump -p``."""
+    wrong = [
+        f"needs {prefix}_{version}, newer than {FLOORS[prefix]}"
+        for prefix, version in newest_versions(text).items()
+        if _number(version) > _number(FLOORS[prefix])
+    ]
+    needed = re.findall(r"NEEDED +(\S+)", text)
+    allowed = rf"{SYSTEM}|{TORCH}|{Path(CPU).name}"
+    return wrong + [f"needs {name}" for name in needed if not re.fullmatch(allowed, name)]
+
+
+def check_library(path: Path) -> list[str]:
+    """Prints what a library needs; returns what is wrong with it."""
+    text = subprocess.run(["objdump", "-p", path], capture_output=True, text=True, check=True).stdout
+    versions = " ".join(f"{prefix}_{version}" for prefix, version in sorted(newest_versions(text).items()))
+    print(f"  {path.name}: {path.stat().st_size / 1e6:.2f} MB, {versions}")
+    symbols = subprocess.run(["nm", path], capture_output=True, text=True).stdout
+    return wrong_needs(text) + (["is not stripped"] if symbols else [])
+
+
+def check(wheel: Path) -> list[str]:
+    """Prints what a wheel needs; returns what is wrong with it."""
+    size, limit = wheel.stat().st_size / 1e6, LIMITS["cuda" if "+cu" in wheel.name else "cpu"]
+    print(f"{wheel.name}: {size:.2f} MB")
+    wrong = [f"{size:.2f} MB are more than {limit}"] if size > limit else []
+    if "manylinux_2_28" not in wheel.name:
+        wrong.append("is not tagged manylinux_2_28")
+    with zipfile.ZipFile(wheel) as archive, tempfile.TemporaryDirectory() as folder:
+        wrong += wrong_names(wheel.name, archive.namelist())
+        for name in archive.namelist():
+            if name.endswith(".so"):
+                wrong += [f"{name} {what}" for what in check_library(Path(archive.extract(name, folder)))]
+    return wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("wheels", nargs="+", type=Path)
+    wrong = [f"{wheel.name}: {what}" for wheel in parser.parse_args().wheels for what in check(wheel)]
+    if wrong:
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
