@@ -13,7 +13,7 @@ import rec_kernels as rk
 from rec_kernels import _library
 
 #: Each takes as long as rec_kernels itself, or much longer.
-SLOW = ("torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "triton")
+SLOW = ("torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "triton", "matplotlib", "pandas")
 
 
 def run(script: str) -> str:
