@@ -409,6 +409,30 @@ def test_the_data_thread_computes_alone():
     assert later == [2]
 
 
+def test_readers_within_readers_leave_the_number_of_threads_alone():
+    """The inner reader begins on the outer one's thread, which has one; and where the caller has another than all."""
+    before, seen = torch.get_num_threads(), []
+
+    def look():
+        seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        assert list(ahead(ahead(iter(range(5))))) == list(range(5))
+        in_thread(look)  # a new one
+        in_thread(lambda: (torch.set_num_threads(2), list(ahead(iter(range(2)))), look()))
+        look()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 2, 3]
+
+
+def in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
 def test_leaving_early_ends_the_data_thread():
     for _ in ahead(iter(range(100))):
         break
