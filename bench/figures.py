@@ -26,8 +26,14 @@ Row = dict[str, object]
 Group = dict[str, Row]
 
 
+#: What is read of "machine" in every file.
+ABOUT = ("cpu", "threads", "torch", "date", "commit")
+#: What is read of a point.
+POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "batches", "unique_rows")
+
+
 class FiguresError(ValueError):
-    """A file that bench.run has not written."""
+    """A file that bench.run or bench.tuning has not written, or whose figures do not serve."""
 
 
 def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
@@ -40,29 +46,40 @@ def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
     Raises:
         FiguresError: it is missing, or of another kind.
     """
-    if Path(name).exists():
-        text = Path(name).read_text()
+    if Path(name).is_file():
+        text = Path(name).read_text(errors="replace")
     else:
         shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
         if ":" not in name or shown.returncode:
             raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
         text = shown.stdout
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise FiguresError(f"{name}: no JSON file: {error}") from error
     if not isinstance(document, dict) or not any(_is_kind(document, kind) for kind in kinds):
         raise FiguresError(f"{name}: not written by {' or '.join(WRITERS[kind] for kind in kinds)}")
     return document
 
 
 def _is_kind(document: dict[str, object], kind: str) -> bool:
-    found = document.get(kind) if "machine" in document else None
+    about = document.get("machine")
+    found = document.get(kind) if isinstance(about, dict) and about.keys() >= set(ABOUT) else None
     if kind == "points":
-        return isinstance(found, list)
+        return isinstance(found, list) and all(map(_is_point, found))
     groups = found.values() if isinstance(found, dict) else [None]
     return all(isinstance(group, dict) and all(map(_is_row, group.values())) for group in groups)
 
 
 def _is_row(row: object) -> bool:
     return isinstance(row, dict) and "ms" in row
+
+
+def _is_point(row: object) -> bool:
+    if not isinstance(row, dict) or not row.keys() >= set(POINT):
+        return False
+    times = [row[key].get("ours") if isinstance(row.get(key), dict) else None for key in ("forward", "step")]
+    return all(isinstance(ours, dict) and ours.keys() >= {"ms", "passes_ms"} for ours in times)
 
 
 def where(document: dict[str, object]) -> str:
