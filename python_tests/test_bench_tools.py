@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -101,6 +102,68 @@ def test_ratio_by_hand() -> None:
     assert (found.low, found.high) == pytest.approx((3 / math.exp(half), 3 * math.exp(half)), rel=1e-5)
     assert compare.ratio([2.0], [3.0, 3.0]) == compare.Ratio(pytest.approx(1.5), None, None)
     assert compare.ratio([2.0, 2.0], [3.0, 3.0]) == compare.Ratio(*[pytest.approx(1.5)] * 3)
+
+
+def test_ratio_of_unequal_runs() -> None:
+    """As many passes as there are on either side: scipy's Welch interval of the logarithms."""
+    stats = pytest.importorskip("scipy.stats")
+    before, after = [1.0, 1.3, 0.9, 1.1, 1.7, 1.2, 0.8], [2.0, 2.1, 2.6]
+    found = compare.ratio(before, after)
+    welch = stats.ttest_ind([math.log(t) for t in after], [math.log(t) for t in before], equal_var=False)
+    right = [math.exp(end) for end in welch.confidence_interval(0.95)]
+    assert (found.low, found.high) == pytest.approx(right, rel=1e-9)
+    assert found.value == pytest.approx(statistics.geometric_mean(after) / statistics.geometric_mean(before))
+
+
+def test_others_are_known_by_their_whole_names() -> None:
+    """Ours that begin as they do are ours; everybody in the recorded files is as before."""
+    assert not any(map(figures.is_other, ("ours", "limited", "torch format", "compiled ours", "reader", "bfloat16")))
+    names = set()
+    for path in RECORDED.glob("*.json"):
+        with contextlib.suppress(FiguresError):
+            names |= {name for group in figures.load(str(path))["results"].values() for name in group}
+    peers = ("torch", "fbgemm")
+    assert {name for name in names if name.startswith(peers)} <= figures.OTHERS
+    others = {*figures.LIMITS, "torch", "fbgemm", "compiled", "tuned", "bmm", "indexing", "index_select"}
+    assert {name for name in names if figures.is_other(name)} == {*others, *(f"{p}, whole batch" for p in peers)}
+
+
+def test_share_of_the_limit_is_of_the_same_bytes() -> None:
+    """Half the bytes take half as long; products are as many."""
+    group = {
+        "ours": {"ms": 4.0, "bytes": 100.0},
+        "bfloat16": {"ms": 4.0, "bytes": 50.0},
+        "bytes": {"ms": 2.0, "bytes": 100.0},
+        "products": {"ms": 0.5, "bytes": 100.0},
+    }
+    assert figures.share_of_limit(group, "ours") == 0.5
+    assert figures.share_of_limit(group, "bfloat16") == 0.25
+    group["products"]["ms"] = 1.5
+    assert figures.share_of_limit(group, "bfloat16") == 0.375
+
+
+def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file, and in the line that every table has above it."""
+    output = tmp_path / "run.json"
+    monkeypatch.setattr(run, "run_pytest", lambda options: None)
+    monkeypatch.setattr(run, "one_pass", lambda files, args, turn: one_pass({"ours": 1.0}))
+    monkeypatch.setattr(run, "fbgemm_version", lambda: "1.2")
+    given = ["--op", "expand", "--passes", "3", "--rounds", "7", "--threads", "5", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench.run", *given])
+    run.main()
+    found = figures.load(str(output))
+    about = found["machine"]
+    assert [about[key] for key in ("passes", "rounds", "threads", "fbgemm")] == [3, 7, 5, "1.2"]
+    assert f"5 threads, torch {about['torch']}, FBGEMM 1.2, 3 passes, 7 rounds, " in figures.where(found)
+
+
+def test_differences_of_runs() -> None:
+    """What differs, and what only one of the files has."""
+    old, new = document({"ours": STEADY}), document({"ours": STEADY}, fbgemm="1.2", rounds=60)
+    assert compare.differences(old, new) == ["fbgemm: not recorded, 1.2", "rounds: not recorded, 60"]
+    other = document({"ours": STEADY}, fbgemm=None, rounds=30, threads=2)
+    assert compare.differences(new, other) == ["threads: 1, 2", "fbgemm: 1.2, None", "rounds: 60, 30"]
+    assert compare.differences(old, old) == compare.differences(new, new) == []
 
 
 @pytest.mark.parametrize(

@@ -186,6 +186,7 @@ def test_quick_run(tmp_path: Path) -> None:
     assert {row["sweep"] for row in document["points"]} == {"base", *points.QUICK_SWEEPS}
     for row in document["points"]:
         assert 0 < row["unique_rows"] <= row["tables"] * row["batch"] * row["bag"]
+        assert row["unique_rows"] <= row["cycle_rows"] <= row["batches"] * row["unique_rows"]
         for direction in ("forward", "step"):
             assert 0 < row["bytes"][direction]["unique"] <= row["bytes"][direction]["all"]
             assert row[direction]["ours"]["ms"] > 0
