@@ -206,7 +206,7 @@ class Run:
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
-        self.progress, self._sample = True, None
+        self.progress, self._sample = True, ()
         self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         if resume:
             self._restore()
@@ -259,7 +259,7 @@ class Run:
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
             "flops_per_example": flops,
-            **roofline.record(self.model, self._sample, self.config.accumulate, curve, flops),
+            **roofline.record(self.model, self._sample, curve, flops),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
@@ -351,6 +351,8 @@ class Run:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
+        if rows == len(group) * self.config.batch_size and len(group) >= len(self._sample):
+            self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1
         return rows
@@ -368,8 +370,6 @@ class Run:
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
-        if len(batch.label) == self.config.batch_size:
-            self._sample = batch
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
