@@ -27,7 +27,8 @@ from rec_kernels.testing import same_bits, use_cpu_isa, use_threads
 OF_MEMORY = re.compile(r"cannot allocate a \w+ tensor of shape|std::bad_alloc|not enough memory")
 #: Errors that name no argument of ours: those, and torch's of what does not fit the schema or the backend.
 OF_NO_ARGUMENT = re.compile(
-    r"rec_kernels::\w+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|" + OF_MEMORY.pattern
+    r"rec_kernels::\w+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|"
+    r"stableivalue_conversions|" + OF_MEMORY.pattern
 )
 #: Whether a result is also compared with the fake kernel's, which takes far longer than the call: one call in so many.
 FAKE_EVERY = 4
