@@ -12,7 +12,7 @@ import functools
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from rec_kernels import testing
+from rec_kernels._library import keep_value_errors
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
@@ -142,7 +143,10 @@ def sanitized_environment() -> dict[str, str]:
 def emulated() -> object:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
     # The sanitized library only loads into a process that has the sanitizers, as test_emulator.py starts one.
-    torch.ops.load_library(os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated"))
+    library = Path(os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated"))
+    torch.ops.load_library(library)
+    with suppress(ImportError):  # what the package does for its own library with torch 2.15; tested with any torch here
+        keep_value_errors(library)
     return torch.ops.rec_kernels_emulated
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -19,6 +21,8 @@ _FOLDER = Path(__file__).resolve().parent
 _CPU_LIBRARY = "librec_kernels_cpu.so"
 _CUDA_LIBRARY = "librec_kernels_cuda.so"
 _OLDEST_TORCH = (2, 10)
+#: From here on torch makes RuntimeErrors of most C++ exceptions.
+FEWER_ERRORS = (2, 15)
 
 # The registration of the Triton kernels; it ends when this object does.
 _triton: torch.library.Library | None = None
@@ -26,13 +30,13 @@ _triton: torch.library.Library | None = None
 cuda_unavailable: str | None = None
 
 
-def _torch_version() -> tuple[int, int]:
+def torch_version() -> tuple[int, int]:
     major, minor = re.match(r"(\d+)\.(\d+)", torch.__version__).groups()
     return int(major), int(minor)
 
 
 def _load_cpu() -> None:
-    if _torch_version() < _OLDEST_TORCH:
+    if torch_version() < _OLDEST_TORCH:
         raise ImportError(f"rec_kernels needs torch >= 2.10 (its stable ABI), found torch {torch.__version__}")
     path = _FOLDER / _CPU_LIBRARY
     if not path.exists():
@@ -44,6 +48,18 @@ def _load_cpu() -> None:
         torch.ops.load_library(str(path))
     except OSError as error:
         raise ImportError(f"{path} cannot be loaded into torch {torch.__version__}: {_reason(error)}") from error
+    if torch_version() >= FEWER_ERRORS:
+        with contextlib.suppress(ImportError):  # without _host they stay RuntimeErrors
+            keep_value_errors(path)
+
+
+def keep_value_errors(path: str | Path) -> None:
+    """Wrong arguments of a library's ops are ValueErrors with torch 2.15, too (csrc/ops/errors.cpp has the reason).
+
+    Raises:
+        ImportError: there is no ``_host``, which has the exception.
+    """
+    ctypes.CDLL(str(path)).rec_kernels_throw_value_errors_by(ctypes.c_void_p(host().value_error_thrower()))
 
 
 def _load_cuda() -> str | None:

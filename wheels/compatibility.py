@@ -5,7 +5,8 @@
 For each torch a virtual environment is made, filled from the package index, and deleted again: some GB, where the index
 has CUDA builds of torch only. There the wheel is installed and a copy of ``python_tests`` runs, away from the checkout.
 Whether the CUDA library loads and registers its kernels is seen without a GPU, where torch is a CUDA build. ``--table``
-prints the table of docs/install.md from the JSON file, and runs nothing.
+prints the table of docs/install.md from the JSON file, and runs nothing. A row's Python is the one
+that runs this script.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ TESTS = (
     *("row_formats", "row_formats_compile", "row_cache_ahead", "row_cache_disk", "grouped_projection"),
     *("dot_interaction", "factorization_machine", "expand", "jagged_bucketize", "jagged_dedup"),
     *("jagged_index_select", "jagged_overlaps", "jagged_permute", "jagged_windows", "opcheck", "serving"),
+    *("flops", "import"),
 )
 #: What of them compiles or reads files of the checkout.
 LEFT_OUT = (
@@ -44,10 +46,10 @@ has = torch._C._dispatch_has_kernel_for_dispatch_key
 names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
 info = rec_kernels.build_info()
 print(json.dumps({
-    "torch": torch.__version__, "torch_cuda": torch.version.cuda, "cpu_library": True,
+    "torch": torch.__version__, "torch_cuda": torch.version.cuda,
     "cuda_library": ("not in the wheel" if info["cuda_library"] is None else info["cuda_unavailable"]) or "loaded",
     "cuda_ops": sum(has(n, "CUDA") for n in names) if info["cuda_unavailable"] is None else 0,
-    "host_library": hasattr(__import__("rec_kernels._host")._host, "RowFile"),
+    "host_library": info["host_library"] is not None,
 }))
 """
 IMPORTS = """
@@ -63,7 +65,7 @@ def run(*command: object, folder: Path) -> subprocess.CompletedProcess:
     words = [str(word) for word in command]
     done = subprocess.run(words, cwd=folder, env=environment(folder), capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(f"{' '.join(words)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return done
 
 
@@ -128,15 +130,15 @@ def try_version(version: str, wheel: Path, pip: list[str], folder: Path) -> dict
 def table(rows: list[dict]) -> str:
     """The rows as docs/install.md has them."""
     lines = [
-        "| torch | Python | CPU library | CUDA library | tests: passed, failed, skipped |",
+        "| torch | Python | CUDA library | import, s | tests: passed, failed, skipped |",
         "|---|---|---|---|---|",
     ]
     for row in rows:
         tests = row["tests"]
         cuda = f"loads, {row['cuda_ops']} ops" if row["cuda_library"] == "loaded" else row["cuda_library"]
         counts = f"{tests['passed']}, {len(tests['failed'])}, {tests['skipped']}"
-        build = f"{row['torch']}" + (f" (CUDA {row['torch_cuda']})" if row["torch_cuda"] else "")
-        lines.append(f"| {build} | {row['python']} | loads | {cuda} | {counts} |")
+        build = row["torch"] + (f" (CUDA {row['torch_cuda']})" if row["torch_cuda"] else "")
+        lines.append(f"| {build} | {row['python']} | {cuda} | {row['import_seconds']['cpu']} | {counts} |")
     return "\n".join(lines)
 
 

@@ -34,10 +34,13 @@ std::string join(const Parts&... parts) {
   return out.str();
 }
 
-// Python sees std::invalid_argument as ValueError and std::out_of_range as IndexError.
+// Python sees std::out_of_range as IndexError, and what this throws as ValueError: a std::invalid_argument, or what
+// csrc/ops/errors.cpp was given for it.
+[[noreturn]] RK_EXPORT void throw_value_error(const std::string& message);
+
 template <class... Parts>
 void check_value(bool ok, const Parts&... parts) {
-  if (__builtin_expect(!ok, 0)) throw std::invalid_argument(join(parts...));
+  if (__builtin_expect(!ok, 0)) throw_value_error(join(parts...));
 }
 
 inline const char* dtype_name(ScalarType t) {

@@ -37,8 +37,8 @@ std::string get_cpu_isa() { return kNames[static_cast<int>(cpu_isa())]; }
 std::string set_cpu_isa(std::string name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
     if (name == kNames[i]) return kNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
-  throw std::invalid_argument(join("name must be an instruction set of this machine (up to \"",
-                                   kNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
+  throw_value_error(join("name must be an instruction set of this machine (up to \"",
+                         kNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
 }
 
 // Asks the system to back a large tensor with huge pages: a random row then costs a page walk far less often. Advice

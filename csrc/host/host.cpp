@@ -28,6 +28,9 @@ struct EndWhereMade {
 };
 using Handle = std::unique_ptr<RowFile, EndWhereMade>;
 
+// For the libraries of ops, which have no Python in them: csrc/ops/errors.cpp.
+[[noreturn]] void throw_value_error(const char* message) { throw py::value_error(message); }
+
 std::string file_path(const py::object& path) {
   const py::object bytes = py::module_::import("os").attr("fsencode")(path);
   const std::string text = bytes.cast<std::string>();
@@ -206,4 +209,7 @@ PYBIND11_MODULE(_host, module) {
       },
       py::arg("data"), py::kw_only(), py::arg("by_table") = false,
       "The CRC32C of bytes, as row files have it; ``by_table`` without the processor's instruction.");
+  module.def(
+      "value_error_thrower", [] { return reinterpret_cast<uintptr_t>(&host::throw_value_error); },
+      "The address of a C++ function that throws a ValueError with the C string that it is given.");
 }

@@ -98,7 +98,7 @@ Optimizer parse_optimizer(const std::string& name) {
     if (name == each) return static_cast<Optimizer>(number);
     known += join(number++ ? ", " : "", each);
   }
-  throw std::invalid_argument(join("optimizer must be one of ", known, ", got \"", name, "\""));
+  throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
 }
 
 GradientStep parse_gradient_step(double weight_decay, const std::string& mode, std::optional<double> clip_value,
@@ -346,8 +346,8 @@ void throw_bad_position(const BadPosition& bad) {
   const int64_t i = -1 - bad.position;
   const std::string where = join("offsets[", i, "] = ", bad.value, " (feature ", bad.feature, ", bag ", bad.bag, ")");
   if (i > 0 && bad.value < bad.previous)
-    throw std::invalid_argument(join(where, " is below the offset before it, ", bad.previous));
-  throw std::invalid_argument(join(where, " must be in [0, ", bad.limit, "], the number of values"));
+    throw_value_error(join(where, " is below the offset before it, ", bad.previous));
+  throw_value_error(join(where, " must be in [0, ", bad.limit, "], the number of values"));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

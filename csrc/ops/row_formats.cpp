@@ -23,7 +23,7 @@ RowFormat parse_row_format(const std::string& name, const std::string& argument)
     if (name == kNames[f]) return static_cast<RowFormat>(f);
     known += (f ? ", " : "") + std::string(kNames[f]);
   }
-  throw std::invalid_argument(join(argument, " must be one of ", known, "; got \"", name, "\""));
+  throw_value_error(join(argument, " must be one of ", known, "; got \"", name, "\""));
 }
 
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
@@ -71,8 +71,8 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
 void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value) {
   // Without the sign that a NaN may have.
   const std::string shown = value == value ? join(value) : "nan";
-  throw std::invalid_argument(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"",
-                                   row_format_name(format), "\" holds finite numbers only"));
+  throw_value_error(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"", row_format_name(format),
+                         "\" holds finite numbers only"));
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {

@@ -2,14 +2,21 @@
 
 As torch counts: two operations for each multiplication with its addition, none for anything else. An op counts as the
 work that it is, whatever a backend does again to keep less in memory.
+
+``torch.utils.flop_counter`` imports Triton, which takes longer than all of ``rec_kernels``. Who counts imports it,
+before ``rec_kernels`` or after; the formulas are registered then.
 """
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.util
+import sys
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 import torch
-from torch.utils.flop_counter import register_flop_formula
 
 from rec_kernels.ops.dot_interaction import num_pairs
 from rec_kernels.ops.grouped_projection import num_weights
@@ -47,14 +54,45 @@ def _grouped_projection(
     return 2 * x[0] * num_weights(in_dims, out_dims, outputs)
 
 
-register_flop_formula(_ops.dot_interaction)(_dot_interaction)
-register_flop_formula(_ops.dot_interaction_backward)(_dot_interaction_backward)
-register_flop_formula(_ops.factorization_machine)(_factorization_machine)
-register_flop_formula(_ops.factorization_machine_backward)(_factorization_machine_backward)
-register_flop_formula(
-    [
-        _ops.grouped_projection,
-        _ops.grouped_projection_backward_input,
-        _ops.grouped_projection_backward_weights,
-    ]
-)(_grouped_projection)
+_FORMULAS = {
+    _ops.dot_interaction: _dot_interaction,
+    _ops.dot_interaction_backward: _dot_interaction_backward,
+    _ops.factorization_machine: _factorization_machine,
+    _ops.factorization_machine_backward: _factorization_machine_backward,
+    _ops.grouped_projection: _grouped_projection,
+    _ops.grouped_projection_backward_input: _grouped_projection,
+    _ops.grouped_projection_backward_weights: _grouped_projection,
+}
+_COUNTER = "torch.utils.flop_counter"
+
+
+def _register(counter: ModuleType) -> None:
+    for op, formula in _FORMULAS.items():
+        counter.register_flop_formula(op)(formula)
+
+
+class _WhenImported(importlib.abc.MetaPathFinder):
+    """Finds the counter's module as everyone else does, once, and registers the formulas after it has run.
+
+    A ``FlopCounterMode`` copies the formulas when it is made: at an op's first call it would be too late.
+    """
+
+    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        run = spec.loader.exec_module
+
+        def run_and_register(module: ModuleType) -> None:
+            run(module)
+            _register(module)
+
+        spec.loader.exec_module = run_and_register
+        return spec
+
+
+if _COUNTER in sys.modules:
+    _register(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _WhenImported())

@@ -1,0 +1,100 @@
+"""What ``import rec_kernels`` does to a process: what it leaves out, and what it makes of C++ exceptions."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import rec_kernels as rk
+from rec_kernels import _library
+
+#: Each takes as long as rec_kernels itself, or much longer.
+SLOW = ("torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "triton", "matplotlib", "pandas")
+
+
+def run(script: str) -> str:
+    """What a script prints in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_slow_modules_are_left_out() -> None:
+    """Beyond what torch imports itself."""
+    script = "import sys, torch; before = set(sys.modules); import rec_kernels; print(*(set(sys.modules) - before))"
+    imported = run(script).split()
+    assert "rec_kernels.ops.flops" in imported
+    assert not set(SLOW) & set(imported)
+
+
+@pytest.mark.parametrize("first", ["rec_kernels", "torch.utils.flop_counter"])
+def test_operations_are_counted(first: str) -> None:
+    """Whether torch's counter is imported before or after."""
+    script = f"""
+import sys, torch, {first}
+import rec_kernels as rk
+from torch.utils.flop_counter import FlopCounterMode
+with FlopCounterMode(display=False) as counter:
+    rk.dot_interaction(torch.ones(2, 3), torch.ones(2, 1, 3))
+print(counter.get_total_flops(), sum(type(f).__module__.startswith("rec_kernels") for f in sys.meta_path))
+"""
+    assert run(script) == "12 0"
+
+
+def error_of(function: Callable[..., object], *arguments: object) -> str:
+    """The type and the text of what a call raises."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def wrong_arguments() -> list[str]:
+    """Errors of an op, of a public function, of a graph that was compiled, and of an id out of range."""
+    compiled = torch.compile(lambda x: rk.quantize_rows(x, "int8"), backend="aot_eager", fullgraph=True)
+    compiled(torch.ones(2, 4))
+    table, first = torch.ones(3, 4), torch.tensor([0])
+    return [
+        error_of(torch.ops.rec_kernels.scale_rows, torch.ones(3, 2), torch.ones(2)),
+        error_of(rk.scale_rows, torch.ones(3, 2, requires_grad=True), torch.ones(2)),
+        error_of(compiled, torch.full((2, 4), torch.nan)),
+        error_of(rk.embedding_bag, torch.tensor([7]), table, first).partition(" (")[0],
+    ]
+
+
+WRONG = [
+    "ValueError: scale must have shape [3], got [2]",
+    "ValueError: scale must have shape [3], got [2]",
+    'ValueError: x[0, 0] = nan: format "int8" holds finite numbers only',
+    "IndexError: values[0] = 7",
+]
+
+
+def test_types_of_errors() -> None:
+    """The same with every torch; with 2.15 they need _host."""
+    if _library.torch_version() >= _library.FEWER_ERRORS:
+        needs_host()
+    assert wrong_arguments() == WRONG
+
+
+def test_types_of_errors_by_host() -> None:
+    """What is thrown with torch 2.15 is the same to Python with every torch."""
+    needs_host()
+    script = """
+import rec_kernels
+from python_tests.test_import import wrong_arguments
+from rec_kernels import _library
+_library.keep_value_errors(rec_kernels.build_info()["cpu_library"])
+print(*wrong_arguments(), sep="\\n")
+"""
+    assert run(script).splitlines() == WRONG
+
+
+def needs_host() -> None:
+    if rk.build_info()["host_library"] is None:
+        pytest.skip("_host is not built")
