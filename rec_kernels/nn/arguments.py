@@ -17,7 +17,7 @@ def positive_integer(name: str, value: object) -> int:
         ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
     """
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
+        number = 0 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
     except TypeError:  # a float, even a whole one, is a mistake elsewhere
         number = 0
     if not 1 <= number < 2**63:
