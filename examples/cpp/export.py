@@ -34,7 +34,7 @@ class Model(nn.Module):
     def forward(self, dense: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         """Scores [B] of dense features [B, 13] and bags of ids: values [N] and offsets [3 * B + 1], key by key."""
         bags = rk.KeyedJaggedTensor(KEYS, values, offsets=offsets)
-        embedded = self.tables(bags).values().view(len(dense), len(KEYS), WIDTH)
+        embedded = self.tables(bags).values().view(dense.size(0), len(KEYS), WIDTH)
         return self.top(rk.dot_interaction(self.bottom(dense), embedded)).squeeze(1)
 
 

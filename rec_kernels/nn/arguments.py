@@ -25,6 +25,21 @@ def positive_integer(name: str, value: object) -> int:
     return number
 
 
+def positive_integers(name: str, values: object) -> tuple[int, ...]:
+    """``values`` as ints.
+
+    Raises:
+        ValueError: it is not iterable, or one of them is no integer from 1 to 2^63 - 1.
+    """
+    try:
+        given = tuple(values)
+    except TypeError:
+        given = None
+    if given is None or isinstance(values, str):
+        raise ValueError(f"{name} must be a sequence of integers, each at least 1, got {values!r}")
+    return tuple(positive_integer(f"{name}[{i}]", value) for i, value in enumerate(given))
+
+
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
     if value not in allowed:
