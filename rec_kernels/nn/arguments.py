@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +11,14 @@ from torch import Tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
-def positive_integer(name: str, value: object) -> int:
+def positive_integer(name: str, value: Any) -> int:
     """``value`` as an int.
 
     Raises:
         ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
     """
     try:
-        number = 0 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+        number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:  # a float, even a whole one, is a mistake elsewhere
         number = 0
     if not 1 <= number < 2**63:
@@ -25,14 +26,14 @@ def positive_integer(name: str, value: object) -> int:
     return number
 
 
-def positive_integers(name: str, values: object) -> tuple[int, ...]:
+def positive_integers(name: str, values: Any) -> tuple[int, ...]:
     """``values`` as ints.
 
     Raises:
         ValueError: it is not iterable, or one of them is no integer from 1 to 2^63 - 1.
     """
     try:
-        given = tuple(values)
+        given: tuple = tuple(values)
     except TypeError:
         given = None
     if given is None or isinstance(values, str):
