@@ -28,6 +28,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(PY) -m mypy
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

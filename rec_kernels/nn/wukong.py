@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +148,8 @@ class Wukong(nn.Sequential):
     @property
     def out_features(self) -> int:
         """Vectors of a sample that the last layer gives."""
-        return self[-1].out_features
+        last: Any = self[-1]
+        return last.out_features
 
     def __getitem__(self, index: int | slice) -> nn.Module:
         # torch's would make a stack of the slice's layers by this class's constructor, which takes sizes.
