@@ -281,13 +281,15 @@ def test_bad_update(name: str, change, message: str) -> None:
         assert given["step"].item() == 3
 
 
-@pytest.mark.parametrize("slot", [-2, 14, 2**62, -(2**63)])
+@pytest.mark.parametrize("slot", [-2, 14, 2**62, 2**63 - 1, -(2**63)])
 def test_bad_slot(slot: int) -> None:
     """A slot outside of the rows is named by its position; no memory outside is read."""
     given = training()
     place = int((given["cache_slots"] >= 0).nonzero()[0])
-    given["cache_slots"][place] = slot
+    alone = {"cache_slots": torch.full_like(given["cache_slots"], -1)}
+    alone["cache_slots"][place] = given["cache_slots"][place] = slot
     for op in LOOKUPS:
+        check_refused(op, given | alone, rf"cache_slots\[{place}\] = {slot}")
         for _ in cpu_backends():
             check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")
 
