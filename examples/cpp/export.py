@@ -48,7 +48,7 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compile_model(model: nn.Module, path: str) -> None:
-    """Writes the model for batches of any size."""
+    """Writes the model for batches of two samples and more."""
     any_size = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
         program = torch.export.export(model.eval(), batch(8, 0), dynamic_shapes=(any_size, any_size, any_size))

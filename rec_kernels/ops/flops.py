@@ -10,10 +10,9 @@ before ``rec_kernels`` or after; the formulas are registered then.
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 import torch
@@ -77,10 +76,11 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         super().exec_module(module)
         _register(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds the counter's module where everyone else does, once, and has it run by ``_Loader``.
+    """Finds the counter's module where Python does, and has it run by ``_Loader``.
 
     A ``FlopCounterMode`` copies the formulas when it is made: at an op's first call it would be too late.
     """
@@ -89,8 +89,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
         """That of the counter; None for every other module."""
         if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        spec = PathFinder.find_spec(name, path)
         if spec is not None and isinstance(spec.loader, SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
