@@ -112,7 +112,8 @@ struct PoolArgs {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
     if (slot < 0) return nullptr;
     // Unsigned, so that a slot far beyond all wraps.
-    const auto begin = static_cast<int64_t>(static_cast<uint64_t>(cache.offsets[part]) + static_cast<uint64_t>(slot) * D);
+    const auto begin =
+        static_cast<int64_t>(static_cast<uint64_t>(cache.offsets[part]) + static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? cache.rows + begin : nullptr;
   }
 };
