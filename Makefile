@@ -10,8 +10,8 @@ CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o 
 # Everything a requirements file asks for; without torch when the system's is used.
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
-# All tests: in two processes, as many of them use one core. With ARGS, in one, as pytest does.
-WHOLE = -n 2 --dist worksteal
+# All tests: in two processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
+WHOLE = -n 2 --dist loadfile
 
 .PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean
 .DELETE_ON_ERROR:
@@ -28,6 +28,7 @@ lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/clang-format --dry-run --Werror $(CXX_SOURCES)
+	$(PY) -m mypy
 
 format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .

@@ -2,7 +2,8 @@
 
 BEFORE and AFTER are files, or COMMIT:PATH of files that git has. A ratio is AFTER's time over BEFORE's, of geometric
 means over the passes; its interval is Welch's, of the logarithms. "Others" are the least and the largest ratio of the
-group's implementations whose code did not change (torch, FBGEMM, bare loops): what the machine alone has moved.
+group's implementations whose code did not change (torch, FBGEMM, bare loops): what the machine alone has moved. What
+else differs between the runs is told: machine, threads, versions of torch and FBGEMM, rounds of a pass.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from bench.figures import FiguresError, Group, is_other, load, passes, where
 
 CONFIDENCE = 0.95
 #: What must be the same for a comparison of commits.
-SAME = ("cpu", "threads", "torch", "python", "cpu_isa")
+SAME = ("cpu", "threads", "torch", "fbgemm", "python", "cpu_isa", "rounds")
+#: Of a file from before it was kept.
+UNKNOWN = "not recorded"
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def _summary(own: list[tuple[Ratio, str]]) -> str:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """In what else than the commit the two runs differ."""
-    found = {key: [document["machine"].get(key) for document in (before, after)] for key in SAME}
+    """In what else than the commit the two runs differ, or may: what only one of the files has."""
+    found = {key: [document["machine"].get(key, UNKNOWN) for document in (before, after)] for key in SAME}
     return [f"{key}: {one}, {other}" for key, (one, other) in found.items() if one != other]
 
 
@@ -139,7 +142,8 @@ def main() -> None:
         sys.exit(str(error))
     print(f"before: {where(before)}\nafter:  {where(after)}")
     for difference in differences(before, after):
-        print(f"The runs differ in {difference}: no comparison of commits.")
+        how = "may differ" if UNKNOWN in difference else "differ"
+        print(f"The runs {how} in {difference}: no comparison of commits.")
     print(f"Times in ms{f' over those of {args.against}' if args.against else ''}.\n")
     print(table(before, after, args.against))
 

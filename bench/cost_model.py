@@ -3,7 +3,8 @@
 FILEs are of bench.tuning and of bench.run (embedding_bag), all of one machine and number of threads. The time is a sum
 of prices, each paid for something that a workload has so many of; the prices are fitted to all float32 workloads in the
 files. Every workload is also predicted by prices that were fitted without it, and without its family: without the whole
-sweep that a point of bench.tuning belongs to. docs/benchmarks.md has the formula.
+sweep that a point of bench.tuning belongs to. Off by 10 % in geometric mean means: the magnitudes of the logarithms of
+predicted over measured have the mean ln(1.1). docs/benchmarks.md has the formula.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ DIRECTIONS = ("forward", "train")
 #: Bytes of rows that stay in the caches from call to call: the one that fits best is taken.
 CACHE_BYTES = (0.0, *(2.0**k for k in range(19, 28)))
 FLOAT = 4
+#: Prices of a direction: so many workloads must be fitted to, and one more if each is to be left out once.
+PRICES = 5
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def counts(direction: str, f: dict[str, float], cache_bytes: float) -> dict[str,
     price beside its bytes.
 
     Args:
-        direction, f: "forward" or "train", and the features.
+        direction, f: "forward" or "train", and the features; "cycle_rows", C of the formula, is how many distinct rows
+            the batches that calls take in turn have together.
         cache_bytes: what the caches hold of the rows that the batches in turn name.
     """
     line = line_bytes(int(f["row_bytes"]))
@@ -85,7 +89,14 @@ def fitted(samples: Sequence[Sample]) -> CostModel:
 
     Args:
         samples: of one direction.
+
+    Raises:
+        FiguresError: there are fewer of them than prices.
     """
+    if len(samples) < PRICES:
+        raise FiguresError(
+            f"{len(samples)} float32 workloads of a direction, at least {PRICES} are needed: give more files"
+        )
     found = []
     for cache_bytes in CACHE_BYTES:
         costs = [Cost({}, counts(s.direction, s.features, cache_bytes)) for s in samples]
@@ -96,20 +107,53 @@ def fitted(samples: Sequence[Sample]) -> CostModel:
 
 
 def left_out(samples: Sequence[Sample], of: str) -> list[float]:
-    """[len(samples)] nanoseconds: each predicted by what is fitted to the others.
+    """[len(samples)] nanoseconds: each predicted by what is fitted to the others; NaN where too few are left.
 
     Args:
         samples: of one direction.
         of: "name", the others are all but itself; or "family", all but its family.
     """
     keys = [getattr(s, of) for s in samples]
-    models = {key: fitted([s for s, own in zip(samples, keys, strict=True) if own != key]) for key in set(keys)}
-    return [models[key].ns(s.direction, s.features) for s, key in zip(samples, keys, strict=True)]
+    others = {key: [s for s, own in zip(samples, keys, strict=True) if own != key] for key in set(keys)}
+    models = {key: fitted(rest) for key, rest in others.items() if len(rest) >= PRICES}
+    return [
+        models[key].ns(s.direction, s.features) if key in models else math.nan
+        for s, key in zip(samples, keys, strict=True)
+    ]
 
 
 def geometric_error(predicted: Sequence[float], samples: Sequence[Sample]) -> float:
-    """By which factor, less 1, predictions are off in geometric mean, too high or too low."""
-    return math.expm1(statistics.fmean(abs(math.log(p / s.ns)) for p, s in zip(predicted, samples, strict=True)))
+    """By which factor, less 1, predictions are off in geometric mean: exp(mean |ln(predicted / measured)|) - 1.
+
+    Twice and half of what was measured are both off by 100 %. NaN if a prediction is.
+    """
+    logs = [abs(math.log(p / s.ns)) if p else math.inf for p, s in zip(predicted, samples, strict=True)]
+    return math.expm1(statistics.fmean(logs))
+
+
+def families(of: dict[str, Sequence[Sample]]) -> str:
+    """The errors of each family, and of all workloads, left out of the fit alone and with the family; in markdown.
+
+    Args:
+        of: direction -> its samples.
+    """
+    names = list(dict.fromkeys(s.family for samples in of.values() for s in samples))
+    heads = [f"{d}, {how}" for d in of for how in ("left out alone", "with its family")]
+    lines = [f"| family | workloads | {' | '.join(heads)} |", f"|---|---:|{'---:|' * len(heads)}"]
+    found = {d: [(left_out(own, "name"), left_out(own, "family")), own] for d, own in of.items()}
+    for name in [*names, None]:
+        cells, count = [], 0
+        for both, own in found.values():
+            chosen = [i for i, s in enumerate(own) if name in (s.family, None)]
+            count = max(count, len(chosen))
+            for predicted in both:
+                cells.append(_percent(geometric_error([predicted[i] for i in chosen], [own[i] for i in chosen])))
+        lines.append(f"| {'all' if name is None else name} | {count} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _percent(error: float) -> str:
+    return "too few others" if math.isnan(error) else f"{error:.1%}"
 
 
 def samples_of(document: dict, fastest: bool = False) -> list[Sample]:
@@ -135,8 +179,8 @@ def _of_point(row: dict, fastest: bool) -> list[Sample]:
     point = Point.read(row)
     features = {"ids": point.num_ids, "bags": point.num_bags, "pooled_bags": point.num_bags * (point.workload.bag > 1)}
     features |= {"dim": point.workload.dim, "row_bytes": point.row_bytes, "unique_rows": row["unique_rows"]}
-    # At the most: batches of skewed ids have rows in common.
-    features["cycle_rows"] = min(row["batches"] * row["unique_rows"], sum(point.workload.table_rows))
+    # Files from before it was kept: ids are the same whenever they are drawn.
+    features["cycle_rows"] = row.get("cycle_rows") or Subject(point.workload, row["batches"]).cycle_rows
     found = []
     for direction, key in zip(DIRECTIONS, ("forward", "step"), strict=True):
         ours = row[key]["ours"]
@@ -157,6 +201,19 @@ def read(names: Sequence[str], fastest: bool) -> tuple[list[Sample], dict]:
             if (other := document["machine"][key]) != (first := documents[0]["machine"][key]):
                 raise FiguresError(f"{name}: {key} is {other}, and {first} in {names[0]}")
     return [s for document in documents for s in samples_of(document, fastest)], documents[0]
+
+
+def refuse_fitted(samples: Sequence[Sample], held_out: Sequence[Sample]) -> None:
+    """Raises FiguresError if a workload that is to be predicted is one of those fitted to, measured again or not."""
+    fitted_to = {_workload(s) for s in samples}
+    again = [s.name for s in held_out if _workload(s) in fitted_to]
+    if again:
+        names = ", ".join(dict.fromkeys(again))
+        raise FiguresError(f"--held-out: fitted to, and so not held out: {names}")
+
+
+def _workload(sample: Sample) -> tuple:
+    return sample.direction, *sorted((key, size) for key, size in sample.features.items() if key != "direction")
 
 
 def table(samples: Sequence[Sample], predicted: Sequence[float]) -> str:
@@ -184,15 +241,22 @@ def _price(ns: float) -> str:
 
 
 def report(samples: list[Sample], held_out: list[Sample]) -> str:
-    """Prices, errors and tables of both directions."""
-    parts, models = [], {}
-    for direction in DIRECTIONS:
-        own = [s for s in samples if s.direction == direction]
-        models[direction] = fitted(own)
-        alone = left_out(own, "name")
-        off = [f"{geometric_error(found, own):.1%}" for found in (alone, left_out(own, "family"))]
-        heading = f"{direction}: off by {off[0]} in geometric mean if left out of the fit, {off[1]} with its family"
-        parts.append(f"{heading}\n\n{table(own, alone)}")
+    """Prices, errors and tables of both directions.
+
+    Raises:
+        FiguresError: too few workloads.
+    """
+    of = {direction: [s for s in samples if s.direction == direction] for direction in DIRECTIONS}
+    for direction, own in of.items():
+        if (count := len({s.name for s in own})) <= PRICES:
+            raise FiguresError(
+                f"{count} float32 workloads of {direction!r}, at least {PRICES + 1} are needed, to leave out "
+                f"one and fit {PRICES} prices: give more files"
+            )
+    models = {direction: fitted(own) for direction, own in of.items()}
+    parts = [f"Off in geometric mean (exp of the mean |ln(predicted / measured)|, less 1):\n\n{families(of)}"]
+    for direction, own in of.items():
+        parts.append(f"{direction}, each left out of the fit\n\n{table(own, left_out(own, 'name'))}")
         if others := [s for s in held_out if s.direction == direction]:
             found = [models[direction].ns(direction, s.features) for s in others]
             heading = f"{direction}, held out: off by {geometric_error(found, others):.1%} in geometric mean"
@@ -228,9 +292,12 @@ def main() -> None:
     try:
         everything, first = read([*args.files, *args.held_out], args.fastest)
         samples, _ = read(args.files, args.fastest)
+        held_out = everything[len(samples) :]
+        refuse_fitted(samples, held_out)
+        found = report(samples, held_out)
     except FiguresError as error:
         sys.exit(str(error))
-    print(f"{where(first)}\n\n{report(samples, everything[len(samples) :])}")
+    print(f"{where(first)}\n\n{found}")
     if args.predict:
         print(f"\nPredicted:\n{predictions(samples, args.predict)}")
 

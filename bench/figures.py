@@ -16,8 +16,13 @@ from bench import ROOT
 
 #: Bare loops and copies that do the least that any implementation must.
 LIMITS = ("limit", "bytes", "products", "copy", "read")
-#: How the names of those begin whose code is not this repository's.
-OTHERS = (*LIMITS, "torch", "compiled", "tuned", "bmm", "indexing", "index_select", "fbgemm")
+#: Those of them that take as long as the bytes that they move: half as many, half as long.
+OF_BYTES = ("limit", "bytes", "copy", "read")
+#: The names of those whose code is not this repository's.
+OTHERS = frozenset(LIMITS) | {
+    *("torch", "compiled", "tuned", "bmm", "indexing", "index_select", "torch, whole batch"),
+    *("fbgemm", "fbgemm, whole batch"),
+}
 
 #: By what a document has.
 WRITERS = {"results": "python -m bench.run", "points": "python -m bench.tuning"}
@@ -26,8 +31,14 @@ Row = dict[str, object]
 Group = dict[str, Row]
 
 
+#: What is read of "machine" in every file.
+ABOUT = ("cpu", "threads", "torch", "date", "commit")
+#: What is read of a point.
+POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "batches", "unique_rows")
+
+
 class FiguresError(ValueError):
-    """A file that bench.run has not written."""
+    """A file that bench.run or bench.tuning has not written, or whose figures do not serve."""
 
 
 def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
@@ -40,23 +51,27 @@ def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
     Raises:
         FiguresError: it is missing, or of another kind.
     """
-    if Path(name).exists():
-        text = Path(name).read_text()
+    if Path(name).is_file():
+        text = Path(name).read_text(errors="replace")
     else:
         shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
         if ":" not in name or shown.returncode:
             raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
         text = shown.stdout
-    document = json.loads(text)
+    try:
+        document = json.loads(text)
+    except ValueError as error:
+        raise FiguresError(f"{name}: no JSON file: {error}") from error
     if not isinstance(document, dict) or not any(_is_kind(document, kind) for kind in kinds):
         raise FiguresError(f"{name}: not written by {' or '.join(WRITERS[kind] for kind in kinds)}")
     return document
 
 
 def _is_kind(document: dict[str, object], kind: str) -> bool:
-    found = document.get(kind) if "machine" in document else None
+    about = document.get("machine")
+    found = document.get(kind) if isinstance(about, dict) and about.keys() >= set(ABOUT) else None
     if kind == "points":
-        return isinstance(found, list)
+        return isinstance(found, list) and all(map(_is_point, found))
     groups = found.values() if isinstance(found, dict) else [None]
     return all(isinstance(group, dict) and all(map(_is_row, group.values())) for group in groups)
 
@@ -65,17 +80,26 @@ def _is_row(row: object) -> bool:
     return isinstance(row, dict) and "ms" in row
 
 
+def _is_point(row: object) -> bool:
+    if not isinstance(row, dict) or not row.keys() >= set(POINT):
+        return False
+    times = [row[key].get("ours") if isinstance(row.get(key), dict) else None for key in ("forward", "step")]
+    return all(isinstance(ours, dict) and ours.keys() >= {"ms", "passes_ms"} for ours in times)
+
+
 def where(document: dict[str, object]) -> str:
     """On what machine, with what, and from which commit."""
     about = document["machine"]
     threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
     commit = f"commit {about['commit']}{' and changes' * about.get('dirty', False)}"
-    return f"{about['cpu']}, {threads}, torch {about['torch']}, {about['date']}, {commit}"
+    peer = f", FBGEMM {about['fbgemm']}" if about.get("fbgemm") else ""
+    effort = "".join(f", {about[key]} {key}" for key in ("passes", "rounds") if key in about)
+    return f"{about['cpu']}, {threads}, torch {about['torch']}{peer}{effort}, {about['date']}, {commit}"
 
 
 def is_other(name: str) -> bool:
     """Whether an implementation's code is not this repository's: another commit of it does not change the time."""
-    return name.startswith(OTHERS)
+    return name in OTHERS
 
 
 def passes(row: Row) -> list[float]:
@@ -91,10 +115,18 @@ def moved(row: Row) -> float | None:
 def share_of_limit(group: Group, name: str) -> float | None:
     """The limit's time over an implementation's, the median over passes; None where the group has no limit.
 
-    Of several limits the slowest counts: each has to be paid.
+    Of several limits the slowest counts: each has to be paid. A limit that moves more or fewer bytes than the
+    implementation, such as one of rows in bfloat16 beside float32, counts for as many as that one's.
     """
-    limits = [passes(group[limit]) for limit in LIMITS if limit in group]
+    limits = [_scaled(group, limit, name) for limit in LIMITS if limit in group]
     if not limits or name in LIMITS:
         return None
     least = [max(of_pass) for of_pass in zip(*limits, strict=True)]
     return statistics.median(a / b for a, b in zip(least, passes(group[name]), strict=True))
+
+
+def _scaled(group: Group, limit: str, name: str) -> list[float]:
+    """Milliseconds of each pass of a limit, for the bytes of an implementation."""
+    own, of_limit = moved(group[name]), moved(group[limit])
+    scale = own / of_limit if limit in OF_BYTES and own and of_limit else 1.0
+    return [ms * scale for ms in passes(group[limit])]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from importlib import metadata
 
 import torch
 from torch import Tensor
@@ -154,6 +155,14 @@ def fbgemm_ops() -> object | None:
     except (ImportError, OSError):
         return None
     return torch.ops.fbgemm
+
+
+def fbgemm_version() -> str | None:
+    """Of the package, whichever device it is for; None where there is none."""
+    for package in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return metadata.version(package)
+    return None
 
 
 def available() -> dict[str, type]:

@@ -20,6 +20,7 @@ import torch
 
 import rec_kernels
 from bench import RESULTS, ROOT
+from bench.peers import fbgemm_version
 from bench.workloads import NAMED, OPS
 
 #: What a benchmark tells of a call beside its time; that of the first pass is kept.
@@ -130,6 +131,7 @@ def machine(threads: int, command: str = "python -m bench.run") -> dict[str, obj
         "cpu": cpu or platform.processor(),
         "threads": threads or torch.get_num_threads(),
         **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
+        "fbgemm": fbgemm_version(),
     }
 
 
@@ -142,7 +144,7 @@ def main() -> None:
         run_pytest([t for t in tests if (ROOT / t).exists()])
     files = [f"bench/bench_{op}.py" for op in ops]
     # Before the passes: of the files that are measured.
-    about = machine(args.threads)
+    about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}
     groups = merge([one_pass(files, args, turn) for turn in range(args.passes)])
     checked_out = about["commit"] + " and changes" * about["dirty"]
     print(f"\n{about['cpu']}, {about['threads']} threads, torch {about['torch']}, commit {checked_out}\n")

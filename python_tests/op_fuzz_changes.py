@@ -54,7 +54,7 @@ def _one(r: random.Random, before: object, kind: torch._C.JitType, arguments: di
     if name == "number" or isinstance(before, torch.dtype):  # a ScalarType
         after = r.choice(DTYPES)
     elif name == "bool":
-        after = not before
+        after = before is not True  # what stands there may be no bool any more
     elif name == "str":
         after = r.choice(WORDS)
     elif name == "float":

@@ -1,7 +1,8 @@
-"""bench.run's files, bench.compare, bench.report and bench.cost_model, on figures that are made up."""
+"""bench.run's files, bench.compare and bench.report, on figures that are made up."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -15,9 +16,9 @@ from backends import ROOT
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
-from bench import compare, cost_model, figures, report, run
-from bench.cost_model import Sample
+from bench import compare, figures, report, run
 from bench.figures import FiguresError
+from bench.subject import Subject
 from bench.workloads import NAMED
 
 MACHINE = {"cpu": "none", "cpu_isa": "v4", "threads": 1, "torch": "2", "python": "3", "date": "2000-01-01"}
@@ -103,6 +104,68 @@ def test_ratio_by_hand() -> None:
     assert compare.ratio([2.0, 2.0], [3.0, 3.0]) == compare.Ratio(*[pytest.approx(1.5)] * 3)
 
 
+def test_ratio_of_unequal_runs() -> None:
+    """As many passes as there are on either side: scipy's Welch interval of the logarithms."""
+    stats = pytest.importorskip("scipy.stats")
+    before, after = [1.0, 1.3, 0.9, 1.1, 1.7, 1.2, 0.8], [2.0, 2.1, 2.6]
+    found = compare.ratio(before, after)
+    welch = stats.ttest_ind([math.log(t) for t in after], [math.log(t) for t in before], equal_var=False)
+    right = [math.exp(end) for end in welch.confidence_interval(0.95)]
+    assert (found.low, found.high) == pytest.approx(right, rel=1e-9)
+    assert found.value == pytest.approx(statistics.geometric_mean(after) / statistics.geometric_mean(before))
+
+
+def test_others_are_known_by_their_whole_names() -> None:
+    """Ours that begin as they do are ours; everybody in the recorded files is as before."""
+    assert not any(map(figures.is_other, ("ours", "limited", "torch format", "compiled ours", "reader", "bfloat16")))
+    names = set()
+    for path in RECORDED.glob("*.json"):
+        with contextlib.suppress(FiguresError):
+            names |= {name for group in figures.load(str(path))["results"].values() for name in group}
+    peers = ("torch", "fbgemm")
+    assert {name for name in names if name.startswith(peers)} <= figures.OTHERS
+    others = {*figures.LIMITS, "torch", "fbgemm", "compiled", "tuned", "bmm", "indexing", "index_select"}
+    assert {name for name in names if figures.is_other(name)} == {*others, *(f"{p}, whole batch" for p in peers)}
+
+
+def test_share_of_the_limit_is_of_the_same_bytes() -> None:
+    """Half the bytes take half as long; products are as many."""
+    group = {
+        "ours": {"ms": 4.0, "bytes": 100.0},
+        "bfloat16": {"ms": 4.0, "bytes": 50.0},
+        "bytes": {"ms": 2.0, "bytes": 100.0},
+        "products": {"ms": 0.5, "bytes": 100.0},
+    }
+    assert figures.share_of_limit(group, "ours") == 0.5
+    assert figures.share_of_limit(group, "bfloat16") == 0.25
+    group["products"]["ms"] = 1.5
+    assert figures.share_of_limit(group, "bfloat16") == 0.375
+
+
+def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the file, and in the line that every table has above it."""
+    output = tmp_path / "run.json"
+    monkeypatch.setattr(run, "run_pytest", lambda options: None)
+    monkeypatch.setattr(run, "one_pass", lambda files, args, turn: one_pass({"ours": 1.0}))
+    monkeypatch.setattr(run, "fbgemm_version", lambda: "1.2")
+    given = ["--op", "expand", "--passes", "3", "--rounds", "7", "--threads", "5", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench.run", *given])
+    run.main()
+    found = figures.load(str(output))
+    about = found["machine"]
+    assert [about[key] for key in ("passes", "rounds", "threads", "fbgemm")] == [3, 7, 5, "1.2"]
+    assert f"5 threads, torch {about['torch']}, FBGEMM 1.2, 3 passes, 7 rounds, " in figures.where(found)
+
+
+def test_differences_of_runs() -> None:
+    """What differs, and what only one of the files has."""
+    old, new = document({"ours": STEADY}), document({"ours": STEADY}, fbgemm="1.2", rounds=60)
+    assert compare.differences(old, new) == ["fbgemm: not recorded, 1.2", "rounds: not recorded, 60"]
+    other = document({"ours": STEADY}, fbgemm=None, rounds=30, threads=2)
+    assert compare.differences(new, other) == ["threads: 1, 2", "fbgemm: 1.2, None", "rounds: 60, 30"]
+    assert compare.differences(old, old) == compare.differences(new, new) == []
+
+
 @pytest.mark.parametrize(
     ("ours", "torch", "said"),
     [
@@ -167,6 +230,20 @@ def test_files_are_read(tmp_path: Path) -> None:
     for other in ({"machine": {}, "points": []}, [1], {"machine": {}, "results": {"ours": 1}}):
         with pytest.raises(FiguresError, match=r"not written by python -m bench\.run"):
             figures.load(written(tmp_path / "other.json", other))
+    for text in ("not JSON", ""):
+        (tmp_path / "text.json").write_text(text)
+        with pytest.raises(FiguresError, match=r"text\.json: no JSON file"):
+            figures.load(str(tmp_path / "text.json"))
+    for other in (
+        {"machine": {}, "points": []},
+        {"machine": MACHINE, "points": [{"sweep": "base"}]},
+        {"machine": MACHINE, "points": {"a": 1}},
+        {"machine": {"cpu": "none"}, "results": {}},
+    ):
+        with pytest.raises(FiguresError, match=r"not written by python -m bench\.run or python -m bench\.tuning"):
+            figures.load(written(tmp_path / "other.json", other), kinds=("results", "points"))
+    with pytest.raises(FiguresError, match="neither a file nor"):
+        figures.load(str(tmp_path))
     if (ROOT / ".git").exists():
         name = "bench/results/embedding_bag-2threads.json"
         assert figures.load(f"HEAD:{name}")["results"].keys() == figures.load(str(ROOT / name))["results"].keys()
@@ -198,98 +275,6 @@ def test_report_and_pictures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ca
     assert all(p.read_bytes().startswith(b"\x89PNG") for p in pictures)
 
 
-def made_up(direction: str, prices: dict[str, float], cache_bytes: float) -> list[Sample]:
-    """Workloads of many sizes whose times are what the prices say."""
-    samples = []
-    for i, (ids, bag, dim, repeats) in enumerate(
-        (ids, bag, dim, repeats)
-        for ids in (2000, 40_000, 900_000)
-        for bag in (1, 4, 30)
-        for dim in (16, 64)
-        for repeats in (1, 5)
-    ):
-        features = {"ids": ids, "bags": ids // bag, "pooled_bags": (bag > 1) * ids // bag, "dim": dim}
-        features |= {"row_bytes": 4 * dim, "unique_rows": ids / repeats, "cycle_rows": 4 * ids / repeats}
-        ns = cost_model.CostModel(cache_bytes, prices).ns(direction, features)
-        samples.append(Sample(f"w{i}", f"dim {dim}", direction, features, ns))
-    return samples
-
-
-@pytest.mark.parametrize("direction", cost_model.DIRECTIONS)
-def test_cost_model_finds_planted_prices(direction: str) -> None:
-    """And the caches' bytes; each workload is predicted by the others, and by those of other families."""
-    names = cost_model.counts(direction, made_up(direction, dict.fromkeys(PRICES, 1.0), 0)[0].features, 0)
-    prices = {name: PRICES[name] for name in names}
-    samples = made_up(direction, prices, 2.0**22)
-    found = cost_model.fitted(samples)
-    assert found.cache_bytes == 2.0**22
-    assert found.prices_ns == pytest.approx(prices, rel=1e-6)
-    assert cost_model.geometric_error(cost_model.left_out(samples, "name"), samples) < 1e-6
-    assert len(cost_model.left_out(samples, "family")) == len(samples)
-
-
-PRICES = {"call": 20_000.0, "byte from memory": 0.05, "byte from a cache": 0.01, "byte of output": 0.02}
-PRICES |= {"pooled bag": 3.0, "id": 4.0, "row": 9.0, "byte of gradient": 0.015}
-
-
-def test_counts_by_hand() -> None:
-    """100 ids of 40 rows, 80 in use, of which the caches hold a quarter; a row of 24 bytes touches 80 of lines."""
-    features = {
-        "ids": 100,
-        "bags": 10,
-        "pooled_bags": 9,
-        "dim": 8,
-        "row_bytes": 24,
-        "unique_rows": 40,
-        "cycle_rows": 80,
-    }
-    forward = cost_model.counts("forward", features, 20 * 80)
-    assert forward == {
-        "call": 1,
-        "byte from memory": 30 * 80,
-        "byte from a cache": 70 * 80,
-        "byte of output": 320,
-        "pooled bag": 9,
-    }
-    train = cost_model.counts("train", features, 0)
-    assert train == {"call": 1, "byte from memory": 40 * 80, "id": 100, "row": 40, "byte of gradient": 3200}
-
-
-def test_geometric_error_by_hand() -> None:
-    """Twice and half of what was measured are both off by a factor of 2."""
-    samples = [Sample("", "", "train", {}, 10.0)] * 2
-    assert cost_model.geometric_error([20.0, 5.0], samples) == pytest.approx(1.0)
-    assert cost_model.geometric_error([10.0, 10.0], samples) == 0
-
-
-def test_cost_model_of_the_recorded_sweeps(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Every float32 point of bench.tuning is a sample of both directions; left out of the fit, it is off by < 15 %."""
-    name = str(RECORDED / "tuning-2threads.json")
-    samples, _ = cost_model.read([name], fastest=False)
-    points = [row for row in json.loads(Path(name).read_text())["points"] if row["format"] == "fp32"]
-    assert [s.ns for s in samples[:2]] == [points[0][d]["ours"]["ms"] * 1e6 for d in ("forward", "step")]
-    assert len(samples) == 2 * len(points)
-    for direction in cost_model.DIRECTIONS:
-        own = [s for s in samples if s.direction == direction]
-        assert cost_model.geometric_error(cost_model.left_out(own, "name"), own) < 0.15
-    monkeypatch.setattr(sys, "argv", ["bench.cost_model", name, "--predict", "criteo-kaggle"])
-    cost_model.main()
-    out = capsys.readouterr().out
-    assert "| forward zipf 1.4 |" in out
-    assert "\ncriteo-kaggle: forward " in out
-
-
-def test_page_has_the_cost_model_of_the_recorded_sweeps() -> None:
-    """docs/benchmarks.md: its prices, and by how much they are off."""
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    samples, _ = cost_model.read([str(RECORDED / "tuning-2threads.json")], fastest=False)
-    of = {d: [s for s in samples if s.direction == d] for d in cost_model.DIRECTIONS}
-    assert cost_model.prices({d: cost_model.fitted(own) for d, own in of.items()}) in page
-    for what in ("name", "family"):
-        off = [f"{cost_model.geometric_error(cost_model.left_out(own, what), own):.1%}" for own in of.values()]
-        assert re.search(r" \D*".join(error.replace("%", " %") for error in off), page)
-
-
 def test_page_knows_the_workloads() -> None:
     """docs/benchmarks.md: T, B, D and rows of every named workload."""
     page = (ROOT / "docs" / "benchmarks.md").read_text()
@@ -298,18 +283,5 @@ def test_page_knows_the_workloads() -> None:
         assert cells[:3] == [str(w.tables), str(w.batch), str(w.dim)]
         assert cells[4] == f"{sum(w.table_rows):,}"
         assert cells[5].startswith(f"{w.num_ids:,}, ")
-
-
-def test_cost_model_reads_runs(tmp_path: Path) -> None:
-    """Groups with features of float32 rows; the median of the passes or the fastest; one machine only."""
-    features = made_up("train", PRICES, 0)[0].features | {"direction": "train"}
-    found = document({"ours": [3.0, 1.0, 2.0], "torch": [4.0] * 3})
-    found["results"]["g"]["ours"]["features"] = features
-    found["results"]["int8"] = {"ours": found["results"]["g"]["ours"] | {"features": features | {"row_bytes": 24}}}
-    name = written(tmp_path / "a.json", found)
-    for fastest, ms in ((False, 2.0), (True, 1.0)):
-        samples, _ = cost_model.read([name], fastest)
-        assert [(s.name, s.direction, s.ns) for s in samples] == [("g", "train", ms * 1e6)]
-    other = written(tmp_path / "b.json", document({"ours": STEADY}, threads=2))
-    with pytest.raises(FiguresError, match="threads is 2, and 1 in"):
-        cost_model.read([name, other], fastest=False)
+        if w.num_ids < 10**6:  # more of them take seconds
+            assert cells[5].endswith(f", {Subject(w).unique_rows() / 1000:.1f} k")

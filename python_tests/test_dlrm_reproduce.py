@@ -1,4 +1,4 @@
-"""The list of comparisons with its claims: the rule of verdicts, what is run, kept and told, and the page."""
+"""The list of comparisons with its claims: what is run, kept and told, and the page."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
 from matplotlib.figure import Figure
+from test_dlrm_claims import HERE, published
 
 from rec_kernels.dlrm import __main__ as command_line
 from rec_kernels.dlrm import (
-    claims,
     compare,
     experiments,
     report,
@@ -27,7 +27,7 @@ from rec_kernels.dlrm import (
     reproduce_report,
     runs,
 )
-from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding
+from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster
 from rec_kernels.dlrm.compare import DATA_OPTIONS
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.experiments import EXPERIMENTS, Experiment
@@ -94,62 +94,27 @@ def entries(folder: Path) -> dict[str, dict]:
     return {e["name"]: e for e in json.loads((folder / "results.json").read_text())["experiments"]}
 
 
-def fabricated(**configurations) -> dict:
-    """A result of ``compare_report.summarise``: by name "auc" and "speed" of every seed, and "bytes"."""
-    made = []
-    for name, given in configurations.items():
-        aucs = given["auc"]
-        speeds = given.get("speed", [100.0] * len(aucs))
-        runs = [
-            {"seed": seed, "run": f"{name}-seed{seed}", "outcome": "failed", "error": "why"}
-            if auc is None
-            else {"seed": seed, "outcome": "test", "auc": auc, "log_loss": 0.5, "examples_per_second": speed}
-            for seed, (auc, speed) in enumerate(zip(aucs, speeds, strict=True))
-        ]
-        made.append({"name": name, "runs": runs, "weight_bytes": given.get("bytes"), "parameters": given.get("bytes")})
-    return {"configurations": made}
+def test_kept_runs_of_other_threads_are_told(command, tmp_path, monkeypatch):
+    """Of a comparison that went on with another number of threads."""
+    threads = iter([1, 1, 2, 2])
+    train = compare.train
 
+    def elsewhere(config, data, **options):
+        train(config, data, **options)
+        path = Path(config.runs_dir) / config.run / runs.METRICS
+        record = json.loads(path.read_text()) | {"machines": [HERE | {"threads": next(threads)}]}
+        path.write_text(json.dumps(record) + "\n")
 
-@pytest.mark.parametrize(
-    ("finding", "verdict", "why"),
-    [
-        (Finding(0.3, 0.1, 0.5, 8), MET, "the whole interval reaches the bound"),
-        (Finding(0.3, 0.0, 0.6, 8), MET, "the whole interval reaches the bound"),
-        (Finding(0.3, -0.1, 0.7, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
-        (Finding(-0.1, -0.2, 0.0, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
-        (Finding(-0.3, -0.5, -0.1, 8), NOT_MET, "the whole interval is below the bound"),
-        (Finding(0.3, None, None, 1), CANNOT_TELL, "there is no interval from 1 seed"),
-        (Finding(None, pairs=0), CANNOT_TELL, "the runs are not there"),
-        (Finding(None), CANNOT_TELL, "the runs are not there"),
-        (Finding(0.3, 0.1, 0.5, 8, 1), CANNOT_TELL, "1 of its runs failed"),
-        (Finding(0.0), MET, "reaches the bound"),
-        (Finding(-1e-9), NOT_MET, "is below the bound"),
-    ],
-)
-def test_verdicts_follow_from_the_interval(finding, verdict, why):
-    assert claims.judge(finding, 0.0) == (verdict, why)
-    moved = [None if v is None else v + 2.5 for v in (finding.value, finding.low, finding.high)]
-    if finding.value != -1e-9:  # which 2.5 swallows
-        assert claims.judge(Finding(*moved, finding.pairs, finding.failed), 2.5) == (verdict, why)
-
-
-def test_measures_pair_the_seeds():
-    result = fabricated(
-        a={"auc": [0.5, 0.6, 0.7, None], "speed": [100, 200, 100, 1], "bytes": 100},
-        b={"auc": [0.6, 0.7, 0.9, 0.1], "speed": [200, 500, 150, 1], "bytes": 40},
-        c={"auc": [0.9, 0.9, None, 0.9], "bytes": 10},
-    )
-    found = Auc("b", ("a",))(result)
-    # Differences 0.1, 0.1, 0.2: mean 0.4/3, sd 0.1/sqrt(3), and 4.3027 is the 97.5 % point of t with 2 degrees.
-    assert (found.value, found.pairs) == (pytest.approx(0.4 / 3), 3)
-    assert found.high - found.value == pytest.approx(4.3027 * 0.1 / 3, rel=1e-4)
-    assert Auc("b", ("a", "c"))(result).value == pytest.approx(((0.6 - 0.7) + (0.7 - 0.75)) / 2)
-    assert Faster("b", "a")(result).value == pytest.approx((2 + 2.5 + 1.5) / 3)
-    assert Fewer("weight_bytes", "b", "a")(result) == Finding(2.5)
-    assert str(Auc("b", ("a", "c"))) == "AUC, b - the mean of a and c"
-    none = fabricated(a={"auc": [None]}, b={"auc": [0.5]})
-    assert Auc("b", ("a",))(none) == Finding(None, pairs=0, failed=1)
-    assert Fewer("parameters", "b", "a")(none) == Finding(None)
+    monkeypatch.setattr(compare, "train", elsewhere)
+    speed = dataclasses.replace(LIST[0], claims=(Claim("faster", "target", Faster("b", "a"), 1.0),))
+    monkeypatch.setattr(reproduce, "EXPERIMENTS", (speed,))
+    assert command() == 0
+    (claim,) = entries(tmp_path / "reproduce")["one"]["claims"]
+    assert (claim["value"], claim["verdict"]) == (1.0, CANNOT_TELL)
+    text = (tmp_path / "reproduce" / "report.md").read_text()
+    note = "Examples per second do not compare: runs are of several machines or numbers of threads: c, 1 thread; c, 2"
+    assert note in text
+    assert note in (tmp_path / "reproduce" / "one" / "compare.md").read_text()
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: experiment.name)
@@ -338,21 +303,6 @@ def test_pictures_show_every_number_and_bound():
     assert ratios.lines[1].get_xdata()[0] == 3.0
     assert reproduce_pictures.claims([{"name": "e", "claims": [missing]}]) is None
     assert reproduce_pictures.quality_over_bytes([{"name": "e", "result": None}]) is None
-
-
-def published(name: str) -> dict:
-    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
-
-
-def test_published_results_give_the_published_numbers():
-    """Those that docs/results.md has in words, computed there by hand."""
-    dimensions, cache = published("dimensions_quality"), published("cache_quality")
-    ahead = Auc("mixed8", ("dim2",))(dimensions)
-    assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))
-    given_back = (0.87760 - 0.86287) / (0.88151 - 0.86287)  # 79 %
-    halfway = Auc("mx4c5", ("mx4", "fp32"))(cache)
-    assert halfway.value == pytest.approx((given_back - 0.5) * (0.88151 - 0.86287), abs=2e-5)
-    assert Fewer("weight_bytes", "int8c5", "fp32")(cache).value == pytest.approx(2.2, abs=0.05)
 
 
 def test_bytes_are_shares_of_the_reference():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,7 @@ def test_costs(format: str, once: bool, data: Synthetic, batch: Batch) -> None:
     config = TrainConfig(**OPTIONS | {"bottom": (), "top": (), "format": format, "dedup": "on" if once else "off"})
     model = build_model(config, data)
     given = dedup_batch(batch)[0] if once else batch
-    found = roofline.costs(model, given, 1000)
+    found = roofline.costs(model, [given], 1000)
     row = {"fp32": 4 * 4, "int8": 4 + 8}[format]
     bags = {name: batch.features[name].values() for name in batch.features.keys()}  # noqa: SIM118
     bags[HISTORY] = given.shared.unique(HISTORY).values() if once else batch.shared.values()
@@ -58,15 +59,45 @@ def test_costs(format: str, once: bool, data: Synthetic, batch: Batch) -> None:
 
 def test_every_operation_counts(data: Synthetic, batch: Batch) -> None:
     """More of them move more."""
-    of = {m: roofline.costs(build_model(TrainConfig(**OPTIONS, model=m), data), batch, 1) for m in MODELS}
+    of = {m: roofline.costs(build_model(TrainConfig(**OPTIONS, model=m), data), [batch], 1) for m in MODELS}
     assert of["dlrm"]["forward"]["bytes"] < of["dcnv2"]["forward"]["bytes"] < of["wukong"]["forward"]["bytes"]
 
 
 def test_limits() -> None:
-    found = roofline.limits(torch.get_num_threads())
+    found = roofline.limits(torch.get_num_threads(), torch.float32)
     assert found["bytes_per_second"] > 1e8
     assert found["flops_per_second"] > 1e8
-    assert roofline.limits(torch.get_num_threads()) is found
+    assert roofline.limits(torch.get_num_threads(), torch.float32) is found
+
+
+def test_costs_of_several_batches(data: Synthetic) -> None:
+    """Of equal ones: rows and state move once, gradients of the layers are added up, all else moves as often."""
+    model = build_model(TrainConfig(**OPTIONS), data)
+    first, second = islice(data.batches("train", 500), 2)
+    one, twice = (roofline.costs(model, step, 1000) for step in ([first], [first, first]))
+    features = first.joined().features
+    changed = sum(len(features[f.name].values().unique()) * (4 * 4 + 4) for f in data.features)
+    weights = 4 * sum(p.numel() for p in model.dense_parameters())
+    assert twice["forward"] == {key: 2 * count for key, count in one["forward"].items()}
+    assert twice["backward"]["bytes"] == 2 * one["backward"]["bytes"] - 2 * changed + 3 * weights
+    assert twice["backward"]["flops"] == 2 * one["backward"]["flops"]
+    assert twice["optimizer"] == one["optimizer"]
+    other = roofline.costs(model, [first, second], 1000)
+    assert other["backward"]["bytes"] > twice["backward"]["bytes"]
+
+
+def test_limits_are_of_the_precision(data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of bfloat16 beside a product of bfloat16; bytes as they are in either."""
+    rates = {torch.float32: 1.0, torch.bfloat16: 0.25}
+    monkeypatch.setattr(
+        roofline, "limits", lambda threads, dtype: {"bytes_per_second": 1e30, "flops_per_second": rates[dtype]}
+    )
+    seconds = {"examples": 500, "seconds": dict.fromkeys(("forward", "backward", "optimizer"), 1.0)}
+    for precision, least in (("fp32", 500_000), ("bf16", 2_000_000)):
+        model = build_model(TrainConfig(**OPTIONS, precision=precision), data)
+        profile = roofline.record(model, [batch], [seconds], 1000)["profile"]
+        assert profile["precision"] == precision
+        assert profile["parts"]["forward"]["least_seconds"] == pytest.approx(least)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -83,6 +114,8 @@ def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path) 
         assert part["of_roofline"] == pytest.approx(part["least_seconds"] / part["seconds"])
     page = (tmp_path / "run" / "report.html").read_text()
     assert "ms at the limits" in page
+    assert profile["batches_of_step"] == accumulate
+    assert ("Of a step's 2 batches, this is the mean one" in page) == (accumulate == 2)
     lookups = sum(table["lookups"] for table in test["tables"])
     curve = sum(len(b.features.values()) for b in data.batches("train", 500))
     assert lookups < curve + sum(len(b.shared.values()) for b in data.batches("train", 500)) + 1  # none by the profile
@@ -90,8 +123,8 @@ def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path) 
 
 def test_there_is_no_profile_on_a_gpu(data: Synthetic, batch: Batch) -> None:
     model = build_model(TrainConfig(**OPTIONS), data)
-    assert roofline.record(model, None, 1, [], 1) == {}
-    assert roofline.record(model.to("meta"), batch, 1, [], 1) == {}
+    assert roofline.record(model, (), [], 1) == {}
+    assert roofline.record(model.to("meta"), [batch], [], 1) == {}
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -275,6 +275,16 @@ def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_pat
         (["--valid-fraction", "1"], "valid_fraction is 1.0, allowed is 0 or more, below 1"),
         (["--warmup-steps", "5", "--decay-steps", "9"], "decay_start is 0, must be at least warmup_steps (now 5)"),
         (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
+        (
+            ["--cross-rank", "16"],
+            "cross_rank is an option of model 'dcnv2', and model is 'dlrm': leave it out, or choose model 'dcnv2' "
+            "(allowed here: none)",
+        ),
+        (
+            ["--model", "dcnv2", "--wukong-layers", "2"],
+            "wukong_layers is an option of model 'wukong', and model is 'dcnv2': leave it out, or choose model "
+            "'wukong' (allowed here: cross_layers, cross_rank)",
+        ),
         (["--tensorboard", "perhaps"], "argument --tensorboard: invalid switch value: 'perhaps'"),
     ],
 )

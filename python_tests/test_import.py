@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from process_cases import run_script
 
 import rec_kernels as rk
 from rec_kernels import _library
@@ -31,9 +32,12 @@ def test_slow_modules_are_left_out() -> None:
     assert not set(SLOW) & set(imported)
 
 
-@pytest.mark.parametrize("first", ["rec_kernels", "torch.utils.flop_counter"])
+LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
+
+
+@pytest.mark.parametrize("first", ["rec_kernels", "torch.utils.flop_counter", LOOKED_FOR])
 def test_operations_are_counted(first: str) -> None:
-    """Whether torch's counter is imported before or after."""
+    """Whether torch's counter is imported before or after, or was looked for first."""
     script = f"""
 import sys, torch, {first}
 import rec_kernels as rk
@@ -87,12 +91,13 @@ def test_types_of_errors_by_host() -> None:
     needs_host()
     script = """
 import rec_kernels
-from python_tests.test_import import wrong_arguments
+from test_import import wrong_arguments
 from rec_kernels import _library
 _library.keep_value_errors(rec_kernels.build_info()["cpu_library"])
 print(*wrong_arguments(), sep="\\n")
 """
-    assert run(script).splitlines() == WRONG
+    done = run_script(script)
+    assert done.stdout.splitlines() == WRONG, done.stderr
 
 
 def needs_host() -> None:

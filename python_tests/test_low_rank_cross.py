@@ -109,6 +109,8 @@ def test_autocast(dtype: torch.dtype) -> None:
     out.float().sum().backward()
     assert given.grad.dtype == dtype
     assert all(p.grad.dtype == torch.float32 for p in net.parameters())
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert net(x.to(dtype)).dtype == torch.float32
 
 
 def test_states_and_copies() -> None:

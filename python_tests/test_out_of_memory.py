@@ -9,7 +9,7 @@ from process_cases import run_script
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the address space is measured by /proc")
 
-#: The step is tried with more and more address space, so that every large allocation of it fails once.
+#: The step is tried with more and more address space, so that its allocations fail, from the first to the last.
 SWEEP = """
 import resource, sys
 import torch
@@ -75,6 +75,58 @@ else:
 print(failed, *sorted(messages), sep="\\n")
 """
 
+#: The update of long bags, alone, from no memory on: its own scratch memory is what fails.
+UPDATE = """
+import resource, sys
+import torch
+import rec_kernels as rk
+from process_cases import KEYS, ROWS, collection, state
+from rec_kernels.testing import same_bits
+
+optimizer, threads = sys.argv[1], int(sys.argv[2])
+torch.set_num_threads(threads)
+tables, enough = (collection(getattr(rk, optimizer)(lr=0.01)) for _ in range(2))
+ids, per_bag = torch.randint(ROWS, (len(KEYS) * 300_000,)), torch.arange(len(KEYS) + 1) * 300_000
+long_bags = rk.KeyedJaggedTensor(KEYS, ids, offsets=per_bag)
+short = rk.KeyedJaggedTensor(KEYS, ids[: len(KEYS)], offsets=torch.arange(len(KEYS) + 1))
+most = resource.getrlimit(resource.RLIMIT_AS)[1]
+update, extra = torch.ops.rec_kernels.embedding_bag_backward_fused_, None
+
+def update_with_little(*arguments, **named):
+    if extra is not None:
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + extra, most))
+    try:
+        return update(*arguments, **named)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+torch.ops.rec_kernels.embedding_bag_backward_fused_ = update_with_little
+
+def train(tables, batch):
+    tables(batch).values().square().sum().backward()
+
+for each in (tables, enough):
+    train(each, short)
+before, failed, messages = state(tables), 0, set()
+for extra in range(0, 200 << 20, 1 << 20):
+    try:
+        train(tables, long_bags)
+    except (RuntimeError, MemoryError) as error:
+        failed += 1
+        messages.add(f"{type(error).__name__}: {error}"[:60])
+        now = state(tables)
+        assert all(same_bits(now[name], before[name]) for name in before), (extra, messages)
+    else:
+        break
+else:
+    sys.exit("the update never found memory enough")
+extra = None
+train(enough, long_bags)
+assert all(map(same_bits, state(tables).values(), state(enough).values()))
+print(failed, *sorted(messages), sep="\\n")
+"""
+
 
 @pytest.mark.parametrize(
     ("optimizer", "cached", "threads"),
@@ -87,3 +139,13 @@ def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> No
     failed, *messages = done.stdout.splitlines()
     assert int(failed) >= 5
     assert messages
+
+
+@pytest.mark.parametrize(("optimizer", "threads"), [("SGD", 1), ("Adam", 2), ("LAMB", 1)])
+def test_an_update_is_done_or_not(optimizer: str, threads: int) -> None:
+    """It fails for want of its own scratch memory, which the error tells, and has changed nothing then."""
+    done = run_script(UPDATE, optimizer, threads)
+    assert done.returncode == 0, (done.stdout, done.stderr[-3000:])
+    failed, *messages = done.stdout.splitlines()
+    assert int(failed) >= 3
+    assert any("of scratch memory" in message for message in messages), messages

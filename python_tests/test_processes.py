@@ -119,7 +119,7 @@ from process_cases import batch, collection, step
 torch.set_num_threads(2)
 cache = rk.RowCache(0.1)
 if sys.argv[1] == "disk":
-    cache = rk.RowCache(0.1, backing="disk", path=sys.argv[2], memory_budget=200_000)
+    cache = rk.RowCache(0.1, backing="disk", path=sys.argv[2], memory_budget=600_000)
 tables = collection(rk.Adam(lr=0.01), cache)
 tables.itself = [tables]  # a cycle: the collector finds it at the end, or never
 out = tables(batch(300)).values()

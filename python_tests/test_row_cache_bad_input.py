@@ -281,13 +281,15 @@ def test_bad_update(name: str, change, message: str) -> None:
         assert given["step"].item() == 3
 
 
-@pytest.mark.parametrize("slot", [-2, 14, 2**62, -(2**63)])
+@pytest.mark.parametrize("slot", [-2, 14, 2**62, 2**63 - 1, -(2**63)])
 def test_bad_slot(slot: int) -> None:
     """A slot outside of the rows is named by its position; no memory outside is read."""
     given = training()
     place = int((given["cache_slots"] >= 0).nonzero()[0])
-    given["cache_slots"][place] = slot
+    alone = {"cache_slots": torch.full_like(given["cache_slots"], -1)}
+    alone["cache_slots"][place] = given["cache_slots"][place] = slot
     for op in LOOKUPS:
+        check_refused(op, given | alone, rf"cache_slots\[{place}\] = {slot}")
         for _ in cpu_backends():
             check_refused(op, given, rf"cache_slots\[{place}\] = {slot}")
 
@@ -313,6 +315,7 @@ def test_rows_in_slots_of_other_tables() -> None:
         given["values"] = given["values"].flip(0)
         before = {name: given[name].clone() for name in ("cache_tags", "cache_dirty", "cache_stamps")}
         for _ in range(3):
-            call(INSERT, given | {"values": (given["values"] + 1) % 5}, backend.ops)
+            given["values"] = (given["values"] + 1) % 5
+            call(INSERT, given, backend.ops)
         assert all(torch.equal(given[name][[1, 8]], t[[1, 8]]) for name, t in before.items()), backend.name
         assert not torch.equal(given["cache_tags"], before["cache_tags"])

@@ -95,18 +95,25 @@ def test_lookups_of_one_collection() -> None:
         assert all(same_bits(out, wanted) for out in each)
 
 
-def everything(op: str) -> list[Tensor]:
-    """What the samples of an op return and change."""
+def calls(op: torch._ops.OpOverload) -> list[dict[str, object]]:
+    """The samples of an op, arguments by name."""
+    names = [a.name for a in op._schema.arguments]
+    given = tree_map_only(Tensor, Tensor.detach, samples(op.__name__.partition(".")[0]))
+    return [dict(zip(names, args, strict=False)) | kwargs for args, kwargs in given]
+
+
+def everything(op: torch._ops.OpOverload) -> list[Tensor]:
+    """What the samples of an op return and change; what it may not change is shared by all threads."""
+    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     found = []
-    for args, kwargs in CALLS[op]:
-        given = tree_map_only(Tensor, lambda t: t.detach().clone(), (args, kwargs))
-        result = getattr(torch.ops.rec_kernels, op)(*given[0], **given[1])
-        found += [t for t in tree_leaves((result, given)) if isinstance(t, Tensor)]
+    for call in CALLS[op]:
+        given = {n: a.clone() if n in written and isinstance(a, Tensor) else a for n, a in call.items()}
+        found += [t for t in tree_leaves((op(**given), given)) if isinstance(t, Tensor)]
     return found
 
 
 torch.manual_seed(0)
-CALLS = {op: samples(op) for op in registered()}
+CALLS = {op: calls(op) for op in (getattr(torch.ops.rec_kernels, name).default for name in registered())}
 
 
 def test_every_op_in_threads() -> None:

@@ -156,6 +156,8 @@ def test_fit_has_no_negative_price() -> None:
     assert found["call"] == pytest.approx(10, abs=0.5)
     assert found["id"] == pytest.approx(3, abs=0.2)
     assert model.fit(costs, [50.0] * 3) == {"call": 0.0, "bag": 0.0, "id": 0.0}
+    free = [model.Cost({}, {"call": 1, "bag": 0}) for _ in range(2)]
+    assert model.fit(free, [5.0] * 2) == pytest.approx({"call": 5.0, "bag": 0.0})
 
 
 def test_errors_by_hand() -> None:
@@ -184,6 +186,7 @@ def test_quick_run(tmp_path: Path) -> None:
     assert {row["sweep"] for row in document["points"]} == {"base", *points.QUICK_SWEEPS}
     for row in document["points"]:
         assert 0 < row["unique_rows"] <= row["tables"] * row["batch"] * row["bag"]
+        assert row["unique_rows"] <= row["cycle_rows"] <= row["batches"] * row["unique_rows"]
         for direction in ("forward", "step"):
             assert 0 < row["bytes"][direction]["unique"] <= row["bytes"][direction]["all"]
             assert row[direction]["ours"]["ms"] > 0

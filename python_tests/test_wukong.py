@@ -129,6 +129,17 @@ def test_autocast() -> None:
     assert all(p.grad.dtype == torch.float32 for p in stack.parameters())
 
 
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("has_residual", [False, True])
+def test_dtype_under_autocast(has_residual: bool, given: torch.dtype, autocast: torch.dtype) -> None:
+    """On the CPU as the docstring says."""
+    layer = rk.WukongLayer(**SIZES | {"linear_features": 3 if has_residual else 4})
+    with torch.autocast("cpu", dtype=autocast):
+        out = layer(torch.randn(2, 6, 8).to(given))
+    assert out.dtype == (autocast if has_residual or given == autocast else torch.float32)
+
+
 def test_half_precision() -> None:
     """A whole module in bfloat16."""
     stack = rk.Wukong(**SIZES, num_layers=2).bfloat16()
@@ -163,6 +174,38 @@ def test_bad_sizes(name: str) -> None:
     message = f"{shown} must be an integer, at least 1 and below 2^63, got 0"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         rk.Wukong(**sizes)
+
+
+@pytest.mark.parametrize("hidden", [5, "5", 2.0])
+def test_hidden_that_is_no_sequence(hidden: object) -> None:
+    """Of a layer and of the stack."""
+    message = f"^{re.escape(f'hidden must be a sequence of integers, each at least 1, got {hidden!r}')}$"
+    for make_one in (rk.WukongLayer, lambda **sizes: rk.Wukong(**sizes, num_layers=2)):
+        with pytest.raises(ValueError, match=message):
+            make_one(**SIZES, hidden=hidden)
+
+
+def test_hidden_is_read_once() -> None:
+    """An iterator serves all layers."""
+    stack = rk.Wukong(**SIZES, num_layers=2, hidden=iter((5, 4)))
+    assert [len(layer.mlp) for layer in stack] == [5, 5]
+
+
+def test_slices_and_changes() -> None:
+    """A slice has the stack's own layers; what is appended or removed shows in ``out_features``."""
+    stack, x = rk.Wukong(**SIZES, num_layers=3), torch.randn(4, 6, 8)
+    for part in (slice(1), slice(2, None), slice(None, None, 2), slice(0)):
+        assert list(stack[part]) == list(stack)[part]
+    assert torch.equal(stack[1:](stack[0](x)), stack(x))
+    wider = rk.WukongLayer(5, 8, fm_features=4, linear_features=4, factors=2)
+    whole = stack(x)
+    assert stack.append(wider).out_features == 8
+    assert torch.equal(stack(x), wider(whole))
+    assert stack.pop(-1) is wider
+    assert stack.out_features == 5
+    stack.insert(0, wider)
+    with pytest.raises(ValueError, match=re.escape("x must be [B, in_features = 5, embedding_dim = 8]")):
+        stack(x)
 
 
 @pytest.mark.parametrize("shape", [[3, 6, 7], [3, 5, 8], [6, 8]])

@@ -31,7 +31,7 @@ cuda_unavailable: str | None = None
 
 
 def torch_version() -> tuple[int, int]:
-    major, minor = re.match(r"(\d+)\.(\d+)", torch.__version__).groups()
+    major, minor = re.findall(r"\d+", torch.__version__)[:2]
     return int(major), int(minor)
 
 

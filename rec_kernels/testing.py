@@ -150,6 +150,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether shape, dtype and bits agree: 0 and -0 differ, any NaN equals any other (payloads are not promised)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if not a.dtype.is_floating_point:
         return torch.equal(a, b)
     integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels as rk
+from bench.peers import fbgemm_version
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
@@ -75,7 +76,7 @@ def about(device: torch.device, left_out: dict[str, str], commit: str | None) ->
         "gpu": _gpu() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
-        "fbgemm": _version("fbgemm-gpu") or _version("fbgemm-gpu-cpu"),
+        "fbgemm": fbgemm_version(),
         "machine": platform.machine(),
         **{key: built[key] for key in ("version", "torch", "python", "cuda_unavailable", "cuda_architectures")},
         "left_out": left_out,

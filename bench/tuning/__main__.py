@@ -53,7 +53,9 @@ class Run:
 
     def __init__(self, todo: list[Point], effort: Effort) -> None:
         self._todo, self._effort = todo, effort
+        # Distinct rows: of a batch, on average, and of all batches together.
         self._unique: list[float] = [0.0] * len(todo)
+        self._cycle: list[int] = [0] * len(todo)
         self._batches: list[int] = [0] * len(todo)
         # Of every point, direction and implementation: the calls of each pass, seconds.
         self._calls = [{d: {} for d in DIRECTIONS} for _ in todo]
@@ -68,7 +70,7 @@ class Run:
             self._batches[i] = self._batches[i] or measure.batches_of(point)
             subject, built = Subject(point.workload, self._batches[i]), self._tables.at(point)
             if not self.passes:
-                self._unique[i] = subject.unique_rows()
+                self._unique[i], self._cycle[i] = subject.unique_rows(), subject.cycle_rows
             if point.sweep == "base":
                 for name, found in measure.measure_rates(point, built["ours"], self._effort).items():
                     self._rates.setdefault(name, []).append(statistics.median(found))
@@ -91,7 +93,8 @@ class Run:
 
     def _row(self, i: int) -> dict[str, object]:
         point, unique = self._todo[i], self._unique[i]
-        row = point.about() | {"batches": self._batches[i], "unique_rows": unique, "bytes": moved(point, unique)}
+        rows = {"unique_rows": unique, "cycle_rows": self._cycle[i]}
+        row = point.about() | {"batches": self._batches[i], **rows, "bytes": moved(point, unique)}
         for direction, of_pass in self._calls[i].items():
             row[direction] = {name: _summary(seconds, of_pass["ours"]) for name, seconds in of_pass.items()}
         return row

@@ -104,7 +104,7 @@ def step_cost(lookup: float, backward: Cost) -> Cost:
 
 
 def fit(costs: list[Cost], measured: list[float]) -> dict[str, float]:
-    """The constants, none below 0, that make the squares of the relative errors least.
+    """The constants, none below 0, that make the squares of the relative errors least; 0 if none of the points pays.
 
     Args:
         costs: of at least as many points as there are constants.
@@ -114,7 +114,7 @@ def fit(costs: list[Cost], measured: list[float]) -> dict[str, float]:
     weight = 1 / np.asarray(measured)
     target = 1 - weight * np.array([sum(cost.known.values()) for cost in costs])
     columns = {name: weight * np.array([cost.counts[name] for cost in costs]) for name in names}
-    kept = names
+    kept = [name for name in names if columns[name].any()]  # what nobody pays for has no price to be found
     while kept:
         # Columns differ by powers of ten: scaled, so that none is lost.
         size = np.array([np.linalg.norm(columns[name]) for name in kept])

@@ -116,7 +116,8 @@ CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, 
       highest = std::max(highest, slot);
       lowest = std::min(lowest, slot == -1 ? INT64_MAX : slot);
     }
-    if (lowest == INT64_MAX || (inside(lowest) && inside(highest))) continue;
+    if (highest < 0 && lowest == INT64_MAX) continue;  // every one is -1
+    if (inside(lowest) && inside(highest)) continue;
     for (int64_t i = begin; i < end; ++i)
       check_value(out.slots[i] == -1 || inside(out.slots[i]), "cache_slots[", i, "] = ", out.slots[i],
                   " is neither -1 nor a slot: its row is not among the ", size, " elements of cache_rows");

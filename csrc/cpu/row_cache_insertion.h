@@ -78,8 +78,12 @@ class Insertion {
     for (int64_t i = 0; i < count; ++i)
       if (i == 0 || at(i).set != at(i - 1).set) starts_.push_back(i);
     starts_.push_back(count);
-    int64_t most = 0;
-    for (int64_t i = 0; i < sets(); ++i) most = std::max(most, start(i + 1) - start(i));
+    int64_t most = 0, rows = 0;  // of a set; the ids of a row are neighbours
+    for (int64_t i = 0; i < count; ++i) {
+      const bool is_first = i == 0 || at(i).set != at(i - 1).set;
+      rows = is_first ? 1 : rows + (at(i).row != at(i - 1).row);
+      most = std::max(most, rows);
+    }
     workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker{Counters(num_tables_), {}, {}});
     for (Worker& w : workers_) w.candidates.reserve(static_cast<size_t>(most));
   }

@@ -3,6 +3,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdio>
 #include <cstdlib>
 #include <mutex>
 #include <new>
@@ -69,6 +70,18 @@ Pool& pool() {
   return one;
 }
 
+// Python's MemoryError, which says how much was asked for.
+class NoScratch : public std::bad_alloc {
+ public:
+  explicit NoScratch(size_t bytes) {
+    std::snprintf(text_, sizeof(text_), "cannot allocate %zu bytes of scratch memory", bytes);
+  }
+  const char* what() const noexcept override { return text_; }
+
+ private:
+  char text_[64];
+};
+
 }  // namespace
 
 ScratchBlock take_scratch(size_t bytes) {
@@ -78,7 +91,7 @@ ScratchBlock take_scratch(size_t bytes) {
   ScratchBlock block = pool().take(size);
   if (block.memory) return block;
   block = {std::aligned_alloc(unit, size), size};
-  if (!block.memory) throw std::bad_alloc();
+  if (!block.memory) throw NoScratch(size);
 #if defined(MADV_HUGEPAGE)
   if (huge) madvise(block.memory, size, MADV_HUGEPAGE);  // advice: nothing is lost where it is not taken
 #endif

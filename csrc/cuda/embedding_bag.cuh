@@ -111,7 +111,9 @@ struct PoolArgs {
   __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
     if (slot < 0) return nullptr;
-    const int64_t begin = cache.offsets[part] + slot * D;
+    // Unsigned, so that a slot far beyond all wraps.
+    const auto begin =
+        static_cast<int64_t>(static_cast<uint64_t>(cache.offsets[part]) + static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? cache.rows + begin : nullptr;
   }
 };

@@ -1,40 +1,28 @@
 // y[n, :] = scale[n] * x[n, :], and out[n] = dot(a[n, :], b[n, :]). Bytes moved: two rows read or written per row, so
 // both are bound by memory; a warp takes a row, lanes take neighbouring columns.
 #include "core/launch.h"
-#include "core/warp.cuh"
+#include "cuda/group.cuh"
 #include "ops/scale_rows.h"
 
 namespace rec_kernels {
 namespace {
 
-// Four warps a block: enough blocks per multiprocessor to cover memory latency at any D, and a short tail.
-constexpr int kWarpsPerBlock = 4;
-// Blocks beyond what fills a large GPU several times over only add scheduling; rows are taken in a grid stride.
-constexpr int64_t kMaxBlocks = 16384;
-
-__global__ void scale_rows_kernel(const float* x, const float* scale, float* out, int64_t rows, int64_t columns) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarpSize;
-  const int64_t warps = int64_t{gridDim.x} * blockDim.x / kWarpSize;
-  for (int64_t n = warp; n < rows; n += warps) {
+__global__ void __launch_bounds__(kThreads)
+    scale_rows_kernel(const float* x, const float* scale, float* out, int64_t rows, int64_t columns) {
+  const Group<kWarpSize> warp;
+  for (int64_t n = Group<kWarpSize>::first(); n < rows; n += Group<kWarpSize>::stride()) {
     const float s = scale[n];
-    for (int64_t c = lane; c < columns; c += kWarpSize) out[n * columns + c] = s * x[n * columns + c];
+    for (int64_t c = warp.lane; c < columns; c += kWarpSize) out[n * columns + c] = s * x[n * columns + c];
   }
 }
 
-__global__ void row_dot_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int64_t warp = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / kWarpSize;
-  const int64_t warps = int64_t{gridDim.x} * blockDim.x / kWarpSize;
-  for (int64_t n = warp; n < rows; n += warps) {
-    const float sum = warp_row_dot(a + n * columns, b + n * columns, columns, lane);
-    if (lane == 0) out[n] = sum;
+__global__ void __launch_bounds__(kThreads)
+    row_dot_kernel(const float* a, const float* b, float* out, int64_t rows, int64_t columns) {
+  const Group<kWarpSize> warp;
+  for (int64_t n = Group<kWarpSize>::first(); n < rows; n += Group<kWarpSize>::stride()) {
+    const float sum = warp_row_dot(a + n * columns, b + n * columns, columns, warp.lane);
+    if (warp.lane == 0) out[n] = sum;
   }
-}
-
-unsigned blocks_for(int64_t rows) {
-  const int64_t blocks = ceil_div(rows, kWarpsPerBlock);
-  return static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks);
 }
 
 Tensor scale_rows_cuda(const Tensor& x_in, const Tensor& scale_in) {
@@ -44,8 +32,8 @@ Tensor scale_rows_cuda(const Tensor& x_in, const Tensor& scale_in) {
   const int64_t rows = x.size(0), columns = x.size(1);
   Tensor out = new_tensor(x, {rows, columns}, ScalarType::Float);
   if (rows * columns == 0) return out;
-  launch(scale_rows_kernel, dim3(blocks_for(rows)), dim3(kWarpsPerBlock * kWarpSize), 0, device.stream(),
-         x.const_data_ptr<float>(), scale.const_data_ptr<float>(), out.mutable_data_ptr<float>(), rows, columns);
+  launch(scale_rows_kernel, blocks_for(rows, kWarpSize), dim3(kThreads), 0, device.stream(), x.const_data_ptr<float>(),
+         scale.const_data_ptr<float>(), out.mutable_data_ptr<float>(), rows, columns);
   return out;
 }
 
@@ -56,8 +44,8 @@ Tensor row_dot_cuda(const Tensor& a_in, const Tensor& b_in) {
   const int64_t rows = a.size(0), columns = a.size(1);
   Tensor out = new_tensor(a, {rows}, ScalarType::Float);
   if (rows == 0) return out;
-  launch(row_dot_kernel, dim3(blocks_for(rows)), dim3(kWarpsPerBlock * kWarpSize), 0, device.stream(),
-         a.const_data_ptr<float>(), b.const_data_ptr<float>(), out.mutable_data_ptr<float>(), rows, columns);
+  launch(row_dot_kernel, blocks_for(rows, kWarpSize), dim3(kThreads), 0, device.stream(), a.const_data_ptr<float>(),
+         b.const_data_ptr<float>(), out.mutable_data_ptr<float>(), rows, columns);
   return out;
 }
 

@@ -98,8 +98,9 @@ void check_clock(const Tensor& clock, const Tensor& values) {
 }
 
 int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots) {
-  const int64_t all = cache_tags.numel(), slots = num_slots.value_or(all - first_slot);
+  const int64_t all = cache_tags.numel();
   check_value(first_slot >= 0 && first_slot <= all, "first_slot = ", first_slot, " must be in [0, ", all, "]");
+  const int64_t slots = num_slots.value_or(all - first_slot);
   check_value(slots >= 0 && slots <= all - first_slot, "num_slots = ", slots, " must be in [0, ", all - first_slot,
               "], the slots from first_slot on");
   return slots;

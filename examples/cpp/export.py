@@ -34,7 +34,7 @@ class Model(nn.Module):
     def forward(self, dense: Tensor, values: Tensor, offsets: Tensor) -> Tensor:
         """Scores [B] of dense features [B, 13] and bags of ids: values [N] and offsets [3 * B + 1], key by key."""
         bags = rk.KeyedJaggedTensor(KEYS, values, offsets=offsets)
-        embedded = self.tables(bags).values().view(len(dense), len(KEYS), WIDTH)
+        embedded = self.tables(bags).values().view(dense.size(0), len(KEYS), WIDTH)
         return self.top(rk.dot_interaction(self.bottom(dense), embedded)).squeeze(1)
 
 
@@ -48,7 +48,7 @@ def batch(size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def compile_model(model: nn.Module, path: str) -> None:
-    """Writes the model for batches of any size."""
+    """Writes the model for batches of two samples and more."""
     any_size = {0: torch.export.Dim.DYNAMIC}
     with torch.no_grad():
         program = torch.export.export(model.eval(), batch(8, 0), dynamic_shapes=(any_size, any_size, any_size))

@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rec_kernels.dlrm import compare, compare_report, reproduce, reproduce_report
-from rec_kernels.dlrm.config import DEVICES, EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm.config import (
+    DEVICES,
+    EMBEDDINGS,
+    FORMATS,
+    MODELS,
+    ROUNDINGS,
+    TrainConfig,
+    add_options,
+    refuse_options_of_others,
+)
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
@@ -134,6 +143,10 @@ def _config(parser: argparse.ArgumentParser, given: dict, resume: Path | None) -
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
     config = _config(parser, options, resume)
+    try:
+        refuse_options_of_others(options, [config.model])
+    except ValueError as error:
+        parser.error(str(error))
     if resume is not None and "data" not in options:
         refuse_to_run_code(config, resume)
     if show:
@@ -155,7 +168,7 @@ def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
     lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
     try:
-        return compare.plan(configurations, _config(parser, options, None), seeds, name, **lists)
+        return compare.plan(configurations, _config(parser, options, None), seeds, name, **lists, given=list(options))
     except ValueError as error:
         parser.error(str(error))
 

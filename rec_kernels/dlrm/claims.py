@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from rec_kernels.dlrm import machines
 from rec_kernels.dlrm.compare_report import half_width
 
 MET, NOT_MET, CANNOT_TELL = VERDICTS = ("met", "not met", "cannot tell")
 RULE = (
-    f'"{MET}": the 95 % interval of our number lies at or above the bound. "{NOT_MET}": all of it lies below. '
-    f'"{CANNOT_TELL}": the bound lies inside it, there is no interval, or a run failed. A number of bytes or '
-    "parameters is the same for every seed and has no interval: it is compared with the bound as it is."
+    f'"{MET}": the 95 % interval of our number lies at or above the bound, and above it where the claim is that '
+    f'something is better or faster. "{NOT_MET}": all of it lies below, or not above. "{CANNOT_TELL}": the bound lies '
+    "inside it, there is no interval, a run failed, speeds are of several machines or numbers of threads, or a size "
+    "that the claim speaks of is another here. A number of bytes or parameters is the same for every seed, and the "
+    "largest difference is one of all seeds: they have no interval, and are compared with the bound as they are."
 )
 
 
@@ -27,6 +32,7 @@ class Finding:
         low, high: its 95 % interval over the seeds; None below 2 of them.
         pairs: seeds that it is from; None for a count, which is the same for all.
         failed: runs that it needs and that did not finish.
+        unlike: why the runs that it is from do not compare; empty if they do.
     """
 
     value: float | None
@@ -34,6 +40,7 @@ class Finding:
     high: float | None = None
     pairs: int | None = None
     failed: int = 0
+    unlike: str = ""
 
 
 def over_seeds(values: list[float]) -> Finding:
@@ -105,7 +112,36 @@ class Faster:
         """From the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "examples_per_second") for name in self.names)
         found = over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
-        return dataclasses.replace(found, failed=_failed(result, self.names))
+        return dataclasses.replace(found, failed=_failed(result, self.names), unlike=self._unlike(result))
+
+    def _unlike(self, result: dict) -> str:
+        where = machines.described(run for name in self.names for run in _configuration(result, name)["runs"])
+        if where == ["not recorded"]:
+            return "the machine and the threads of its runs are not recorded"
+        return f"its runs are of several machines or numbers of threads: {'; '.join(where)}" if len(where) > 1 else ""
+
+
+@dataclass(frozen=True)
+class Same:
+    """Minus the largest magnitude, over the seeds, of the difference of two configurations' test AUCs: 0 at best."""
+
+    name: str
+    than: str
+    unit = "AUC"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The configurations that it needs."""
+        return self.name, self.than
+
+    def __str__(self) -> str:
+        return f"AUC, -|{self.name} - {self.than}| where it is largest"
+
+    def __call__(self, result: dict) -> Finding:
+        """From the result of ``compare_report.summarise``."""
+        own, other = (_scores(result, name, "auc") for name in self.names)
+        apart = [abs(own[seed] - other[seed]) for seed in own.keys() & other.keys()]
+        return Finding(-max(apart) if apart else None, failed=_failed(result, self.names))
 
 
 @dataclass(frozen=True)
@@ -133,6 +169,23 @@ class Fewer:
 
 
 @dataclass(frozen=True)
+class Premise:
+    """A size that a claim speaks of: ``measure`` must be within the bounds, or the claim is about something else."""
+
+    measure: Fewer
+    at_least: float
+    at_most: float | None = None
+
+    def __call__(self, result: dict | None) -> dict:
+        """Its number and whether it holds, which is None without a number, as plain data."""
+        value = None if result is None else self.measure(result).value
+        most = math.inf if self.at_most is None else self.at_most
+        holds = None if value is None else self.at_least <= value <= most
+        about = {"measure": str(self.measure), "value": value, "holds": holds}
+        return about | {"at_least": self.at_least, "at_most": self.at_most}
+
+
+@dataclass(frozen=True)
 class Claim:
     """A claim of a paper.
 
@@ -142,36 +195,47 @@ class Claim:
         measure: the number of ours that answers it.
         at_least: the bound that the number must reach.
         differs: how what is measured here differs from what the paper measured.
+        strictly: the number must be above the bound: what is equal is not better.
+        premises: the sizes that it speaks of.
     """
 
     says: str
     source: str
-    measure: Auc | Faster | Fewer
+    measure: Auc | Faster | Fewer | Same
     at_least: float
     differs: str = ""
+    strictly: bool = False
+    premises: tuple[Premise, ...] = ()
 
 
-def judge(finding: Finding, at_least: float) -> tuple[str, str]:
-    """The verdict of ``RULE``, and why."""
+def judge(finding: Finding, at_least: float, *, strictly: bool = False) -> tuple[str, str]:
+    """The verdict of ``RULE``, and why; ``strictly``: the bound must be exceeded."""
+    reaches = operator.gt if strictly else operator.ge
+    above, below = ("is above", "is not above") if strictly else ("reaches", "is below")
     if finding.value is None:
         return CANNOT_TELL, "the runs are not there"
     if finding.failed:
         return CANNOT_TELL, f"{finding.failed} of its runs failed"
+    if finding.unlike:
+        return CANNOT_TELL, finding.unlike
     if finding.pairs is None:
-        return (MET, "reaches the bound") if finding.value >= at_least else (NOT_MET, "is below the bound")
+        return (MET, f"{above} the bound") if reaches(finding.value, at_least) else (NOT_MET, f"{below} the bound")
     if finding.low is None:
         return CANNOT_TELL, "there is no interval from 1 seed"
-    if finding.low >= at_least:
-        return MET, "the whole interval reaches the bound"
-    if finding.high < at_least:
-        return NOT_MET, "the whole interval is below the bound"
+    if reaches(finding.low, at_least):
+        return MET, f"the whole interval {above} the bound"
+    if not reaches(finding.high, at_least):
+        return NOT_MET, f"the whole interval {below} the bound"
     return CANNOT_TELL, f"the bound is inside the interval of {finding.pairs} seeds"
 
 
 def answer(claim: Claim, result: dict | None) -> dict:
     """A claim, our number and the verdict as plain data; ``result`` is that of ``compare_report.summarise``, if any."""
     finding = Finding(None) if result is None else claim.measure(result)
-    verdict, why = judge(finding, claim.at_least)
+    verdict, why = judge(finding, claim.at_least, strictly=claim.strictly)
+    premises = [premise(result) for premise in claim.premises]
+    if verdict != CANNOT_TELL and not all(premise["holds"] for premise in premises):
+        verdict, why = CANNOT_TELL, "a size is not as the claim has it"
     return {
         "says": claim.says,
         "source": claim.source,
@@ -179,6 +243,8 @@ def answer(claim: Claim, result: dict | None) -> dict:
         "measure": str(claim.measure),
         "unit": claim.measure.unit,
         "at_least": claim.at_least,
+        "strictly": claim.strictly,
+        "premises": premises,
         "value": finding.value,
         "low": finding.low,
         "high": finding.high,

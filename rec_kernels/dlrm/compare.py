@@ -8,7 +8,7 @@ import fcntl
 import gc
 import itertools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,15 @@ from typing import Any
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, datasets
-from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, widths
+from rec_kernels.dlrm.config import (
+    EMBEDDINGS,
+    FORMATS,
+    MODELS,
+    ROUNDINGS,
+    TrainConfig,
+    refuse_options_of_others,
+    widths,
+)
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import TrainingError, train
@@ -57,6 +65,7 @@ def plan(
     roundings: str | None = None,
     embeddings: str | None = None,
     models: str | None = None,
+    given: Collection[str] = (),
 ) -> Comparison:
     """The comparison that a command line asks for.
 
@@ -73,15 +82,16 @@ def plan(
             named "NAME-qr-int8-nearest". A configuration gives itself what no list gives.
         models: the same of models, as in "dlrm,dcnv2": every configuration with each, named
             "NAME-dcnv2-qr-int8-nearest".
+        given: options of ``base`` that were asked for: each must change one of the configurations' models.
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
     """
     if not is_run_name(name):
         raise ValueError(f"name is {name!r}, allowed is {RUN_NAMES}")
-    networks = _kinds("model", models or base.model, MODELS)
-    kinds = _kinds("embedding", embeddings or base.embedding, EMBEDDINGS)
-    rows = _variants(formats or base.format, roundings or base.rounding)
+    networks = _kinds("model", base.model if models is None else models, MODELS)
+    kinds = _kinds("embedding", base.embedding if embeddings is None else embeddings, EMBEDDINGS)
+    rows = _variants(base.format if formats is None else formats, base.rounding if roundings is None else roundings)
     variants = {
         "-".join(filter(None, names)): networks[names[0]] | kinds[names[1]] | rows[names[2]]
         for names in itertools.product(networks, kinds, rows)
@@ -96,6 +106,7 @@ def plan(
             "or --model dlrm,dcnv2"
         )
     configs = _configs(configurations, base, variants, listed)
+    refuse_options_of_others(given, [config.model for config in configs.values()])
     if len(configs) < 2:
         raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
@@ -113,6 +124,7 @@ def _configs(
             raise ValueError(
                 f"configuration {text!r}: {option!r} is given, and {listed[option]} is a list: leave one out"
             )
+        own = len(configs)
         for variant, options in variants.items():
             full = "-".join(part for part in (key, variant) if part)
             if full in configs:
@@ -121,6 +133,10 @@ def _configs(
                 configs[full] = dataclasses.replace(base, **options | given)
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
+        try:
+            refuse_options_of_others(given, [config.model for config in list(configs.values())[own:]])
+        except ValueError as error:
+            raise ValueError(f"configuration {text!r}: {error}") from error
     return configs
 
 

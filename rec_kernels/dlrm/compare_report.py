@@ -14,6 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
+from rec_kernels.dlrm import machines
 from rec_kernels.dlrm.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.page import number
@@ -103,7 +104,8 @@ def changed_options(config: TrainConfig) -> dict:
 def _run(comparison: Comparison, name: str, seed: int, record: dict) -> dict:
     kept = ("error",) if record["kind"] == "failed" else ("auc", "log_loss", "examples_per_second")
     run = comparison.run_config(name, seed).run
-    return {"seed": seed, "run": run, "outcome": record["kind"]} | {key: record[key] for key in kept}
+    found = {"seed": seed, "run": run, "outcome": record["kind"]} | {key: record[key] for key in kept}
+    return found | ({"machines": record.get("machines")} if record["kind"] == "test" else {})
 
 
 def _score(outcomes: dict[str, dict[int, dict]], reference: str, name: str, key: str, sign: int) -> dict:
@@ -160,6 +162,7 @@ def _notes(result: dict) -> str:
         '(Student\'s t). "better" and "worse": the interval excludes zero. Each interval stands by itself: the more '
         "configurations, the more often one excludes zero by chance. sd: standard deviation over the seeds.",
     ]
+    notes += filter(None, [machines_note(result)])
     pairs = {c["name"]: c["auc"]["difference"]["pairs"] for c in result["configurations"] if c["name"] != reference}
     few = ", ".join(f"{name} {count}" for name, count in pairs.items() if count < ENOUGH)
     if few:
@@ -168,6 +171,16 @@ def _notes(result: dict) -> str:
             "2 pairs there is no interval."
         )
     return "\n\n".join(notes)
+
+
+def machines_note(result: dict) -> str | None:
+    """That examples per second do not compare, and why; None if all runs are of one machine."""
+    found = machines.described(run for c in result["configurations"] for run in c["runs"])
+    if len(found) < 2:
+        return None
+    return (
+        f"Examples per second do not compare: runs are of several machines or numbers of threads: {'; '.join(found)}."
+    )
 
 
 def _common(result: dict) -> dict:

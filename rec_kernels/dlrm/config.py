@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,11 @@ COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 MODELS = ("dlrm", "dcnv2", "wukong")
+# The options that only one of the models has.
+OPTIONS_OF = {
+    "dcnv2": ("cross_layers", "cross_rank"),
+    "wukong": ("wukong_layers", "wukong_features", "wukong_factors", "wukong_hidden"),
+}
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS = {
@@ -349,6 +354,20 @@ class TrainConfig:
             return cls.from_dict(json.loads(path.read_text())["config"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is not the config of a run: {error}") from error
+
+
+def refuse_options_of_others(given: Collection[str], models: Iterable[str]) -> None:
+    """Raises ValueError if an option of ``given`` changes none of ``models``; it says whose option that is."""
+    models = list(dict.fromkeys(models))
+    allowed = [option for model in models for option in OPTIONS_OF.get(model, ())]
+    for owner, options in OPTIONS_OF.items():
+        wrong = next((option for option in given if option in options and option not in allowed), None)
+        if wrong is not None:
+            shown = " or ".join(map(repr, models))
+            raise ValueError(
+                f"{wrong} is an option of model {owner!r}, and model is {shown}: leave it out, or choose "
+                f"model {owner!r} (allowed here: {', '.join(allowed) or 'none'})"
+            )
 
 
 def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:

@@ -248,12 +248,16 @@ def _roofline(test: dict | None) -> str:
         for part, cost in profile["parts"].items()
     ]
     header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
-    limits = profile["limits"]
+    limits, precision = profile["limits"], profile.get("precision", "fp32")
+    count = profile.get("batches_of_step", 1)
+    of_step = (
+        "" if count == 1 else f" Of a step's {count} batches, this is the mean one; rows of tables are updated once."
+    )
     return table(header, rows) + (
         f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what inputs and outputs of "
-        "operations, parameters, ids, rows of tables and optimizer state of the last such batch take at a copy's "
+        "operations, parameters, ids, rows of tables and optimizer state of the last whole step take at a copy's "
         f"{limits['bytes_per_second'] / 1e9:,.1f} GB/s, or its products at a large one's "
-        f"{limits['flops_per_second'] / 1e9:,.0f} GFLOP/s.</p>"
+        f"{limits['flops_per_second'] / 1e9:,.0f} GFLOP/s, in {precision}.{of_step}</p>"
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
 import time
 import traceback
@@ -19,6 +18,7 @@ from rec_kernels.dlrm import compare, compare_report, reproduce_pictures, reprod
 from rec_kernels.dlrm.claims import answer
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
+from rec_kernels.dlrm.machines import cpu_model
 from rec_kernels.dlrm.train import RunInterruptedError
 
 RESULTS = "results.json"
@@ -186,12 +186,8 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 def _machine() -> dict:
     """Where this was measured."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
     packages = {package: metadata.version(package) for package in ("rec_kernels", "torch")}
-    return {"cpu": model, "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
+    return {"cpu": cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:

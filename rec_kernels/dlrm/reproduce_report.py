@@ -109,8 +109,9 @@ def _claims(results: dict) -> list[Part]:
         f"{counts(results)}. {RULE} Each interval stands by itself: of twenty, one misses by chance. Where a claim is "
         f"that nothing is lost, the bound is {LOSS} of AUC below, unless the paper gives one.",
         f"{machine['cpu']}, {machine['cores']} cores, threads: {machine['threads']}; torch {machine['torch']}, "
-        f"rec_kernels {machine['rec_kernels']}. Examples per second are of the whole training and of this machine as "
-        "it was: runs of a seed take turns, minutes apart.",
+        f"rec_kernels {machine['rec_kernels']}: where this page was made. Examples per second are of the whole "
+        "training and of the machine as it was: runs of a seed take turns, minutes apart. Runs that are kept may be of "
+        "another machine or number of threads, and then no claim of speed is judged.",
     ]
     if quick:
         parts.append(
@@ -144,7 +145,14 @@ def _numbers(claim: dict) -> tuple[str, str, str]:
         return f"{value:+.4f}" if claim["unit"] == "AUC" else f"{value:.2f}x"
 
     interval = "-" if claim["low"] is None else f"{text(claim['low'])} to {text(claim['high'])}"
-    return text(claim["value"]), interval, text(claim["at_least"])
+    return text(claim["value"]), interval, "above " * claim["strictly"] + text(claim["at_least"])
+
+
+def _premise(premise: dict) -> str:
+    """As in "parameters, full / dim8: 1.99x, must be 1.8x to 2.2x"."""
+    value = "-" if premise["value"] is None else f"{premise['value']:.2f}x"
+    most = "or more" if premise["at_most"] is None else f"to {premise['at_most']:.3g}x"
+    return f"{premise['measure']}: {value}, must be {premise['at_least']:.3g}x {most}"
 
 
 def _experiment(entry: dict) -> list[Part]:
@@ -155,15 +163,17 @@ def _experiment(entry: dict) -> list[Part]:
         ours, interval, bound = _numbers(claim)
         within = "" if interval == "-" else f", interval {interval}"
         differs = f" ({claim['differs']}.)" if claim["differs"] else ""
+        premises = "".join(f" Premise: {_premise(premise)}." for premise in claim["premises"])
         parts.append(
             f"{claim['verdict'].capitalize()}: {claim['says']} [{claim['source']}]. {claim['measure']}: {ours}{within}"
-            f"; bound {bound}: {claim['why']}.{differs}"
+            f"; bound {bound}: {claim['why']}.{premises}{differs}"
         )
     parts += [
         Picture(f"{entry['name']}/{COMPARISON}", f"{entry['name']}: test AUC over the bytes of the tables"),
         Picture(f"{entry['name']}/{SPEED}", f"{entry['name']}: examples per second"),
         Table(_scores(entry["result"])),
     ]
+    parts += filter(None, [compare_report.machines_note(entry["result"])])
     failed = [run for c in entry["result"]["configurations"] for run in c["runs"] if run["outcome"] == "failed"]
     if failed:
         parts.append("Left out of the numbers: " + "; ".join(f"{run['run']}: {run['error']}" for run in failed) + ".")

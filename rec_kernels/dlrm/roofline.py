@@ -17,47 +17,53 @@ from torch.utils._pytree import tree_leaves
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.precision import dtype_of
 
 _COPIED = 1 << 26  # bytes
 _WIDTH = 512  # of the matrices
 _TURNS = 5
 
 
-def costs(model: DLRM, batch: Batch, flops_per_example: int) -> dict[str, dict[str, int]]:
-    """Bytes and floating-point operations of the parts of a step with ``batch``, as separate kernels have them.
+def costs(model: DLRM, batches: Sequence[Batch], flops_per_example: int) -> dict[str, dict[str, int]]:
+    """Bytes and floating-point operations of the parts of a step with ``batches``, as separate kernels have them.
 
     forward: ids, rows of distinct bags and pooled embeddings once; inputs, parameters among them, and outputs of each
     operation of the dense side. backward: twice the dense side's bytes and operations, which is a gradient of the input
-    and one of the parameters; the pooled embeddings' gradients, and each distinct row and its state read and written.
+    and one of the parameters; the pooled embeddings' gradients, and each distinct row of the step and its state read
+    and written; the parameters' gradients of every batch but the first added to those before, two read and one written.
     optimizer: parameters, gradients and two moments of the layers read, all but the gradients written. Row caches and
     checks of ids are not counted.
     """
-    joined = batch.joined()
-    lookups, rows, pooled = _of_tables(model, joined.features)
-    layers = _of_layers(model, joined)
+    joined = [batch.joined() for batch in batches]
+    lookups, rows, pooled = _of_tables(model, [batch.features for batch in joined])
+    layers = sum(_of_layers(model, batch) for batch in joined)
     weights = sum(p.numel() * p.element_size() for p in model.dense_parameters())
-    flops = flops_per_example * len(batch.label)
+    flops = flops_per_example * sum(len(batch.label) for batch in batches)
+    added = 3 * weights * (len(batches) - 1)
     return {
         "forward": {"bytes": lookups + pooled + layers, "flops": flops},
-        "backward": {"bytes": pooled + 2 * rows + 2 * layers, "flops": 2 * flops},
+        "backward": {"bytes": pooled + 2 * rows + 2 * layers + added, "flops": 2 * flops},
         "optimizer": {"bytes": 7 * weights, "flops": 0},
     }
 
 
-def _of_tables(model: DLRM, features: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor) -> tuple[int, int, int]:
-    """Bytes of what a lookup reads, of distinct rows with their state, and of pooled embeddings."""
-    kept = features.bags() if isinstance(features, rk.InverseKeyedJaggedTensor) else features
+def _of_tables(
+    model: DLRM, features: Sequence[rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor]
+) -> tuple[int, int, int]:
+    """Of the batches of a step: bytes of what lookups read, of distinct rows with their state, of pooled embeddings."""
+    kept = [f.bags() if isinstance(f, rk.InverseKeyedJaggedTensor) else f for f in features]
     state = {table["name"]: table["state_bytes"] / table["num_embeddings"] for table in model.memory_report()}
     read = changed = 0
     for table in model.embeddings.tables:
         row = sum(part.row_bytes for part in table.stored)
         of_row = row + sum(state[part.name] for part in table.stored)
         for name in table.feature_names:
-            ids = kept[name].values()
+            ids = torch.cat([f[name].values() for f in kept])
             read += ids.numel() * (ids.element_size() + row)
             changed += int(len(ids.unique()) * of_row)
     item = model.embeddings.output_dtype.itemsize
-    return read, changed, features.stride() * model.num_features * model.embedding_dim * item
+    rows = sum(f.stride() for f in features)
+    return read, changed, rows * model.num_features * model.embedding_dim * item
 
 
 class _Traffic(TorchDispatchMode):
@@ -87,12 +93,12 @@ def _of_layers(model: DLRM, batch: Batch) -> int:
 
 
 @functools.cache
-def limits(threads: int) -> dict[str, float]:
+def limits(threads: int, dtype: torch.dtype) -> dict[str, float]:
     """Of this machine with so many threads: bytes a second of a copy of 64 MiB, read and write, and operations a second
-    of a float32 matrix product. Takes about a tenth of a second; the fastest of five turns."""
+    of a matrix product of ``dtype``. Takes about a tenth of a second; the fastest of five turns."""
     source = torch.ones(_COPIED // 4)
     target = torch.empty_like(source)
-    a = torch.ones(_WIDTH, _WIDTH)
+    a = torch.ones(_WIDTH, _WIDTH, dtype=dtype)
     return {
         "bytes_per_second": 2 * _COPIED / _fastest(lambda: target.copy_(source)),
         "flops_per_second": 2 * _WIDTH**3 / _fastest(lambda: a @ a),
@@ -109,22 +115,25 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def record(model: DLRM, batch: Batch | None, accumulate: int, train: Sequence[dict], flops_per_example: int) -> dict:
+def record(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flops_per_example: int) -> dict:
     """For the test record: "profile", the seconds of each part of a step, in the mean, beside those at the limits.
 
-    Nothing on a GPU, whose times of parts are the host's, nor without a batch.
+    All are of a batch: of a step with several, its share. Nothing on a GPU, whose times of parts are the host's, nor
+    without a step.
 
     Args:
-        batch: one of the training, whole. accumulate: batches of a step.
+        step: the batches of one of the training, whole ones.
         train: the records of the training. flops_per_example: of a row's forward.
     """
-    if batch is None or model.device.type != "cpu":
+    if not step or model.device.type != "cpu":
         return {}
-    limit, parts = limits(torch.get_num_threads()), {}
-    batches = sum(r["examples"] for r in train) / len(batch.label)
-    for part, cost in costs(model, batch, flops_per_example).items():
-        per_batch = cost if part != "optimizer" else {key: number // accumulate for key, number in cost.items()}
+    limit, parts = limits(torch.get_num_threads(), dtype_of(model.precision)), {}
+    rows = len(step[0].label)
+    batches = sum(r["examples"] for r in train) / rows
+    for part, cost in costs(model, step, flops_per_example).items():
+        per_batch = {key: number // len(step) for key, number in cost.items()}
         by_bytes, by_flops = (per_batch[key] / limit[f"{key}_per_second"] for key in ("bytes", "flops"))
         seconds, least = sum(r["seconds"][part] for r in train) / batches, max(by_bytes, by_flops)
         parts[part] = {"seconds": seconds, **per_batch, "least_seconds": least, "of_roofline": least / seconds}
-    return {"profile": {"rows": len(batch.label), "parts": parts, "limits": limit}}
+    about = {"rows": rows, "batches_of_step": len(step), "precision": model.precision}
+    return {"profile": about | {"parts": parts, "limits": limit}}

@@ -1,10 +1,23 @@
-"""Ctrl-C and SIGTERM during a training run."""
+"""How a training run ends before its time: by an error, by Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
 import signal
 import sys
 import threading
+from pathlib import Path
+
+
+class TrainingError(RuntimeError):
+    """The training cannot go on."""
+
+
+class RunInterruptedError(Exception):
+    """Ctrl-C or SIGTERM; a checkpoint has been written to ``directory``."""
+
+    def __init__(self, message: str, directory: Path):
+        super().__init__(message)
+        self.directory = directory
 
 
 class StopAtSignal:

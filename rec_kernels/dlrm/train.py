@@ -12,12 +12,11 @@ from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, report, roofline, runs
+from rec_kernels.dlrm import checkpoint, devices, machines, report, roofline, runs
 from rec_kernels.dlrm.building import build_model, generation
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
@@ -26,26 +25,14 @@ from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.predictions import check_labels, predict
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
-from rec_kernels.dlrm.stopping import StopAtSignal
+from rec_kernels.dlrm.stopping import RunInterruptedError, StopAtSignal, TrainingError
 from rec_kernels.dlrm.window import Clock, Window
 
-TEST_BATCH_SIZE = 8192
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
-
-
-class TrainingError(RuntimeError):
-    """The training cannot go on."""
-
-
-class RunInterruptedError(Exception):
-    """Ctrl-C or SIGTERM; a checkpoint has been written to ``directory``."""
-
-    def __init__(self, message: str, directory: Path):
-        super().__init__(message)
-        self.directory = directory
 
 
 def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
@@ -219,7 +206,8 @@ class Run:
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
-        self.progress, self._sample = True, None
+        self.progress, self._sample = True, ()
+        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         if resume:
             self._restore()
 
@@ -228,7 +216,9 @@ class Run:
 
         A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
         """
-        window = -(-self.steps // WINDOWS)
+        window, machine = -(-self.steps // WINDOWS), machines.here(self.model.device)
+        if self.step < self.steps and not self.stopped_early and machine not in self.machines:
+            self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs
         with tqdm(total=total, desc="training", unit="ex", unit_scale=True, disable=not self.progress) as bar:
             bar.update(self._rows_done())
@@ -261,6 +251,7 @@ class Run:
             "step": self.step,
             "stopped_early": self.stopped_early,
             "device": devices.gpu_name(self.model.device) or "cpu",
+            "machines": self.machines,
             "train_examples": self._rows_done(),
             "train_seconds": self.seconds,
             "examples_per_second": self._rows_done() / self.seconds,
@@ -268,7 +259,7 @@ class Run:
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
             "flops_per_example": flops,
-            **roofline.record(self.model, self._sample, self.config.accumulate, curve, flops),
+            **roofline.record(self.model, self._sample, curve, flops),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
@@ -291,6 +282,7 @@ class Run:
                 "best": self.best,
                 "worse": self.worse,
                 "stopped_early": self.stopped_early,
+                "machines": self.machines,
                 "window": self.window.state(),
                 "dedup": self.dedup.state(),
                 "records": self.records.mark(),
@@ -307,6 +299,7 @@ class Run:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
+            self.machines = list(state.get("machines", [None]))
             self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
@@ -358,6 +351,8 @@ class Run:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
+        if rows == len(group) * self.config.batch_size and len(group) >= len(self._sample):
+            self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1
         return rows
@@ -371,12 +366,10 @@ class Run:
         clock.lap("forward")
         if not math.isfinite(value):
             self._refuse(value, batch)
-        _check_labels(batch.label, f"a batch of step {self.step + 1}")
+        check_labels(batch.label, f"a batch of step {self.step + 1}")
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
-        if len(batch.label) == self.config.batch_size:
-            self._sample = batch
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
@@ -408,42 +401,3 @@ class Run:
         self.best = min(scores["log_loss"], self.best)
         self.stopped_early = 0 < self.config.patience <= self.worse
         clock.lap("evaluation")
-
-
-def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Labels and logits of a split in its order, float32 [rows] each.
-
-    Raises:
-        DataError: a label is not 0 or 1, or there are none. TrainingError: a logit is not finite. IndexError: an id is
-        out of range.
-    """
-    size = TEST_BATCH_SIZE if split == "test" else data.batch_size
-    try:
-        labels, logits = _predict(model, data, split, size)
-    except MemoryError:  # of tables on disk; in batches as those of the training they fit
-        labels, logits = _predict(model, data, split, data.batch_size)
-    model.check()
-    if not labels:
-        raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
-    label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()
-    _check_labels(label, split)
-    if not logit.isfinite().all():
-        row = int((~logit.isfinite()).nonzero()[0])
-        raise TrainingError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
-    return label.numpy(), logit.numpy()
-
-
-def _predict(model: DLRM, data: DataSet, split: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    labels, logits = [], []
-    with torch.no_grad():
-        for batch in ahead(devices.moved(data.batches(split, size), model.device)):
-            labels.append(batch.label)
-            logits.append(model(batch))
-    return labels, logits
-
-
-def _check_labels(labels: torch.Tensor, where: str) -> None:
-    wrong = ((labels != 0) & (labels != 1)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise DataError(f"label {labels[row].item()} at row {row} of {where}, allowed are 0 and 1")

@@ -68,7 +68,7 @@ class Pending:
         tensors, shared = (None if t is None else t.detach().clone() for t in lookup[:-1]), lookup.shared
         if shared is not None:
             shared = shared._replace(inverse=shared.inverse.clone())
-        self.lookups.append(Lookup(*tensors, shared))
+        self.lookups.append(Lookup._make((*tensors, shared)))
 
     def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
         """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
@@ -104,7 +104,7 @@ class _Recorded(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
         shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
-        ctx.pending.add(Lookup(grad.float(), *saved[:-1], shared))
+        ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared)))
         return grad, None, None, None, *[None] * len(saved)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 
-def positive_integer(name: str, value: object) -> int:
+def positive_integer(name: str, value: Any) -> int:
     """``value`` as an int.
 
     Raises:
@@ -23,6 +24,21 @@ def positive_integer(name: str, value: object) -> int:
     if not 1 <= number < 2**63:
         raise ValueError(f"{name} must be an integer, at least 1 and below 2^63, got {value!r}")
     return number
+
+
+def positive_integers(name: str, values: Any) -> tuple[int, ...]:
+    """``values`` as ints.
+
+    Raises:
+        ValueError: it is not iterable, or one of them is no integer from 1 to 2^63 - 1.
+    """
+    try:
+        given: tuple = tuple(values)
+    except TypeError:
+        given = None
+    if given is None or isinstance(values, str):
+        raise ValueError(f"{name} must be a sequence of integers, each at least 1, got {values!r}")
+    return tuple(positive_integer(f"{name}[{i}]", value) for i, value in enumerate(given))
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:

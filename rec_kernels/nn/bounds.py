@@ -144,11 +144,11 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
     if (place := _place_in_inverse(position, lookup)) is not None:
         text = lookup.shared.message(*place)
         return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
-    describe, place = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
-    text = describe(place, lookup, num_embeddings)
+    describe, i = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
+    text = describe(i, lookup, num_embeddings)
     if text is None:
         name = "values" if position >= 0 else "offsets"
-        text = f"{name}[{place}] was not valid; {name} or offsets have been overwritten since"
+        text = f"{name}[{i}] was not valid; {name} or offsets have been overwritten since"
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
 
 

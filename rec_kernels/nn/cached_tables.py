@@ -24,6 +24,7 @@ class CachedTables(Layout):
     """
 
     row_cache: CacheState | None
+    file_generation: Tensor
     _file: TableFile | None
     _ahead: Ahead
     _pending: Pending | None
@@ -80,12 +81,12 @@ class CachedTables(Layout):
         inserts = self.training and torch.is_grad_enabled()
         if not self._ahead.is_empty and (slots := self._ahead.take(bags, inserts=inserts)) is not None:
             return slots
-        bags = bags[:2]
+        jagged = bags[:2]
         if self._file is not None:
-            rows, written = self.row_cache.plan(bags, layout, self._seed, inserts=inserts)
+            rows, written = self.row_cache.plan(jagged, layout, self._seed, inserts=inserts)
             self._file.load(rows, written if torch.is_grad_enabled() else written[:0])
             self._file.forget_prefetched()
-        return self._insert(bags, layout) if inserts else self.row_cache.lookup(bags, layout)
+        return self._insert(jagged, layout) if inserts else self.row_cache.lookup(jagged, layout)
 
     @torch.no_grad()
     def _insert(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +42,13 @@ class TableCollection(CachedTables):
     The arguments are ``rk.EmbeddingBagCollection``'s.
     """
 
+    lr: Tensor
+    step: Tensor
+    _sum: Tensor | None
+
     def __init__(
         self,
-        tables: list[EmbeddingConfig],
+        tables: Sequence[EmbeddingConfig],
         *,
         device: torch.device | str | None = None,
         optimizer: Optimizer | None = None,
@@ -107,10 +112,10 @@ class TableCollection(CachedTables):
             self.embedding_bags[table.name].weight = weight
             self.embedding_bags[table.name].in_bytes = storage.is_bytes
             self.embedding_bags[table.name].in_file = file is not None
-        for table in self.tables:
-            if table.projection:
-                matrix = torch.empty(table.projection, dtype=torch.float32, device=device)
-                self.embedding_bags[table.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
+        for config in self.tables:
+            if config.projection:
+                matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
+                self.embedding_bags[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
         self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
         if self.optimizer is not None:
             self.register_buffer(
@@ -127,8 +132,8 @@ class TableCollection(CachedTables):
         self._initialize()
         self._fused_optimizer = None
         if self.optimizer is not None:
-            tables = [self.embedding_bags[n].weight for n in self.embedding_bags]
-            self._fused_optimizer = FusedOptimizer(tables, self.optimizer.lr, self.lr)
+            weights = [self.embedding_bags[n].weight for n in self.embedding_bags]
+            self._fused_optimizer = FusedOptimizer(weights, self.optimizer.lr, self.lr)
 
     @torch.no_grad()
     def _initialize(self) -> None:
@@ -183,7 +188,7 @@ class TableCollection(CachedTables):
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
         return self
 
-    def __reduce_ex__(self, protocol: int) -> object:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._wait()
         return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
 
@@ -222,7 +227,7 @@ class TableCollection(CachedTables):
         self._wait()
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True, assign: bool = False, *, convert: bool = False):
+    def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """As ``torch.nn.Module``'s.
 
         Args:
@@ -256,7 +261,6 @@ class TableCollection(CachedTables):
         return self._fused_optimizer
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
         bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
@@ -283,7 +287,7 @@ class TableCollection(CachedTables):
             output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], starts))
         return output
 
-    def _note(self, status: Tensor, *what: SelectedKeys | SharedBags | Tensor | None) -> None:
+    def _note(self, status: Tensor, *what: Any) -> None:
         self._reports.add(status, self._bad_position, *what)
 
     def freeze(self, *features: str) -> None:
@@ -329,7 +333,7 @@ class TableCollection(CachedTables):
         """
         self._reports.check(self._bad_position)
 
-    def state_dict(self, *args: object, **options: object) -> dict[str, Tensor]:
+    def state_dict(self, *args: Any, **options: Any) -> Any:
         """As ``torch.nn.Module``'s, after ``check()`` and ``flush()``."""
         self.check()
         self.flush()
@@ -428,8 +432,7 @@ class TableCollection(CachedTables):
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
-        tables = ", ".join(map(describe, self.tables))
-        return f"{tables}; optimizer={self.optimizer}"
+        return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
 
 
 def _retie_after_load(collection: TableCollection, _) -> None:

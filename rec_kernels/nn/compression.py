@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import numpy as np
 
@@ -86,6 +87,9 @@ class Hash(Compression):
 
     Args:
         buckets: rows of the table, at least 1.
+
+    Raises:
+        ValueError: ``buckets`` is no integer, or below 1.
     """
 
     buckets: int
@@ -127,6 +131,9 @@ class Partitions(Compression):
 
     ``mixed_radix`` and ``chinese_remainder`` make the usual ones. Whether two ids collide is known when there is a
     table: ``rk.EmbeddingBagConfig`` raises ValueError, naming them.
+
+    Raises:
+        ValueError: too many pairs or none, a number below 1, an unknown name, or columns that are not asked for.
     """
 
     pairs: Sequence[tuple[int, int]]
@@ -156,7 +163,7 @@ class Partitions(Compression):
             object.__setattr__(self, "columns", tuple(positive_integer("Partitions: columns", c) for c in self.columns))
 
     @classmethod
-    def mixed_radix(cls, radices: Sequence[int], **options: object) -> Partitions:
+    def mixed_radix(cls, radices: Sequence[int], **options: Any) -> Partitions:
         """Generalised quotient-remainder: the digits of an id, the lowest first. Their product must reach E.
 
         Args:
@@ -166,7 +173,7 @@ class Partitions(Compression):
         return cls([(math.prod(radices[:i]), m) for i, m in enumerate(radices)], **options)
 
     @classmethod
-    def chinese_remainder(cls, moduli: Sequence[int], **options: object) -> Partitions:
+    def chinese_remainder(cls, moduli: Sequence[int], **options: Any) -> Partitions:
         """Remainders by several numbers, whose least common multiple must reach E (pairwise coprime: their product).
 
         Args:
@@ -200,6 +207,9 @@ class QuotientRemainder(Compression):
     Args:
         collisions: at least 1; E / collisions rows are kept, and a few.
         combine, compose: as ``rk.Partitions``'.
+
+    Raises:
+        ValueError: ``collisions`` is no integer, or below 1; an unknown name.
     """
 
     collisions: int = 4
@@ -230,6 +240,9 @@ class MixedDimension(Compression):
     Args:
         dim: columns of a row, at least 1; ``rk.mixed_dimensions`` chooses them. With ``embedding_dim`` of them there
             is no matrix.
+
+    Raises:
+        ValueError: ``dim`` is no integer, or below 1. More than ``embedding_dim``: ``rk.EmbeddingBagConfig`` raises.
     """
 
     dim: int

@@ -35,7 +35,7 @@ def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
 
 
 class Deduplicated(nn.Module):
-    """What ``rk.deduplicated`` returns."""
+    """What ``rk.deduplicated`` returns; the arguments are ``rk.deduplicated``'s."""
 
     def __init__(self, module: nn.Module, group: int | str) -> None:
         super().__init__()

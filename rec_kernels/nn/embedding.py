@@ -10,12 +10,11 @@ from torch import Tensor
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, check_offsets, select_keys
-from rec_kernels.nn.layout import ServedTables
-from rec_kernels.nn.tables import EmbeddingConfig
+from rec_kernels.nn.layout import Layout, ServedTables
 
 
-class SequenceLookups:
-    """Lookups that are not pooled, for modules with ``rec_kernels.nn.layout.Layout`` and a ``_lookup``."""
+class SequenceLookups(Layout):
+    """Lookups that are not pooled, for modules with a ``_lookup``."""
 
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
@@ -89,8 +88,6 @@ class EmbeddingCollection(SequenceLookups, TableCollection):
 
     The others are ``rk.EmbeddingBagCollection``'s.
     """
-
-    tables: list[EmbeddingConfig]
 
     def for_serving(self) -> ServedEmbeddings:
         """As ``rk.EmbeddingBagCollection``'s, with ``forward`` and ``rows``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,7 @@ from rec_kernels.nn.distinct import select_distinct
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
-from rec_kernels.nn.layout import ServedTables
+from rec_kernels.nn.layout import Layout, ServedTables
 from rec_kernels.nn.shared_bags import SharedBags, starts_on
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -20,8 +22,8 @@ from rec_kernels.ops.grouped_projection import grouped_projection
 _ops = torch.ops.rec_kernels
 
 
-class PooledLookups:
-    """Lookups of bags, for modules with ``rec_kernels.nn.layout.Layout`` and a ``_lookup``."""
+class PooledLookups(Layout):
+    """Lookups of bags, for modules with a ``_lookup``."""
 
     def forward(self, features) -> KeyedTensor:
         """Looks up a batch.
@@ -180,7 +182,7 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
             64-bit int.
     """
 
-    tables: list[EmbeddingBagConfig]
+    tables: Sequence[EmbeddingBagConfig]
 
     def for_serving(self) -> ServedEmbeddingBags:
         """A module with the same ``forward`` and ``by_feature`` and nothing else, which shares the tables' memory.

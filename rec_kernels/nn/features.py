@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -55,7 +56,7 @@ class FeatureLookup:
         return first
 
 
-def lookups(tables: list[EmbeddingConfig]) -> list[FeatureLookup]:
+def lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
     """Of each feature, in the order of the tables."""
     features, column, stored = [], 0, 0
     for table in tables:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,7 +50,7 @@ def pinned(flat: Tensor) -> Tensor:
     return flat
 
 
-def _unpin(runtime: object, address: int, device: int) -> None:
+def _unpin(runtime: Any, address: int, device: int) -> None:
     torch.cuda.synchronize(device)  # kernels that have been launched may still read and write there
     runtime.cudaHostUnregister(address)
 

@@ -323,18 +323,19 @@ def _entry(groups: dict[str, int | None], key: str) -> int | None:
 def _checked_groups(groups: Sequence[Sequence[str]], keys: list[str]) -> list[list[str]]:
     if isinstance(groups, str) or any(not isinstance(group, (list, tuple)) for group in groups):
         raise ValueError(f"groups must be lists of feature names, one for each group, got {groups!r}")
-    groups, seen, known = [list(group) for group in groups], {}, set(keys)
-    for g, group in enumerate(groups):
+    checked, known = [list(group) for group in groups], set(keys)
+    seen: dict[str, int] = {}
+    for g, group in enumerate(checked):
         if not group:
             raise ValueError(f"groups[{g}] is empty: it must name a feature at least")
         for key in group:
             if key not in known:
                 raise KeyError(f"groups[{g}] names {key!r}, which is not among the keys {keys}")
             if key in seen:
-                other = groups[seen[key]]
+                other = checked[seen[key]]
                 raise ValueError(f"{key!r} is in groups[{seen[key]}] = {other} and in groups[{g}] = {group}")
             seen[key] = g
-    return groups
+    return checked
 
 
 def _check_parts(unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[list[str]], inverse: Tensor) -> None:

@@ -248,16 +248,16 @@ class KeyedJaggedTensor:
         if len(parts) < 2 and len(set(keys)) == len(keys):
             return parts[0] if parts else kjt_list[0]
         own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
-        values, offsets, weights = zip(*map(_from_zero, parts), strict=True)
+        values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
         ends = list(itertools.accumulate(each.shape[0] for each in values))
         if ends[-1] >= 2**31:
-            offsets = [each.long() for each in offsets]
+            offsets = tuple(each.long() for each in offsets)
         moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
         joined = KeyedJaggedTensor(
             keys,
             torch.cat(values),
             offsets=torch.cat([offsets[0][:1], *moved]),
-            weights=None if weights[0] is None else torch.cat(weights),
+            weights=None if factors[0] is None else torch.cat(factors),
             stride_per_key=[size for kjt in parts for size in kjt.stride_per_key()] if own else None,
         )
         known = [kjt.known_offset_per_key() for kjt in parts]
@@ -380,7 +380,9 @@ def _permuted(
         within = torch.arange(int(new_offsets[-1]), device=offsets.device)
         source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
         return values[source], new_offsets, None if weights is None else weights[source]
-    total = offset_per_key and sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
+    total = None
+    if offset_per_key:
+        total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
     # The op takes float32; which others a lookup takes is for the lookup to say.
     wide = None if weights is None else weights.float()
     values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)

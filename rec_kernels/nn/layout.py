@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,10 @@ from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage
+
+if TYPE_CHECKING:
+    from rec_kernels.nn.cached_tables import CachedTables
+    from rec_kernels.nn.row_cache import CacheState
 
 _ops = torch.ops.rec_kernels
 
@@ -28,9 +33,17 @@ class Layout(nn.Module):
         in_host: whether the weights stay in host memory when the module is on a GPU.
     """
 
+    tables: Sequence[EmbeddingConfig]
+    _weights: Tensor
+    _frozen: Tensor
+    _seed: Tensor
+    _bad_position: Tensor
+    _table_ids: Tensor
+    _columns_of_bags: Tensor
+
     def __init__(
         self,
-        tables: list[EmbeddingConfig],
+        tables: Sequence[EmbeddingConfig],
         storage: Storage,
         places: StatePlaces,
         *,
@@ -104,7 +117,7 @@ class Layout(nn.Module):
         if self._any_mean:  # without, the backward needs no coefficients
             names.append("mean")
         self._tensor_arguments = [(name, f"_{name}") for name in names]
-        self._other_arguments = {
+        self._other_arguments: dict[str, object] = {
             "output_dim": sum(self._widths),
             "num_rows": self._num_rows,
             "max_embedding_dim": self._max_dim,
@@ -137,7 +150,8 @@ class Layout(nn.Module):
 
     def _layout(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:
         buffers = self._buffers
-        arguments = {name: buffers[buffer] for name, buffer in self._tensor_arguments} | self._other_arguments
+        arguments: dict[str, object] = {name: buffers[buffer] for name, buffer in self._tensor_arguments}
+        arguments |= self._other_arguments
         arguments["bounds_check"] = self.bounds_check
         if self._passes_frozen:
             arguments["frozen"] = self._frozen
@@ -160,6 +174,13 @@ class Layout(nn.Module):
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         raise NotImplementedError
 
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+        """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
+        raise NotImplementedError
+
+    def _note(self, status: Tensor, *what: Any) -> None:
+        """Keeps what a lookup on a GPU says later of its input (``bounds.Reports.add``). Here, nobody is told."""
+
 
 class ServedTables(Layout):
     """The tables of a collection for lookups only: one buffer, no parameter, no optimizer, no state.
@@ -168,7 +189,9 @@ class ServedTables(Layout):
         source: the collection, whose memory it shares.
     """
 
-    def __init__(self, source: Layout) -> None:
+    row_cache: CacheState | None
+
+    def __init__(self, source: CachedTables) -> None:
         if source._file is not None:
             raise NotImplementedError(
                 f"tables in {source._file.path} cannot be served by a module without the file: look up in the "
@@ -207,9 +230,6 @@ class ServedTables(Layout):
             cache = self.row_cache.arguments(slots)
         layout |= self._output() | cache
         return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]
-
-    def _note(self, *_: object) -> None:
-        """Nobody is told what a lookup on a GPU has found."""
 
 
 def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -60,7 +60,8 @@ class LowRankCrossNet(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """[B, N] -> [B, N]; differentiable any number of times.
 
-        Of the parameters' dtype, or under autocast of float32, float16 or bfloat16.
+        Of the parameters' dtype. Under autocast of float32, float16 or bfloat16: the products are of autocast's dtype,
+        and the result, to which the input is added, is of it only if the input is; else it is float32.
 
         Raises:
             ValueError: another shape or dtype.

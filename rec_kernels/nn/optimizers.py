@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
@@ -28,12 +28,17 @@ class _Common:
         weight_decay: the rate, of rows that the batch names.
         weight_decay_mode: "l2": weight_decay * w is added to the gradient. "decoupled": w shrinks by
             lr * weight_decay * w beside the update; LAMB scales the decay, too, with the row's length.
+
+    Raises:
+        ValueError: a number is out of its range, or a name unknown.
     """
 
     weight_decay: float = 0.0
     weight_decay_mode: str = "l2"
     clip_grad_value: float | None = None
     clip_grad_norm: float | None = None
+    lr: float
+    op_name: ClassVar[str]
 
     def __post_init__(self) -> None:
         for name in ("lr", "eps", "weight_decay"):
@@ -57,11 +62,11 @@ class _Common:
 
     def options(self) -> dict[str, object]:
         """The arguments of the fused op that say how gradients are used."""
-        numbers = {"clip_grad_value": self.clip_grad_value, "clip_grad_norm": self.clip_grad_norm}
+        numbers = {name: getattr(self, name) for name in ("eps", "clip_grad_value", "clip_grad_norm")}
         if self.weight_decay:
             numbers |= {"weight_decay": self.weight_decay, "weight_decay_mode": self.weight_decay_mode}
         used = {name: value for name, value in numbers.items() if value is not None}
-        return {"optimizer": self.op_name, "eps": self.eps} | used
+        return {"optimizer": self.op_name} | used
 
 
 @dataclass(frozen=True, repr=False)
@@ -121,7 +126,8 @@ class Adam(_Elementwise):
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
     ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. Two numbers per
-    element. Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR 2015.
+    element. ``betas``: beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
+    2015.
     """
 
     lr: float = 0.001
@@ -172,7 +178,7 @@ class _Group(dict):
 
     kernel_lr: Tensor | None = None
 
-    def __setitem__(self, key: str, value: object) -> None:
+    def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
             value = float(value)
             if self.kernel_lr is not None:
@@ -198,13 +204,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         lr: 0-dim float32, the tensor that the kernels read.
     """
 
-    def __init__(self, tables: list[Tensor], rate: float, lr: Tensor) -> None:
+    def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor) -> None:
         super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
         self.retie(tables, lr)
 
-    def retie(self, tables: list[Tensor], lr: Tensor) -> None:
+    def retie(self, tables: Sequence[Tensor], lr: Tensor) -> None:
         """Other tensors from now on: those of the collection after it has moved. The learning rate stays."""
-        group = self.param_groups[0]
+        group: Any = self.param_groups[0]
         group.kernel_lr = lr
         group.update(params=tables, lr=group["lr"])
 
@@ -215,6 +221,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         # torch puts a plain dict in the group's place.
         group.update({**self.param_groups[0], "params": group["params"]})
         self.param_groups[0] = group
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Nothing to do; returns closure's value if one is given."""

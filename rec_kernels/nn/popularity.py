@@ -54,7 +54,8 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
 
 def _block_sizes(counts: Tensor, num_blocks: int) -> list[int]:
     """Of blocks of descending ``counts`` with equal sums, as far as sizes that ascend allow it."""
-    shares, sizes, start = counts.cumsum(0), [], 0
+    shares, start = counts.cumsum(0), 0
+    sizes: list[int] = []
     if shares[-1] == 0:
         return [len(counts)]
     wanted = shares[-1] * torch.arange(1, num_blocks, dtype=torch.float64) / num_blocks

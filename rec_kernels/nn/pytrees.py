@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.utils import _pytree
 
@@ -38,9 +41,9 @@ def _register(kind: type) -> None:
         # Lists, which saving a program and loading it leaves what they are.
         return [getattr(x, name) for name in tensors], [getattr(x, name) for name in others]
 
-    def unflatten(leaves: list, context: list) -> object:
+    def unflatten(leaves: Iterable, context: Iterable) -> object:
         # Without the checks of the constructor: leaves may be anything that stands for a tensor.
-        x = kind.__new__(kind)
+        x: Any = object.__new__(kind)
         for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
             setattr(x, name, value)
         for name in learned:

@@ -121,6 +121,20 @@ class CacheState(nn.Module):
         device: where the slots are.
     """
 
+    rows: Tensor
+    tags: Tensor
+    marks: Tensor
+    stamps: Tensor
+    dirty: Tensor
+    clock: Tensor
+    counts: Tensor
+    row_counts: Tensor
+    stats: Tensor
+    geometry: Tensor
+    _sets: Tensor
+    _set_starts: Tensor
+    _offsets: Tensor
+
     def __init__(
         self,
         cache: RowCache,

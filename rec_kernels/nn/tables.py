@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,7 @@ class Table(nn.Module):
     """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
 
     weight: nn.Parameter
+    projection: nn.Parameter  # of tables that have one
     in_bytes = False  # whether the flat tensor of the weights is one of bytes
     in_file = False  # whether the weights are in a file, and not part of a state
 
@@ -198,7 +200,8 @@ class Tables(nn.Module):
         self._modules.update({name: Table() for name in names})
 
     def __getitem__(self, name: str) -> Table:
-        return self._modules[name]
+        table: Any = self._modules[name]
+        return table
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._modules)

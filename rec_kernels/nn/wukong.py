@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.arguments import check_layer_dtype, positive_integer
+from rec_kernels.nn.arguments import check_layer_dtype, positive_integer, positive_integers
 from rec_kernels.ops.factorization_machine import factorization_machine
 
 
@@ -29,14 +30,14 @@ class WukongLayer(nn.Module):
         fm_features: n_F, vectors that the FMB makes.
         linear_features: n_L, vectors that the LCB makes.
         factors: k, columns of Y.
-        hidden: widths of the MLP's hidden layers, with a ReLU behind each.
+        hidden: widths of the MLP's hidden layers, with a ReLU behind each; none by default.
         device: of the parameters.
 
     Parameters: ``factors`` [n, k], ``compression`` [n_L, n] and, if there is one, ``residual`` [n_F + n_L, n] start
     normal, with variance 1 / n; ``fm_norm``, ``mlp`` and ``norm`` as ``torch.nn`` starts them.
 
     Raises:
-        ValueError: a size is no positive integer; the message names it.
+        ValueError: a size is no positive integer, or ``hidden`` no sequence of them; the message names it.
     """
 
     residual: nn.Parameter | None
@@ -59,7 +60,7 @@ class WukongLayer(nn.Module):
         kept = positive_integer("linear_features", linear_features)
         k = positive_integer("factors", factors)
         self.out_features = made + kept
-        widths = [n * k, *(positive_integer(f"hidden[{i}]", w) for i, w in enumerate(hidden)), made * d]
+        widths = [n * k, *positive_integers("hidden", hidden), made * d]
         self.factors = nn.Parameter(torch.empty(n, k, device=device))
         self.fm_norm = nn.LayerNorm(n * k, device=device)
         layers = [nn.Linear(*pair, device=device) for pair in itertools.pairwise(widths)]
@@ -77,8 +78,10 @@ class WukongLayer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[B, n, d] -> [B, n_F + n_L, d]; differentiable once.
 
-        Of float32, float16 or bfloat16, that of the parameters; under autocast of any of the three, and the result is
-        of autocast's dtype or float32, as torch's layer norm and sums there make it.
+        Of float32, float16 or bfloat16, that of the parameters. Under autocast, of any of the three, with parameters of
+        float32: then the result is what torch's layer norm makes of the sum, which has autocast's dtype if there is a
+        ``residual`` or x has autocast's dtype, and else is float32. On the CPU the norm keeps that dtype; on a GPU it
+        gives float32.
 
         Raises:
             ValueError: another shape or dtype.
@@ -111,10 +114,14 @@ class Wukong(nn.Sequential):
         embedding_dim, fm_features, linear_features, factors, hidden, device: as ``rk.WukongLayer``'s, of every layer.
         num_layers: at least 1.
 
-    [B, in_features, embedding_dim] -> [B, out_features = fm_features + linear_features, embedding_dim].
+    [B, in_features, embedding_dim] -> [B, out_features = fm_features + linear_features, embedding_dim]; dtypes as of
+    ``rk.WukongLayer``, layer by layer.
+
+    A slice is a ``torch.nn.Sequential`` of these layers, and what is appended or removed counts: ``out_features`` is
+    that of the last layer. A layer that does not fit the one before it raises ValueError in the forward.
 
     Raises:
-        ValueError: a size is no positive integer; the message names it.
+        ValueError: a size is no positive integer, or ``hidden`` no sequence of them; the message names it.
     """
 
     def __init__(
@@ -130,10 +137,20 @@ class Wukong(nn.Sequential):
         device: torch.device | str | None = None,
     ) -> None:
         num_layers = positive_integer("num_layers", num_layers)
+        hidden = positive_integers("hidden", hidden)  # once: an iterator would be empty for the second layer
         sizes = {"fm_features": fm_features, "linear_features": linear_features, "factors": factors}
         layers: list[WukongLayer] = []
         for _ in range(num_layers):
             inputs = layers[-1].out_features if layers else in_features
             layers.append(WukongLayer(inputs, embedding_dim, **sizes, hidden=hidden, device=device))
         super().__init__(*layers)
-        self.out_features = layers[-1].out_features
+
+    @property
+    def out_features(self) -> int:
+        """Vectors of a sample that the last layer gives."""
+        last: Any = self[-1]
+        return last.out_features
+
+    def __getitem__(self, index: int | slice) -> nn.Module:
+        # torch's would make a stack of the slice's layers by this class's constructor, which takes sizes.
+        return nn.Sequential(*list(self)[index]) if isinstance(index, slice) else super().__getitem__(index)

@@ -39,7 +39,8 @@ def to_lower_precision(inputs: tuple, device: str) -> tuple:
     dtype = torch.get_autocast_dtype(device)
 
     def cast(given: object) -> object:
-        eligible = isinstance(given, Tensor) and given.is_floating_point() and given.device.type == device
-        return given.to(dtype) if eligible and given.dtype != torch.float64 else given
+        if not isinstance(given, Tensor) or given.dtype == torch.float64:
+            return given
+        return given.to(dtype) if given.is_floating_point() and given.device.type == device else given
 
     return tuple(map(cast, inputs))

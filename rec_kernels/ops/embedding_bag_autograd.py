@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -240,7 +241,7 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
         return output
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
-    function = type(f"{op}_autograd", (torch.autograd.Function,), methods)
+    function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
 
     def kernel(*inputs):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):

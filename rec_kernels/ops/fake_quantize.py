@@ -43,12 +43,12 @@ def fake_quantize(
     Raises:
         ValueError: a wrong shape, dtype, device or name; table or first_row out of range.
     """
-    seed, step = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
+    noise = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     # Measured on a CPU, a compiler's loops are no faster than the op. Nor can they draw random numbers four at a time.
     if x.is_cuda and rounding == "nearest" and torch.compiler.is_compiling():
-        check_arguments(x, format, rounding, seed, step, table, first_row, scale_rule)
+        check_arguments(x, format, rounding, *noise, table, first_row, scale_rule)
         return Traced.apply(x, format, scale_rule == "rceil")
-    return _ops.fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule)
+    return _ops.fake_quantize(x, format, rounding, *noise, table, first_row, scale_rule)
 
 
 def check_arguments(

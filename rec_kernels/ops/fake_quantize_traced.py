@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,8 +91,8 @@ def _half(x: Tensor) -> Tensor:
     return torch.where(x.isfinite(), torch.where(rounded.abs() > _LARGEST_HALF, beyond, rounded), x)
 
 
-def _quotient(a: Tensor | float, b: Tensor | float) -> Tensor:
-    a, b = (v.double() if isinstance(v, Tensor) else v for v in (a, b))
+def _quotient(a: Any, b: Any) -> Tensor:
+    a, b = (v.double() if isinstance(v, Tensor) else v for v in (a, b))  # one of them may be a number
     return (a / b).float()
 
 

@@ -25,11 +25,12 @@ def check_devices(arguments: Mapping[str, object]) -> None:
     Raises:
         ValueError: tensors on other devices.
     """
-    others = [value for name, value in arguments.items() if name != "weights"]
-    beside_gpu = arguments["weights"].device.type == "cpu" and any(isinstance(t, Tensor) and t.is_cuda for t in others)
+    weights, others = arguments["weights"], [value for name, value in arguments.items() if name != "weights"]
+    in_host = isinstance(weights, Tensor) and weights.device.type == "cpu"
+    beside_gpu = in_host and any(isinstance(t, Tensor) and t.is_cuda for t in others)
     check_one_device(others if beside_gpu else arguments.values())
 
 
-def dynamic_size() -> int:
+def dynamic_size() -> torch.SymInt:
     """A size that depends on data."""
     return torch.library.get_ctx().new_dynamic_size()

@@ -10,10 +10,9 @@ before ``rec_kernels`` or after; the formulas are registered then.
 from __future__ import annotations
 
 import importlib.abc
-import importlib.util
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 
 import torch
@@ -71,24 +70,28 @@ def _register(counter: ModuleType) -> None:
         counter.register_flop_formula(op)(formula)
 
 
+class _Loader(SourceFileLoader):
+    """Runs the counter's module and registers the formulas."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        _register(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _WhenImported)]
+
+
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds the counter's module as everyone else does, once, and registers the formulas after it has run.
+    """Finds the counter's module where Python does, and has it run by ``_Loader``.
 
     A ``FlopCounterMode`` copies the formulas when it is made: at an op's first call it would be too late.
     """
 
-    def find_spec(self, name: str, path: object, target: ModuleType | None = None) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        """That of the counter; None for every other module."""
         if name != _COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
-        run = spec.loader.exec_module
-
-        def run_and_register(module: ModuleType) -> None:
-            run(module)
-            _register(module)
-
-        spec.loader.exec_module = run_and_register
+        spec = PathFinder.find_spec(name, path)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
         return spec
 
 

@@ -18,7 +18,8 @@ def jagged_dedup(
     inverse = torch.zeros((num_groups, batch), dtype=torch.int64)
     counts = torch.zeros(num_groups, dtype=torch.int64)
     for g in range(num_groups):
-        members, seen = [f for f in range(features) if groups[f] == g], {}
+        members = [f for f in range(features) if groups[f] == g]
+        seen: dict[tuple, int] = {}
         for b in range(batch):
             spans = [(bounds[f * batch + b], bounds[f * batch + b + 1]) for f in members]
             looks = tuple((tuple(ids[i:j]), tuple(bits[i:j])) for i, j in spans)

@@ -38,14 +38,9 @@ def chunked_sum(terms: Tensor, coefficients: Tensor | None = None) -> Tensor:
     """Sum of [n, D] terms (n >= 1) in chunks of 64, each from its first term; chunk sums by the same rule."""
     sums = []
     for start in range(0, len(terms), CHUNK):
-        total = None
-        for i in range(start, min(start + CHUNK, len(terms))):
-            if coefficients is None:
-                total = terms[i] if total is None else total + terms[i]
-            elif total is None:
-                total = coefficients[i] * terms[i]
-            else:
-                total = fused_multiply_add(coefficients[i], terms[i], total)
+        total = terms[start] if coefficients is None else coefficients[start] * terms[start]
+        for i in range(start + 1, min(start + CHUNK, len(terms))):
+            total = total + terms[i] if coefficients is None else fused_multiply_add(coefficients[i], terms[i], total)
         sums.append(total)
     return sums[0] if len(sums) == 1 else chunked_sum(torch.stack(sums))
 

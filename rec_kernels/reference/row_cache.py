@@ -116,8 +116,11 @@ def named_rows(features: Features, num_embeddings: Sequence[int], bags: Bags) ->
     named: list[Row | None] = [None] * len(bags.values)
     batch = (len(bags.offsets) - 1) // len(features)
     for f, feature in enumerate(features):
-        rows = None if isinstance(feature, Parts) else num_embeddings[feature]
-        parts = feature if rows is None else Parts([feature], [(1, max(rows, 1))], rows, "concat")
+        if isinstance(feature, Parts):
+            parts = feature
+        else:
+            rows = num_embeddings[feature]
+            parts = Parts([feature], [(1, max(rows, 1))], rows, "concat")
         for b in range(batch if len(parts.tables) == 1 else 0):
             for position in bags.of(f, b, batch, parts.num_ids):
                 named[position] = (parts.tables[0], parts.rows(int(bags.values[position]))[0])
@@ -278,9 +281,16 @@ class RowCache:
 
     def _encode(self, row: Row, numbers: Tensor, step: int, stream: int) -> None:
         table = self.tables[row[0]]
-        noise = {"seed": self.seed, "step": step, "table": table.table_id, "first_row": row[1], "stream": stream}
         table.rows[row[1]] = quantize_rows(
-            numbers[None], table.format, rounding=self.rounding, raise_not_finite=False, **noise
+            numbers[None],
+            table.format,
+            rounding=self.rounding,
+            seed=self.seed,
+            step=step,
+            table=table.table_id,
+            first_row=row[1],
+            stream=stream,
+            raise_not_finite=False,
         )[0]
 
     def read(self, row: Row) -> Tensor:

@@ -26,7 +26,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,8 +65,9 @@ def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
         with torch.accelerator.device_index(a.values.device.index):
             return function(a)
 
-    call.__signature__ = signature
-    return call
+    named: Any = call
+    named.__signature__ = signature
+    return named
 
 
 def _pool(a: SimpleNamespace) -> tuple[Tensor, Tensor]:

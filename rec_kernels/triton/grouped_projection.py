@@ -159,7 +159,8 @@ def _product(dims: Dims, forward: bool, device: torch.device) -> _Product:
     groups = _groups(dims)
     columns, depths = (dims[1], dims[0]) if forward else (dims[0], dims[1])
     blocks = {"COLUMNS": _block(columns, 64), "DEPTH": _block(depths, 32)}
-    panels, terms = [], []
+    panels: list[tuple[int, ...]] = []
+    terms: list[tuple[int, int, int, int]] = []
     for members in _by_panel(groups, forward):
         first_column, width = (members[0].out_column, members[0].out_dim) if forward else members[0][:2]
         for c in range(0, width, blocks["COLUMNS"]):

@@ -1,0 +1,71 @@
+"""The reader's thread: items made ahead, exceptions, and the number of threads that others compute with."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+from rec_kernels.dlrm.data import DataError, ahead
+
+
+def test_an_exception_of_the_data_thread_arrives():
+    def items():
+        yield 1
+        raise DataError("line 2 is bad")
+
+    arrived = ahead(items())
+    assert next(arrived) == 1
+    with pytest.raises(DataError, match="line 2 is bad"):
+        next(arrived)
+
+
+def test_the_data_thread_computes_alone():
+    """From its first item on; the training's thread, and those that begin later, as before."""
+    before, later = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    try:
+        seen = []
+        for number in ahead(torch.get_num_threads() for _ in range(3)):
+            seen.append((number, torch.get_num_threads()))
+        thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [(1, 2)] * 3
+    assert later == [2]
+
+
+def test_readers_within_readers_leave_the_number_of_threads_alone():
+    """The inner reader begins on the outer one's thread, which has one; and where the caller has another than all."""
+    before, seen = torch.get_num_threads(), []
+
+    def look():
+        seen.append(torch.get_num_threads())
+
+    torch.set_num_threads(3)
+    try:
+        assert list(ahead(ahead(iter(range(5))))) == list(range(5))
+        in_thread(look)  # a new one
+        in_thread(lambda: (torch.set_num_threads(2), list(ahead(iter(range(2)))), look()))
+        look()
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 2, 3]
+
+
+def in_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def test_leaving_early_ends_the_data_thread():
+    for _ in ahead(iter(range(100))):
+        break
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("data")]

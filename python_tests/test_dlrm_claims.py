@@ -1,0 +1,189 @@
+"""What papers claim beside numbers of ours: measures, premises, and the rule of verdicts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+from rec_kernels.dlrm import claims, compare_report
+from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding, Premise, Same
+from rec_kernels.dlrm.experiments import EXPERIMENTS
+
+ROOT = Path(__file__).parent.parent
+HERE = {"cpu": "c", "threads": 1, "gpu": None}
+
+
+def fabricated(**configurations) -> dict:
+    """A result of ``compare_report.summarise``: by name "auc" and "speed" of every seed, and "bytes"."""
+    made = []
+    for name, given in configurations.items():
+        aucs = given["auc"]
+        speeds = given.get("speed", [100.0] * len(aucs))
+        runs = [
+            {"seed": seed, "run": f"{name}-seed{seed}", "outcome": "failed", "error": "why"}
+            if auc is None
+            else {"seed": seed, "outcome": "test", "auc": auc, "log_loss": 0.5, "examples_per_second": speed}
+            for seed, (auc, speed) in enumerate(zip(aucs, speeds, strict=True))
+        ]
+        made.append({"name": name, "runs": runs, "weight_bytes": given.get("bytes"), "parameters": given.get("bytes")})
+    return {"configurations": made}
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "why"),
+    [
+        (Finding(0.3, 0.1, 0.5, 8), MET, "the whole interval reaches the bound"),
+        (Finding(0.3, 0.0, 0.6, 8), MET, "the whole interval reaches the bound"),
+        (Finding(0.3, -0.1, 0.7, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
+        (Finding(-0.1, -0.2, 0.0, 3), CANNOT_TELL, "the bound is inside the interval of 3 seeds"),
+        (Finding(-0.3, -0.5, -0.1, 8), NOT_MET, "the whole interval is below the bound"),
+        (Finding(0.3, None, None, 1), CANNOT_TELL, "there is no interval from 1 seed"),
+        (Finding(None, pairs=0), CANNOT_TELL, "the runs are not there"),
+        (Finding(None), CANNOT_TELL, "the runs are not there"),
+        (Finding(0.3, 0.1, 0.5, 8, 1), CANNOT_TELL, "1 of its runs failed"),
+        (Finding(0.0), MET, "reaches the bound"),
+        (Finding(-1e-9), NOT_MET, "is below the bound"),
+    ],
+)
+def test_verdicts_follow_from_the_interval(finding, verdict, why):
+    assert claims.judge(finding, 0.0) == (verdict, why)
+    moved = [None if v is None else v + 2.5 for v in (finding.value, finding.low, finding.high)]
+    if finding.value != -1e-9:  # which 2.5 swallows
+        assert claims.judge(Finding(*moved, finding.pairs, finding.failed), 2.5) == (verdict, why)
+
+
+@pytest.mark.parametrize(
+    ("finding", "verdict", "why"),
+    [
+        (Finding(0.3, 0.1, 0.5, 8), MET, "the whole interval is above the bound"),
+        (Finding(0.3, 0.0, 0.6, 8), CANNOT_TELL, "the bound is inside the interval of 8 seeds"),
+        (Finding(-0.1, -0.2, 0.0, 3), NOT_MET, "the whole interval is not above the bound"),
+        (Finding(0.0, 0.0, 0.0, 8), NOT_MET, "the whole interval is not above the bound"),
+        (Finding(0.0), NOT_MET, "is not above the bound"),
+        (Finding(1e-9), MET, "is above the bound"),
+    ],
+)
+def test_equal_is_not_better(finding, verdict, why):
+    assert claims.judge(finding, 0.0, strictly=True) == (verdict, why)
+
+
+def test_what_is_better_is_so_strictly():
+    """Every claim of a difference above none or of a speed above the same one; none of those that nothing is lost."""
+    for claim in (claim for experiment in EXPERIMENTS for claim in experiment.claims):
+        compares = isinstance(claim.measure, (Auc, Faster)) and len(claim.measure.names) == 2
+        none = {"AUC": 0.0, "times": 1.0}[claim.measure.unit]
+        assert claim.strictly == (compares and claim.at_least == none), claim.says
+
+
+def test_the_same_is_so_in_both_directions():
+    scores = {"a": {"auc": [0.5, 0.6]}}
+    for other, value in (([0.5, 0.6], 0.0), ([0.5, 0.62], -0.02), ([0.45, 0.62], -0.05)):
+        found = Same("b", "a")(fabricated(**scores, b={"auc": other}))
+        assert found == Finding(pytest.approx(value))
+        assert claims.judge(found, 0.0)[0] == (MET if value == 0 else NOT_MET)
+    failed = Same("b", "a")(fabricated(**scores, b={"auc": [0.5, None]}))
+    assert claims.judge(failed, 0.0) == (CANNOT_TELL, "1 of its runs failed")
+    assert Same("b", "a")(fabricated(**scores, b={"auc": [None, None]})) == Finding(None, failed=2)
+    windows = next(c for e in EXPERIMENTS for c in e.claims if c.says == "windows change no score")
+    assert isinstance(windows.measure, Same)
+
+
+@pytest.mark.parametrize(
+    ("fewer", "most", "holds"), [(2.0, None, True), (2.5, None, True), (2.6, None, False), (2.0, 2.4, False)]
+)
+def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
+    """Where they are others, there is no verdict; without the runs, no premise either."""
+    result = fabricated(a={"auc": [0.5, 0.6], "bytes": 100}, b={"auc": [0.6, 0.7], "bytes": 40})
+    premise = Premise(Fewer("parameters", "b", "a"), fewer, most)
+    claim = Claim("s", "target", Auc("b", ("a",)), 0.0, premises=(premise,))
+    found = claims.answer(claim, result)
+    assert found["premises"] == [
+        {"measure": "parameters, a / b", "value": 2.5, "holds": holds, "at_least": fewer, "at_most": most}
+    ]
+    assert (found["verdict"], found["why"]) == (
+        (MET, "the whole interval reaches the bound") if holds else (CANNOT_TELL, "a size is not as the claim has it")
+    )
+    nothing = claims.answer(claim, None)
+    assert (nothing["why"], nothing["premises"][0]["holds"]) == ("the runs are not there", None)
+
+
+def test_claims_of_sizes_measure_them():
+    """Those that have a number of times, half, or the same number in their words; of the published runs, they hold."""
+    published_as = {"collisions": "compression", "dimensions": "dimensions", "movielens": "movielens"}
+    for experiment in EXPERIMENTS:
+        for claim in experiment.claims:
+            has_size = isinstance(claim.measure, Fewer) or bool(claim.premises)
+            assert has_size == bool(re.search(r"times (fewer|less)|half the|number of param|takes \d bits", claim.says))
+            if claim.premises and experiment.name in published_as:
+                result = published(f"{published_as[experiment.name]}_quality")
+                held = [premise(result)["holds"] for premise in claim.premises]
+                # Remainders of 60 rows are a quarter of what tables of 5,257 rows come to.
+                assert all(held) != (experiment.name == "movielens" and "60 ids" in claim.says), claim.says
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        ([[HERE], [HERE]], ""),
+        ([[HERE], [HERE | {"threads": 2}]], "several machines or numbers of threads: c, 1 thread; c, 2 threads"),
+        ([[HERE], [HERE | {"cpu": "d"}]], "several machines or numbers of threads: c, 1 thread; d, 1 thread"),
+        ([[HERE], [HERE | {"gpu": "g"}]], "several machines or numbers of threads: c, 1 thread; c, 1 thread, g"),
+        ([[HERE], [HERE, HERE | {"cpu": "d"}]], "several machines or numbers of threads: c, 1 thread; d, 1 thread"),
+        ([[HERE], None], "several machines or numbers of threads: c, 1 thread; not recorded"),
+        ([None, None], "the machine and the threads of its runs are not recorded"),
+    ],
+)
+def test_speeds_of_several_machines_are_not_judged(places, why):
+    """Nor of one run that went on elsewhere."""
+    result = fabricated(a={"auc": [0.5, 0.5]}, b={"auc": [0.5, 0.5], "speed": [200.0, 200.0]})
+    for configuration in result["configurations"]:
+        for run, place in zip(configuration["runs"], places, strict=True):
+            run["machines"] = place
+    found = Faster("b", "a")(result)
+    verdict, said = claims.judge(found, 1.0)
+    assert found.value == 2.0
+    assert verdict == (CANNOT_TELL if why else MET)
+    assert said.endswith(why)
+    note = compare_report.machines_note(result)
+    assert (note is not None) == ("several" in why)
+
+
+def test_measures_pair_the_seeds():
+    result = fabricated(
+        a={"auc": [0.5, 0.6, 0.7, None], "speed": [100, 200, 100, 1], "bytes": 100},
+        b={"auc": [0.6, 0.7, 0.9, 0.1], "speed": [200, 500, 150, 1], "bytes": 40},
+        c={"auc": [0.9, 0.9, None, 0.9], "bytes": 10},
+    )
+    found = Auc("b", ("a",))(result)
+    # Differences 0.1, 0.1, 0.2: mean 0.4/3, sd 0.1/sqrt(3), and 4.3027 is the 97.5 % point of t with 2 degrees.
+    assert (found.value, found.pairs) == (pytest.approx(0.4 / 3), 3)
+    assert found.high - found.value == pytest.approx(4.3027 * 0.1 / 3, rel=1e-4)
+    assert Auc("b", ("a", "c"))(result).value == pytest.approx(((0.6 - 0.7) + (0.7 - 0.75)) / 2)
+    assert Faster("b", "a")(result).value == pytest.approx((2 + 2.5 + 1.5) / 3)
+    assert Fewer("weight_bytes", "b", "a")(result) == Finding(2.5)
+    assert str(Auc("b", ("a", "c"))) == "AUC, b - the mean of a and c"
+    none = fabricated(a={"auc": [None]}, b={"auc": [0.5]})
+    assert Auc("b", ("a",))(none) == Finding(None, pairs=0, failed=1)
+    assert Fewer("parameters", "b", "a")(none) == Finding(None)
+
+
+def published(name: str) -> dict:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
+
+
+def test_published_results_give_the_published_numbers():
+    """Those that docs/results.md has in words, computed there by hand."""
+    dimensions, cache = published("dimensions_quality"), published("cache_quality")
+    ahead = Auc("mixed8", ("dim2",))(dimensions)
+    assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))
+    given_back = (0.87760 - 0.86287) / (0.88151 - 0.86287)  # 79 %
+    halfway = Auc("mx4c5", ("mx4", "fp32"))(cache)
+    assert halfway.value == pytest.approx((given_back - 0.5) * (0.88151 - 0.86287), abs=2e-5)
+    assert Fewer("weight_bytes", "int8c5", "fp32")(cache).value == pytest.approx(2.2, abs=0.05)

@@ -1,0 +1,68 @@
+"""Every public name is documented: in its docstring, with all it takes and raises, and in a page of docs/."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import rec_kernels as rk
+
+PAGES = "\n".join(page.read_text() for page in sorted((Path(__file__).parents[1] / "docs").glob("*.md")))
+NAMES = [name for name in rk.__all__ if not name.startswith("__")]
+FUNCTIONS = [name for name in NAMES if inspect.isfunction(getattr(rk, name))]
+CLASSES = [name for name in NAMES if inspect.isclass(getattr(rk, name))]
+
+
+def own_docstring(thing: object) -> str:
+    """Its own: neither what a class inherits, nor the signature that a dataclass without one has."""
+    text = (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
+    is_signature = dataclasses.is_dataclass(thing) and text.startswith(f"{getattr(thing, '__name__', '')}(")
+    return "" if is_signature else text
+
+
+def docstrings(thing: object) -> str:
+    """Its docstring, those of its base classes in the package, and those of the names that it calls theirs."""
+    kinds = inspect.getmro(thing) if inspect.isclass(thing) else [thing]
+    text = "\n".join(own_docstring(kind) for kind in kinds if kind.__module__.startswith("rec_kernels"))
+    others = [getattr(rk, name, None) for name in re.findall(r"``(?:rk\.)?(\w+)``'", text)]
+    return text + "".join(own_docstring(other) for other in others if other not in (None, thing))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_on_a_page(name: str) -> None:
+    """`name` or rk.name, in text or code."""
+    assert re.search(rf"\brk\.{name}\b|`{name}\b", PAGES)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
+def test_arguments_are_in_the_docstring(name: str) -> None:
+    """Each by its name."""
+    thing = getattr(rk, name)
+    assert own_docstring(thing)
+    missing = [a for a in inspect.signature(thing).parameters if not re.search(rf"\b{a}\b", docstrings(thing))]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
+def test_errors_are_in_the_docstring(name: str) -> None:
+    """Of whatever can raise one of its own: what checks arguments when it is called or made."""
+    thing = getattr(rk, name)
+    makers = [getattr(thing, m, None) for m in ("__init__", "__post_init__")] if inspect.isclass(thing) else [thing]
+    # A dataclass's __init__ is nobody's: it has no file.
+    written = [f for f in makers if inspect.isfunction(f) and "rec_kernels" in f.__code__.co_filename]
+    checks = r"\braise \w+|\b_?check_\w+\(|positive_integer\(|_ops\.|torch\.ops\."
+    source = "".join(map(inspect.getsource, written))
+    if inspect.signature(thing).parameters and re.search(checks, source):
+        assert "Raises:" in docstrings(thing)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_have_docstrings(name: str) -> None:
+    """Public methods and properties that are the class's own; one that overrides has that of what it overrides."""
+    kind = getattr(rk, name)
+    own = [m for m, value in vars(kind).items() if inspect.isfunction(value) or isinstance(value, property)]
+    assert [m for m in own if not m.startswith("_") and not inspect.getdoc(getattr(kind, m))] == []

@@ -1,0 +1,97 @@
+"""The house rules that a machine can check: sizes of files and functions, one stem per op in every layer."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("bench", "csrc", "docs", "examples", "python_tests", "rec_kernels", "wheels")
+SOURCES = [
+    path
+    for folder in FOLDERS
+    for path in sorted((ROOT / folder).rglob("*"))
+    if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
+]
+FILE, FUNCTION, KERNEL = 450, 60, 120
+# Where a stem has a file of its own, whatever the op is; the CUDA and Triton kernels are not those of every op.
+LAYERS = (
+    "csrc/ops/{}.h",
+    "csrc/cpu/{}.cpp",
+    "rec_kernels/ops/{}.py",
+    "rec_kernels/reference/{}.py",
+    "python_tests/test_{}.py",
+    "bench/bench_{}.py",
+)
+
+pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
+
+
+def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
+    """Name, lines and most lines of every function."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield node.name, node.end_lineno - node.lineno + 1, FUNCTION
+
+
+def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
+    """The same of C++ as clang-format lays it out: a function's head and last brace are as far left as each other."""
+    lines = text.splitlines()
+    heads: dict[str, int] = {}  # by how far left they are
+    for i, line in enumerate(lines):
+        if head := re.match(r"( {0,2})\w", line):
+            heads[head[1]] = i
+        elif (brace := re.fullmatch(r"( {0,2})\}", line)) and brace[1] in heads:
+            head = lines[heads[brace[1]]].strip()
+            if "(" in head and not re.match(r"(if|for|while|switch|do|else|struct|class|enum)\b", head):
+                # An op has as many arguments as its schema: they do not count.
+                first = next(b for b in range(heads[brace[1]], i + 1) if lines[b].endswith(("{", "}")))
+                yield head, i - first + 1, KERNEL if head.startswith("__global__") else FUNCTION
+
+
+def functions(path: Path) -> Iterator[tuple[str, int, int]]:
+    """Those of a file."""
+    return (python_functions if path.suffix == ".py" else cpp_functions)(path.read_text())
+
+
+def test_files_are_short() -> None:
+    """Up to 450 lines."""
+    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert {name: n for name, n in lines.items() if n > FILE} == {}
+
+
+def test_functions_are_short() -> None:
+    """Up to 60 lines, docstrings among them; kernels up to 120."""
+    found = [(path, *function) for path in SOURCES for function in functions(path)]
+    assert len(found) > 3000
+    assert [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most] == []
+
+
+def test_long_functions_are_found() -> None:
+    """In both languages, members and kernels, too."""
+    body = "  x;\n" * 60
+    assert [n for _, n, _ in python_functions("def f():\n" + "    x\n" * 60)] == [61]
+    assert [n for _, n, _ in cpp_functions(f"int f(int x) {{\n{body}}}\n")] == [62]
+    assert [
+        n for _, n, _ in cpp_functions(f"struct S {{\n  int f() const {{\n{body.replace('  x', '    x')}  }}\n}};\n")
+    ] == [62]
+    assert [most for *_, most in cpp_functions(f"__global__ void f(\n    int x) {{\n{body}}}\n")] == [KERNEL]
+
+
+def test_one_stem_per_op() -> None:
+    """A file of csrc/ops that defines ops has its stem in every layer."""
+    stems = [p.stem for p in sorted((ROOT / "csrc/ops").glob("*.cpp")) if "m.def(" in p.read_text()]
+    assert len(stems) > 10
+    expected = [layer.format(stem) for stem in stems for layer in LAYERS]
+    assert [name for name in expected if not (ROOT / name).exists()] == []
+
+
+def test_kernels_are_of_a_stem() -> None:
+    """What registers kernels begins with a stem of csrc/ops."""
+    stems = tuple(p.stem for p in (ROOT / "csrc/ops").glob("*.cpp"))
+    files = [p for p in (ROOT / "csrc").rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
+    assert [str(p.relative_to(ROOT)) for p in files if not p.stem.startswith((*stems, "library"))] == []
