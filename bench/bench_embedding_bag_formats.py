@@ -61,12 +61,16 @@ class Formats(Subject):
         weights = self._tables("ours", format).module._weights.detach()
         return weights.view(torch.uint8).view(-1, rk.row_bytes(format, self.workload.dim))
 
+    @staticmethod
+    def read_format(direction: str, format: str, name: str) -> str:
+        """Of the rows that an implementation has where ours are of ``format``."""
+        return "fp32" if name == "ours fp32" or (name == "fbgemm" and direction == "train") else format
+
     def call(self, direction: str, format: str, name: str) -> Callable[[int], object]:
         """A function of a batch number."""
         if name == "limit":
             return self._limit(direction, self._rows(format))
-        plain = name == "ours fp32" or (name == "fbgemm" and direction == "train")
-        tables = self._tables(name.split()[0], "fp32" if plain else format)
+        tables = self._tables(name.split()[0], self.read_format(direction, format, name))
         if direction == "forward":
             return lambda i: tables.forward(self.batches[i])
         return lambda i: tables.train(self.batches[i], self.grad)
@@ -99,9 +103,10 @@ subject = subject_fixture(Formats, named=True)
 
 
 def test_formats(benchmark, subject: Formats, format: str, direction: str, name: str, rounds: int) -> None:
-    """Bytes: of a call of ours (``bench/shapes.py``)."""
+    """Bytes: of a call with rows of the format that the implementation has (``bench/shapes.py``)."""
     benchmark.group = f"{direction} {format} {subject.workload.name}"
-    function, width = subject.call(direction, format, name), rk.row_bytes(format, subject.workload.dim)
+    function = subject.call(direction, format, name)
+    width = rk.row_bytes(subject.read_format(direction, format, name), subject.workload.dim)
     with torch.set_grad_enabled(direction == "train"):
         time_calls(benchmark, function, BATCHES, rounds, subject.moved(direction, width))
     subject.note(benchmark, direction, name, width)

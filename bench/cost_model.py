@@ -37,7 +37,7 @@ class Sample:
 
     Args:
         name: for tables.
-        family: of workloads that are alike, such as points of a sweep.
+        family: of workloads that are alike: points of a sweep, or both directions of a workload of bench.run.
         direction: "forward" or "train".
         features: as ``Subject.features`` of bench/subject.py gives them.
         ns: of a call.
@@ -147,12 +147,16 @@ def families(of: dict[str, Sequence[Sample]]) -> str:
             chosen = [i for i, s in enumerate(own) if name in (s.family, None)]
             count = max(count, len(chosen))
             for predicted in both:
-                cells.append(_percent(geometric_error([predicted[i] for i in chosen], [own[i] for i in chosen])))
+                error = geometric_error([predicted[i] for i in chosen], [own[i] for i in chosen]) if chosen else None
+                cells.append(_cell(error))
         lines.append(f"| {'all' if name is None else name} | {count} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _percent(error: float) -> str:
+def _cell(error: float | None) -> str:
+    """An error; None: the direction has no workload of the family."""
+    if error is None:
+        return " "
     return "too few others" if math.isnan(error) else f"{error:.1%}"
 
 
@@ -171,7 +175,8 @@ def samples_of(document: dict, fastest: bool = False) -> list[Sample]:
         features = ours.get("features")
         if features and features["row_bytes"] == FLOAT * features["dim"]:
             ms = min(passes(ours)) if fastest else ours["ms"]
-            found.append(Sample(group, group, features["direction"], features, ms * 1e6))
+            direction = features["direction"]
+            found.append(Sample(group, group.removeprefix(f"{direction} "), direction, features, ms * 1e6))
     return found
 
 

@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from backends import ROOT
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
+from bench import bench_embedding_bag_formats as formats
 from bench import peers
 from bench.reuse import REUSE_2021, REUSE_2022, STEADY_COUNT, reused_ids
 from bench.shapes import Workload
@@ -149,6 +151,31 @@ def test_features_and_bytes_by_hand() -> None:
     assert subject.moved("forward", distinct=True) == unique * 64 + 45 * 8 + 15 * 64
     backward = 15 * 64 + 2 * unique * 68 + 45 * 8
     assert math.isclose(subject.moved("train", distinct=True) - subject.moved("forward", distinct=True), backward)
+
+
+@pytest.mark.parametrize(
+    ("name", "direction", "row_bytes"),
+    [
+        ("ours", "forward", 24),
+        ("ours", "train", 24),
+        ("ours fp32", "forward", 64),
+        ("ours fp32", "train", 64),
+        ("fbgemm", "forward", 24),
+        ("fbgemm", "train", 64),
+        ("limit", "train", 24),
+    ],
+)
+def test_bytes_are_of_the_rows_that_are_read(
+    name: str, direction: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside tables of int8: the float32 of others counts as such."""
+    subject = formats.Formats(TINY)
+    monkeypatch.setattr(subject, "call", lambda *_: lambda i: None)
+    monkeypatch.setattr("bench.timing.WARMUP_SECONDS", 0.0)
+    benchmark = SimpleNamespace(extra_info={}, pedantic=lambda *_, **__: None)
+    formats.test_formats(benchmark, subject, "int8", direction, name, rounds=1)
+    assert benchmark.extra_info["bytes"] == subject.moved(direction, row_bytes)
+    assert benchmark.extra_info["distinct_bytes"] == subject.moved(direction, row_bytes, distinct=True)
 
 
 def test_benchmarks_take_named_workloads_only_when_asked() -> None:

@@ -196,3 +196,30 @@ def test_cost_model_reads_runs(tmp_path: Path) -> None:
     other = written(tmp_path / "b.json", document({"ours": STEADY}, threads=2))
     with pytest.raises(FiguresError, match="threads is 2, and 1 in"):
         cost_model.read([name, other], fastest=False)
+
+
+def of_run(samples: list[Sample]) -> dict:
+    """A document of bench.run: a group for each of them, in which ours is timed."""
+    found = document({"ours": STEADY})
+    row = found["results"]["g"]["ours"]
+    found["results"] = {
+        f"{s.direction} {s.name}": {
+            "ours": row | {"ms": s.ns / 1e6, "features": s.features | {"direction": s.direction}}
+        }
+        for s in samples
+    }
+    return found
+
+
+def test_report_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """A workload's two directions are one family; one that was measured in one direction has no error of the other."""
+    forward, train = (made_up(direction, PRICES, 0)[::4] for direction in cost_model.DIRECTIONS)
+    name = written(tmp_path / "run.json", of_run([*forward, *train[1:]]))
+    monkeypatch.setattr(sys, "argv", ["bench.cost_model", name])
+    cost_model.main()
+    lines = capsys.readouterr().out.splitlines()
+    (first,) = (line for line in lines if line.startswith("| w0 |"))
+    (second,) = (line for line in lines if line.startswith("| w4 |"))
+    assert re.fullmatch(r"\| w0 \| 1 (\| [\d.]+% ){2}(\|   ){2}\|", first)
+    assert re.fullmatch(r"\| w4 \| 1 (\| [\d.]+% ){4}\|", second)
+    assert sum(line.startswith("| forward w0 |") for line in lines) == 1

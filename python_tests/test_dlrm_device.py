@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
-from rec_kernels.dlrm import DLRM, Batch, DeviceError, TrainConfig, checkpoint, devices, evaluate, train
+from rec_kernels.dlrm import DLRM, Batch, DeviceError, TrainConfig, checkpoint, devices, evaluate, roofline, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.nn import bounds
@@ -112,6 +112,19 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["device"] == "GPU of cuda:0"
     assert found["log_loss"] == expected["log_loss"]
     assert "device: GPU of cuda:0" in (tmp_path / "gpu" / "report.html").read_text()
+
+
+def test_no_batches_are_kept_for_a_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step, as on the CPU: they would be in the GPU's memory until the end."""
+    kept = []
+    monkeypatch.setattr(roofline, "record", lambda model, step, *_: kept.append(len(step)) or {})
+    train(config(tmp_path, run="cpu", accumulate=2), progress=False)
+    monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
+    for name in ("to", "pin_memory"):
+        monkeypatch.setattr(Batch, name, lambda batch, *_, **__: batch)
+    monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
+    train(config(tmp_path, run="gpu", accumulate=2), progress=False)
+    assert kept == [2, 0]
 
 
 def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

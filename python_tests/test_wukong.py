@@ -203,6 +203,8 @@ def test_slices_and_changes() -> None:
     assert torch.equal(stack(x), wider(whole))
     assert stack.pop(-1) is wider
     assert stack.out_features == 5
+    with pytest.raises(TypeError, match="layer 3, the last, is a ReLU, which has no out_features"):
+        _ = copy.deepcopy(stack).append(torch.nn.ReLU()).out_features
     stack.insert(0, wider)
     with pytest.raises(ValueError, match=re.escape("x must be [B, in_features = 5, embedding_dim = 8]")):
         stack(x)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -170,17 +169,19 @@ class Fewer:
 
 @dataclass(frozen=True)
 class Premise:
-    """A size that a claim speaks of: ``measure`` must be within the bounds, or the claim is about something else."""
+    """A size that a claim speaks of: ``measure`` must be within the bounds, or the claim is about something else.
+
+    Both bounds are needed: what a model of half the size reaches, one of a twentieth may miss.
+    """
 
     measure: Fewer
     at_least: float
-    at_most: float | None = None
+    at_most: float
 
     def __call__(self, result: dict | None) -> dict:
         """Its number and whether it holds, which is None without a number, as plain data."""
         value = None if result is None else self.measure(result).value
-        most = math.inf if self.at_most is None else self.at_most
-        holds = None if value is None else self.at_least <= value <= most
+        holds = None if value is None else self.at_least <= value <= self.at_most
         about = {"measure": str(self.measure), "value": value, "holds": holds}
         return about | {"at_least": self.at_least, "at_most": self.at_most}
 

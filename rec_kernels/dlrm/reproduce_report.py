@@ -149,10 +149,9 @@ def _numbers(claim: dict) -> tuple[str, str, str]:
 
 
 def _premise(premise: dict) -> str:
-    """As in "parameters, full / dim8: 1.99x, must be 1.8x to 2.2x"."""
+    """As in "parameters, full / dim8: 1.99x, must be 1.8x to 2.22x"."""
     value = "-" if premise["value"] is None else f"{premise['value']:.2f}x"
-    most = "or more" if premise["at_most"] is None else f"to {premise['at_most']:.3g}x"
-    return f"{premise['measure']}: {value}, must be {premise['at_least']:.3g}x {most}"
+    return f"{premise['measure']}: {value}, must be {premise['at_least']:.3g}x to {premise['at_most']:.3g}x"
 
 
 def _experiment(entry: dict) -> list[Part]:

@@ -351,7 +351,8 @@ class Run:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
-        if rows == len(group) * self.config.batch_size and len(group) >= len(self._sample):
+        whole = rows == len(group) * self.config.batch_size and len(group) >= len(self._sample)
+        if whole and self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for the next step
             self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1

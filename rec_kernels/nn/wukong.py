@@ -118,7 +118,8 @@ class Wukong(nn.Sequential):
     ``rk.WukongLayer``, layer by layer.
 
     A slice is a ``torch.nn.Sequential`` of these layers, and what is appended or removed counts: ``out_features`` is
-    that of the last layer. A layer that does not fit the one before it raises ValueError in the forward.
+    that of the last layer, and a TypeError where it has none. A layer that does not fit the one before it raises
+    ValueError in the forward.
 
     Raises:
         ValueError: a size is no positive integer, or ``hidden`` no sequence of them; the message names it.
@@ -147,8 +148,14 @@ class Wukong(nn.Sequential):
 
     @property
     def out_features(self) -> int:
-        """Vectors of a sample that the last layer gives."""
+        """Vectors of a sample that the last layer gives.
+
+        Raises:
+            TypeError: the last layer, one that was appended, has no ``out_features``.
+        """
         last: Any = self[-1]
+        if not hasattr(last, "out_features"):  # its AttributeError would become one about this module, in torch
+            raise TypeError(f"layer {len(self) - 1}, the last, is a {type(last).__name__}, which has no out_features")
         return last.out_features
 
     def __getitem__(self, index: int | slice) -> nn.Module:
