@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import itertools
 import json
 import os
@@ -194,7 +195,8 @@ def main() -> int:
         work(options.first, options.calls, options.seed, options.op)
         return 0
     campaign = Campaign(options)
-    campaign.run()
+    with contextlib.suppress(KeyboardInterrupt):  # what has been called so far is shown
+        campaign.run()
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     minutes = (used.ru_utime + used.ru_stime) / 60
     print(campaign.table())
