@@ -11,7 +11,7 @@ CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o 
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
 # All tests: in two processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
-WHOLE = -n 2 --dist loadfile
+WHOLE = -n 2 --dist loadfile --durations 10
 
 .PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean
 .DELETE_ON_ERROR:

@@ -26,6 +26,15 @@ settings.register_profile("rec_kernels", derandomize=True, deadline=None, databa
 settings.load_profile("rec_kernels")
 
 
+#: Files that take minutes in one process; of two, one would wait for them at the end.
+SLOWEST = ("test_emulator.py", "test_triton.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest first, all others in the order that they have."""
+    items.sort(key=lambda item: item.path.name not in SLOWEST)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _poison_uninitialised_memory() -> Iterator[None]:
     """Every new tensor that nobody has written starts as NaN (integers: the largest one).
