@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,6 +21,7 @@ import rec_kernels
 from bench import RESULTS, ROOT
 from bench.peers import fbgemm_version
 from bench.workloads import NAMED, OPS
+from rec_kernels.dlrm.machines import cpu_model
 
 #: What a benchmark tells of a call beside its time; that of the first pass is kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
@@ -119,16 +119,12 @@ def commit() -> dict[str, object]:
 
 def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
     """Where and with what the figures were taken; ``threads``: 0 for torch's choice."""
-    cpu = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
-        "",
-    )
     about = rec_kernels.build_info()
     return {
         "command": " ".join([command, *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).date().isoformat(),
         **commit(),
-        "cpu": cpu or platform.processor(),
+        "cpu": cpu_model(),
         "threads": threads or torch.get_num_threads(),
         **{key: about[key] for key in ("version", "torch", "python", "cpu_isa")},
         "fbgemm": fbgemm_version(),

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import platform
 import shlex
 import statistics
 import sys
@@ -35,6 +34,7 @@ from tqdm import tqdm
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
+from rec_kernels.dlrm.machines import cpu_model
 
 PARTS = ("batch", "forward", "backward", "optimizer")
 RESULTS = Path(__file__).parent / "results"
@@ -222,12 +222,9 @@ def table(summary: dict[str, dict]) -> str:
 
 def environment() -> dict:
     """What a result depends on besides the code."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return {
         "torch": torch.__version__,
-        "cpu": models[0] if models else platform.processor(),
+        "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(["python", "bench/" + Path(sys.argv[0]).name, *sys.argv[1:]]),

@@ -76,7 +76,7 @@ class Samples:
     def __init__(self) -> None:
         torch.manual_seed(0)
         self.names = list(registered())
-        self._calls = {name: [_by_name(name, *call) for call in samples(name)] for name in self.names}
+        self._calls = {name: [by_name(name, *call) for call in samples(name)] for name in self.names}
         self._expected: dict[tuple[str, int], list[Tensor]] = {}
 
     def draw(self, r: random.Random, op: str | None = None) -> tuple[str, int]:
@@ -104,7 +104,8 @@ class Samples:
         return _tensors([result, *(call.arguments[n] for n in sorted(call.written & {*call.arguments}))])
 
 
-def _by_name(name: str, args: tuple, kwargs: dict) -> dict[str, object]:
+def by_name(name: str, args: tuple, kwargs: dict) -> dict[str, object]:
+    """The arguments of a call of an op by their names."""
     names = [a.name for a in _op(name)._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 

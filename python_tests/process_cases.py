@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,17 @@ def step(tables: rk.EmbeddingBagCollection, given: rk.KeyedJaggedTensor) -> Tens
 def state(tables: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
     """Copies of all that a checkpoint would have."""
     return {name: t.clone() for name, t in tables.state_dict().items() if isinstance(t, Tensor)}
+
+
+def address_space() -> int:
+    """Bytes that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_address_space(bytes: int | None) -> None:
+    """Lets this process have so many in use; None: as many as it may."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[1]
+    resource.setrlimit(resource.RLIMIT_AS, (most if bytes is None else bytes, most))
 
 
 def digest(tensors: list[Tensor]) -> str:

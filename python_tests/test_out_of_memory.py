@@ -14,7 +14,7 @@ SWEEP = """
 import resource, sys
 import torch
 import rec_kernels as rk
-from process_cases import batch, collection, state, step
+from process_cases import address_space, batch, collection, limit_address_space, state, step
 from rec_kernels.testing import same_bits
 
 optimizer, cached, threads = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
@@ -29,30 +29,22 @@ def differing(a, b):
     assert list(a) == list(b)
     return [name for name in a if not same_bits(a[name], b[name])]
 
-def used():
-    return int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-
-most = resource.getrlimit(resource.RLIMIT_AS)[1]
-
-def limit(bytes):
-    resource.setrlimit(resource.RLIMIT_AS, (bytes, most))
-
 # A row cache takes the batch's rows in before it is looked up: done is done, by each op.
 insert, insertions = torch.ops.rec_kernels.row_cache_insert_, 0
 def insert_and_note(*arguments, **named):
     global before, insertions
     result = insert(*arguments, **named)
     now = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limit(most)
+    limit_address_space(None)
     before, insertions = state(short), insertions + 1
-    limit(now)
+    limit_address_space(now)
     return result
 if cached:
     torch.ops.rec_kernels.row_cache_insert_ = insert_and_note
 
-failed, messages, before, base = 0, set(), state(short), used()
+failed, messages, before, base = 0, set(), state(short), address_space()
 for extra in range(0, 400):
-    limit(base + (extra << 17))
+    limit_address_space(base + (extra << 17))
     try:
         found = step(short, large)
     except (RuntimeError, MemoryError) as error:
@@ -61,7 +53,7 @@ for extra in range(0, 400):
     else:
         break
     finally:
-        limit(most)
+        limit_address_space(None)
     assert not differing(state(short), before), (extra, insertions, messages, differing(state(short), before))
 else:
     sys.exit("the step never found memory enough")
@@ -77,10 +69,10 @@ print(failed, *sorted(messages), sep="\\n")
 
 #: The update of long bags, alone, from no memory on: its own scratch memory is what fails.
 UPDATE = """
-import resource, sys
+import sys
 import torch
 import rec_kernels as rk
-from process_cases import KEYS, ROWS, collection, state
+from process_cases import KEYS, ROWS, address_space, collection, limit_address_space, state
 from rec_kernels.testing import same_bits
 
 optimizer, threads = sys.argv[1], int(sys.argv[2])
@@ -89,17 +81,15 @@ tables, enough = (collection(getattr(rk, optimizer)(lr=0.01)) for _ in range(2))
 ids, per_bag = torch.randint(ROWS, (len(KEYS) * 300_000,)), torch.arange(len(KEYS) + 1) * 300_000
 long_bags = rk.KeyedJaggedTensor(KEYS, ids, offsets=per_bag)
 short = rk.KeyedJaggedTensor(KEYS, ids[: len(KEYS)], offsets=torch.arange(len(KEYS) + 1))
-most = resource.getrlimit(resource.RLIMIT_AS)[1]
 update, extra = torch.ops.rec_kernels.embedding_bag_backward_fused_, None
 
 def update_with_little(*arguments, **named):
     if extra is not None:
-        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + extra, most))
+        limit_address_space(address_space() + extra)
     try:
         return update(*arguments, **named)
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+        limit_address_space(None)
 
 torch.ops.rec_kernels.embedding_bag_backward_fused_ = update_with_little
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from op_fuzz import Call, by_name
 from test_opcheck import registered, samples
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -95,25 +96,21 @@ def test_lookups_of_one_collection() -> None:
         assert all(same_bits(out, wanted) for out in each)
 
 
-def calls(op: torch._ops.OpOverload) -> list[dict[str, object]]:
-    """The samples of an op, arguments by name."""
-    names = [a.name for a in op._schema.arguments]
-    given = tree_map_only(Tensor, Tensor.detach, samples(op.__name__.partition(".")[0]))
-    return [dict(zip(names, args, strict=False)) | kwargs for args, kwargs in given]
-
-
-def everything(op: torch._ops.OpOverload) -> list[Tensor]:
+def everything(op: str) -> list[Tensor]:
     """What the samples of an op return and change; what it may not change is shared by all threads."""
-    written = {a.name for a in op._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     found = []
     for call in CALLS[op]:
-        given = {n: a.clone() if n in written and isinstance(a, Tensor) else a for n, a in call.items()}
-        found += [t for t in tree_leaves((op(**given), given)) if isinstance(t, Tensor)]
+        own = {n: a.clone() for n, a in call.arguments.items() if n in call.written and isinstance(a, Tensor)}
+        given = Call(op, call.arguments | own)
+        found += [t for t in tree_leaves((given.run(), given.arguments)) if isinstance(t, Tensor)]
     return found
 
 
 torch.manual_seed(0)
-CALLS = {op: calls(op) for op in (getattr(torch.ops.rec_kernels, name).default for name in registered())}
+CALLS = {
+    op: [Call(op, tree_map_only(Tensor, Tensor.detach, by_name(op, *given))) for given in samples(op)]
+    for op in registered()
+}
 
 
 def test_every_op_in_threads() -> None:

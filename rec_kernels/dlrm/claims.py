@@ -91,18 +91,25 @@ class Auc:
         return dataclasses.replace(found, failed=_failed(result, self.names))
 
 
-@dataclass(frozen=True)
-class Faster:
-    """How many times a configuration's training examples per second are another's of the same seed."""
+class _OfTwo:
+    """A number of two configurations."""
 
     name: str
     than: str
-    unit = "times"
 
     @property
     def names(self) -> tuple[str, ...]:
         """The configurations that it needs."""
         return self.name, self.than
+
+
+@dataclass(frozen=True)
+class Faster(_OfTwo):
+    """How many times a configuration's training examples per second are another's of the same seed."""
+
+    name: str
+    than: str
+    unit = "times"
 
     def __str__(self) -> str:
         return f"examples/s, {self.name} / {self.than}"
@@ -121,17 +128,12 @@ class Faster:
 
 
 @dataclass(frozen=True)
-class Same:
+class Same(_OfTwo):
     """Minus the largest magnitude, over the seeds, of the difference of two configurations' test AUCs: 0 at best."""
 
     name: str
     than: str
     unit = "AUC"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The configurations that it needs."""
-        return self.name, self.than
 
     def __str__(self) -> str:
         return f"AUC, -|{self.name} - {self.than}| where it is largest"
@@ -144,18 +146,13 @@ class Same:
 
 
 @dataclass(frozen=True)
-class Fewer:
+class Fewer(_OfTwo):
     """How many times fewer "parameters" or "weight_bytes" (of rows and cache) a configuration has than another."""
 
     what: str
     name: str
     than: str
     unit = "times"
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The configurations that it needs."""
-        return self.name, self.than
 
     def __str__(self) -> str:
         what = {"parameters": "parameters", "weight_bytes": "bytes of rows"}[self.what]
