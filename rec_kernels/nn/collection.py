@@ -97,8 +97,7 @@ class TableCollection(CachedTables):
         self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
         if self._file is not None:
             self.register_buffer("file_generation", torch.tensor(self._file.file.generation))
-        self._pending: Pending | None = None
-        self._convert = False
+        self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
         self.register_load_state_dict_post_hook(_retie_after_load)
