@@ -5,6 +5,8 @@
 
 #if defined(__CUDACC__)
 #define RK_HOST_DEVICE __host__ __device__ __forceinline__
+#elif defined(RK_EMULATED)
+#define RK_HOST_DEVICE inline  // compiling counts there, not speed
 #else
 #define RK_HOST_DEVICE inline __attribute__((always_inline))
 #endif

@@ -8,9 +8,10 @@
 
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+
+#include "core/text.h"
 
 // The test-only emulated build registers the same kernels under a namespace of its own.
 #ifndef RK_LIBRARY
@@ -27,20 +28,13 @@ using torch::stable::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
-template <class... Parts>
-std::string join(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
-
 // Python sees std::out_of_range as IndexError, and what this throws as ValueError: a std::invalid_argument, or what
 // csrc/ops/errors.cpp was given for it.
 [[noreturn]] RK_EXPORT void throw_value_error(const std::string& message);
 
 template <class... Parts>
 void check_value(bool ok, const Parts&... parts) {
-  if (__builtin_expect(!ok, 0)) throw_value_error(join(parts...));
+  if (__builtin_expect(!ok, 0)) throw_value_error(join_pieces({Piece(parts)...}));
 }
 
 inline const char* dtype_name(ScalarType t) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include <memory>
-#include <ostream>
+#include <string>
 #include <vector>
 
 #include "cpu/embedding_bag.h"
@@ -13,11 +13,12 @@ namespace rec_kernels {
 // How messages name a part: "feature 3"; in a call with partition_starts "part 1 of feature 3".
 struct PartName {
   int64_t feature, part;  // within its feature; -1: without partition_starts
+
+  operator std::string() const {
+    const std::string name = join("feature ", feature);
+    return part >= 0 ? join("part ", part, " of ", name) : name;
+  }
 };
-inline std::ostream& operator<<(std::ostream& out, const PartName& name) {
-  if (name.part >= 0) out << "part " << name.part << " of ";
-  return out << "feature " << name.feature;
-}
 
 // Owns what the structs point to (contiguous copies where the caller's tensors were not).
 struct BagInput {

@@ -2,18 +2,12 @@
 #pragma once
 
 #include <cstdint>
-#include <sstream>
 #include <stdexcept>
 #include <string>
 
-namespace rec_kernels::host {
+#include "core/text.h"
 
-template <class... Parts>
-std::string join(const Parts&... parts) {
-  std::ostringstream out;
-  (out << ... << parts);
-  return out.str();
-}
+namespace rec_kernels::host {
 
 // OSError(code, text, path); Python picks the subclass by the code.
 class SystemError : public std::runtime_error {
