@@ -46,7 +46,7 @@ Tensor dot_interaction_cpu(const Tensor& dense_in, const Tensor& sparse_in, bool
     float *dense_memory = memory + own, *sparse_memory = dense_memory + dense.memory();
     float* to = out.open(first, sparse_memory + sparse.memory());
     const InteractionRows<const float> in{dense.read(first, count, dense_memory), dense.stride(),
-                                          sparse.read(first, count, sparse_memory), sparse.stride()};
+                                          sparse.read(first, count, sparse_memory), sparse.stride(), sparse.plain()};
     k.forward(shape, in, to, out.stride(), count, memory);
     out.write(first, count, to);
   });

@@ -20,6 +20,7 @@ struct InteractionRows {
   int64_t dense_stride;
   Float* sparse;
   int64_t sparse_stride;
+  bool far = false;  // further samples follow, and no cache holds them: they are asked for
 };
 
 struct DotInteractionKernels {

@@ -121,7 +121,7 @@ void interact(const InteractionShape& shape, const InteractionRows<const float>&
     gather_vector(in.dense + d, in.dense_stride, samples, columns, scratch);
     for (int64_t f = 0; f < shape.F; ++f, ahead += W * W) {
       const int64_t sample = ahead / (shape.F * D), within = ahead % (shape.F * D);
-      prefetch_bytes(in.sparse + (W + sample) * in.sparse_stride + within, W * W * 4);
+      if (in.far) prefetch_bytes(in.sparse + (W + sample) * in.sparse_stride + within, W * W * 4);
       gather_vector(in.sparse + f * D + d, in.sparse_stride, samples, columns, scratch + (f + 1) * W * W);
     }
     const Panel panel{scratch, columns, d == 0};
@@ -136,7 +136,7 @@ void forward(const InteractionShape& shape, const InteractionRows<const float>& 
              int64_t samples, float* scratch) {
   for (int64_t s = 0; s < samples; s += W) {
     const InteractionRows<const float> here{in.dense + s * in.dense_stride, in.dense_stride,
-                                            in.sparse + s * in.sparse_stride, in.sparse_stride};
+                                            in.sparse + s * in.sparse_stride, in.sparse_stride, in.far};
     interact(shape, here, out + s * out_stride, out_stride, samples - s < W ? samples - s : W, scratch);
   }
 }

@@ -1,6 +1,7 @@
 // Tensors of any float dtype, sample by sample, for kernels that take float32.
 #pragma once
 
+#include "core/simd.h"
 #include "cpu/row_formats.h"
 #include "ops/row_formats.h"
 
@@ -41,7 +42,10 @@ class Floats {
   const float* read(int64_t first, int64_t count, float* memory) const {
     if (plain()) return reinterpret_cast<const float*>(data_) + first * stride_;
     const auto decode = kernels<RowFormatKernels>().decode[static_cast<int>(format_)];
-    for (int64_t s = 0; s < count; ++s) decode(place(first + s), numbers_, memory + s * numbers_);
+    for (int64_t s = 0; s < count; ++s) {
+      prefetch_bytes(place(first + count + s), numbers_ * 2);  // of the samples that are read next
+      decode(place(first + s), numbers_, memory + s * numbers_);
+    }
     return memory;
   }
   // To be filled, then written, in the same places.
