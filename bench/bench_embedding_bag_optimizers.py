@@ -25,6 +25,11 @@ def implementations(optimizer: str, format: str) -> list[str]:
     return ["ours", *plain, *["torch"] * (optimizer in peers.TORCH_OPTIMIZERS and format == "fp32")]
 
 
+def optimizer_of(name: str, optimizer: str) -> str:
+    """Of an implementation: that of its case, but for the row-wise Adagrad beside it."""
+    return "rowwise_adagrad" if name.endswith("rowwise_adagrad") else optimizer
+
+
 def state_bytes(w: Workload, optimizer: str) -> int:
     """Of a row."""
     return sum(4 * w.dim if each else 4 for each in peers.OPTIMIZERS[optimizer]().state.values())
@@ -42,9 +47,9 @@ class Steps(Subject):
             self.drop()
             self._case = optimizer, format
         if name not in self._built:
-            plain = "rowwise_adagrad" if name.endswith("rowwise_adagrad") else optimizer
+            own = optimizer_of(name, optimizer)
             ours = name != "torch"
-            new = peers.Ours(self.workload, format, plain) if ours else peers.TorchTables(self.workload, optimizer)
+            new = peers.Ours(self.workload, format, own) if ours else peers.TorchTables(self.workload, own)
             self._built[name] = new
         tables = self._built[name]
         return lambda i: tables.train(self.batches[i], self.grad)
@@ -65,8 +70,8 @@ subject = subject_fixture(Steps)
 
 
 def test_step(benchmark, subject: Steps, optimizer: str, format: str, name: str, rounds: int) -> None:
-    """Forward, backward and update. Bytes: of a step of ours (``bench/shapes.py``)."""
+    """Forward, backward and update. Bytes: of a step of ours with that optimizer (``bench/shapes.py``)."""
     benchmark.group = f"train {optimizer} {format} {subject.workload.name}"
     rounds = rounds if name != "torch" else max(rounds // 3, 3)
     function = subject.train(optimizer, format, name)
-    time_calls(benchmark, function, BATCHES, rounds, subject.bytes_moved(optimizer, format))
+    time_calls(benchmark, function, BATCHES, rounds, subject.bytes_moved(optimizer_of(name, optimizer), format))
