@@ -27,8 +27,8 @@ DIRECTIONS = ("forward", "train")
 #: Bytes of rows that stay in the caches from call to call: the one that fits best is taken.
 CACHE_BYTES = (0.0, *(2.0**k for k in range(19, 28)))
 FLOAT = 4
-#: Prices of a direction: so many workloads must be fitted to, and one more if each is to be left out once.
-PRICES = 5
+#: Prices of a direction, at most: so many workloads must be fitted to, and one more if each is to be left out once.
+PRICES = 6
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def counts(direction: str, f: dict[str, float], cache_bytes: float) -> dict[str,
 
     A batch's distinct rows come from memory but for the share of all rows in use that the caches hold; every further id
     of a row finds it in a cache. Bytes of rows are those of whole cache lines. A bag of one id is copied, which has no
-    price beside its bytes.
+    price beside its bytes. A byte of a step's output is written, and its gradient brought near.
 
     Args:
         direction, f: "forward" or "train", and the features; "cycle_rows", C of the formula, is how many distinct rows
@@ -77,10 +77,10 @@ def counts(direction: str, f: dict[str, float], cache_bytes: float) -> dict[str,
     line = line_bytes(int(f["row_bytes"]))
     resident = min(1.0, cache_bytes / (f["cycle_rows"] * line))
     from_memory = f["unique_rows"] * (1 - resident)
-    found = {"call": 1, "byte from memory": from_memory * line}
+    output = FLOAT * f["bags"] * f["dim"]
+    found = {"call": 1, "byte from memory": from_memory * line, "byte of output": output}
     if direction == "forward":
-        from_cache, output = (f["ids"] - from_memory) * line, FLOAT * f["bags"] * f["dim"]
-        return found | {"byte from a cache": from_cache, "byte of output": output, "pooled bag": f["pooled_bags"]}
+        return found | {"byte from a cache": (f["ids"] - from_memory) * line, "pooled bag": f["pooled_bags"]}
     return found | {"id": f["ids"], "row": f["unique_rows"], "byte of gradient": FLOAT * f["ids"] * f["dim"]}
 
 

@@ -83,16 +83,16 @@ def test_a_workload_left_out_is_not_in_its_fit(direction: str) -> None:
 def test_too_few_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is and what is needed; a family without which too few are left has no error."""
     samples = made_up("train", PRICES, 0)
-    with pytest.raises(FiguresError, match="4 float32 workloads of a direction, at least 5 are needed"):
-        cost_model.fitted(samples[:4])
-    both = [*(replace(s, direction="forward") for s in samples[:9]), *samples[:5]]
-    with pytest.raises(FiguresError, match="5 float32 workloads of 'train', at least 6 are needed, to leave out one"):
+    with pytest.raises(FiguresError, match="5 float32 workloads of a direction, at least 6 are needed"):
+        cost_model.fitted(samples[:5])
+    both = [*(replace(s, direction="forward") for s in samples[:9]), *samples[:6]]
+    with pytest.raises(FiguresError, match="6 float32 workloads of 'train', at least 7 are needed, to leave out one"):
         cost_model.report(both, [])
     one_family = [replace(s, family="f") for s in samples[:9]]
     assert re.search(r"\| f \| 9 \| [\d.]+% \| too few others \|", cost_model.families({"train": one_family}))
     name = written(tmp_path / "old.json", document({"ours": STEADY}))  # without features
     monkeypatch.setattr(sys, "argv", ["bench.cost_model", name])
-    with pytest.raises(SystemExit, match="0 float32 workloads of 'forward', at least 6 are needed"):
+    with pytest.raises(SystemExit, match="0 float32 workloads of 'forward', at least 7 are needed"):
         cost_model.main()
 
 
@@ -147,7 +147,14 @@ def test_counts_by_hand() -> None:
         "pooled bag": 9,
     }
     train = cost_model.counts("train", features, 0)
-    assert train == {"call": 1, "byte from memory": 40 * 80, "id": 100, "row": 40, "byte of gradient": 3200}
+    assert train == {
+        "call": 1,
+        "byte from memory": 40 * 80,
+        "byte of output": 4 * 10 * 8,
+        "id": 100,
+        "row": 40,
+        "byte of gradient": 3200,
+    }
 
 
 def test_geometric_error_by_hand() -> None:
@@ -181,6 +188,22 @@ def test_page_has_the_cost_model_of_the_recorded_sweeps() -> None:
     of = {d: [s for s in samples if s.direction == d] for d in cost_model.DIRECTIONS}
     assert cost_model.prices({d: cost_model.fitted(own) for d, own in of.items()}) in page
     assert cost_model.families(of) in page
+
+
+def test_page_has_what_was_held_out() -> None:
+    """docs/benchmarks.md: other workloads than those that the prices of that machine were fitted to."""
+    page = (ROOT / "docs" / "benchmarks.md").read_text()
+    fitted_to, held_out = (
+        cost_model.read([str(RECORDED / f"{name}.json")], fastest=False)[0]
+        for name in ("tuning-2threads-xeon", "embedding_bag-workloads-2threads")
+    )
+    cost_model.refuse_fitted(fitted_to, held_out)
+    errors = []
+    for direction in cost_model.DIRECTIONS:
+        model = cost_model.fitted([s for s in fitted_to if s.direction == direction])
+        others = [s for s in held_out if s.direction == direction]
+        errors.append(cost_model.geometric_error([model.ns(direction, s.features) for s in others], others))
+    assert f"are off by {errors[0]:.1%} and {errors[1]:.1%}:".replace("%", " %") in page
 
 
 def test_cost_model_reads_runs(tmp_path: Path) -> None:
