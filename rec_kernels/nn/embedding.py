@@ -16,6 +16,8 @@ from rec_kernels.nn.layout import Layout, ServedTables
 class SequenceLookups(Layout):
     """Lookups that are not pooled, for modules with a ``_lookup``."""
 
+    _pools = False
+
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
 

@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.arguments import check_choice, integer_from, positive_integer
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import uncast
 from rec_kernels.nn.tables import StoredTable, zeros
@@ -69,7 +70,7 @@ class RowCache:
     def __post_init__(self) -> None:
         fractions = self.fraction if isinstance(self.fraction, Mapping) else {"": self.fraction}
         for name, value in fractions.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
                 where = f"fraction of table {name!r}" if name else "fraction"
                 raise ValueError(f"{where} must be a number in [0, 1], got {value!r}")
         if positive_integer("ways", self.ways) > 1024:
@@ -88,12 +89,14 @@ class RowCache:
                 raise ValueError(f"{name} {need} backing 'disk', got {name}={getattr(self, name)!r}, {self.backing!r}")
         if on_disk:
             positive_integer("memory_budget", self.memory_budget)
+            if self.generation is not None:
+                integer_from(0, "generation", self.generation)
         elif self.generation is not None:
             raise ValueError(f"generation is for backing 'disk', got {self.generation!r} and {self.backing!r}")
 
     def of(self, table: str) -> float:
         """The fraction of a table."""
-        return self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction
+        return float(self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction)
 
 
 @dataclass
