@@ -52,7 +52,7 @@ class RowCache:
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
             the last one that is whole. After a crash there may be two; the one that is not opened is gone then.
 
-    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
+    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached, and have no fraction but 0.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -119,7 +119,7 @@ class CacheState(nn.Module):
 
     Args:
         cache: how much of what is cached.
-        stored: the collection's tables; ``whole``: names of those that may be cached.
+        stored: the collection's tables, parts of others among them.
         features: what the collection's features look up.
         device: where the slots are.
     """
@@ -151,8 +151,12 @@ class CacheState(nn.Module):
         self._features = features
         alone = {feature.parts[0].stored for feature in features if len(feature.parts) == 1}
         names = {feature.table.name for feature in features if len(feature.parts) == 1}
-        if isinstance(cache.fraction, Mapping) and (unknown := sorted(set(cache.fraction) - names)):
-            raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {sorted(names)}")
+        if isinstance(cache.fraction, Mapping):
+            several = {feature.table.name for feature in features} - names
+            unknown = sorted(n for n, f in cache.fraction.items() if n not in names and (f or n not in several))
+            if unknown:
+                own = sorted(names)
+                raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {own}")
         self.fractions = [cache.of(t.name) if i in alone else 0.0 for i, t in enumerate(stored)]
         self._groups = self._make_groups()
         slots = sum(g.sets for g in self._groups) * cache.ways

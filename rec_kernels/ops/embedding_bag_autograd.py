@@ -221,8 +221,9 @@ def _check_version(weights: Tensor, version: int) -> None:
     if weights._version != version:
         raise RuntimeError(
             "the tables have changed since this lookup, and the gradients of its products need the rows as they were. "
-            "If the backward of another lookup has updated them: make both lookups and their backwards inside "
-            "accumulate() of the collection, which updates once, at its end"
+            "This lookup updates nothing; what another one of the same backward has updated stays so. If that is what "
+            "has changed them: make both lookups and their backwards inside accumulate() of the collection, which "
+            "updates once, at its end"
         )
 
 
