@@ -100,7 +100,7 @@ class KeyedJaggedTensor(LearnedOffsets):
         keys: F feature names, all different.
         values: [N] ids, int32 or int64.
         lengths: [F * B] bag lengths, or
-        offsets: [F * B + 1]; exactly one of the two.
+        offsets: [F * B + 1]; exactly one of the two. Ids in no bag are left out of pooled lookups.
         weights: [N] float32 (per-sample weights) or None.
         stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
         inverse_indices: with ``stride_per_key``, which bag of its feature each row of the full batch has: the names,
@@ -385,6 +385,10 @@ def _permuted(
     total = None
     if offset_per_key:
         total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
+    elif has_data(offsets) and sorted(order) == list(range(len(strides))):
+        # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
+        first, last = int(offsets[0]), int(offsets[-1])
+        total = None if last - first == values.shape[0] else max(last - first, 0)
     # The op takes float32; which others a lookup takes is for the lookup to say.
     wide = None if weights is None else weights.float()
     values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
