@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops import autocast
@@ -227,6 +228,15 @@ def _check_version(weights: Tensor, version: int) -> None:
         )
 
 
+def _refuse_tangents(op: str, inputs: tuple) -> None:
+    # Below autograd they would be dropped, and derivatives be zeros.
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(
+            f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): take it "
+            "in reverse mode (torch.autograd)"
+        )
+
+
 def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
     """What torch.library.register_autograd does, without its walk over the schema in every call.
 
@@ -246,7 +256,9 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
 
     def kernel(*inputs):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
+            return function.apply(*inputs)  # refuses tangents, too
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*inputs)
 
