@@ -87,9 +87,12 @@ class EmbeddingCollection(SequenceLookups, TableCollection):
     ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
 
     Args:
-        tables: ``rk.EmbeddingConfig``. Their dimensions may differ.
+        tables: ``rk.EmbeddingConfig``, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is not used.
 
     The others are ``rk.EmbeddingBagCollection``'s.
+
+    Raises:
+        ValueError: a table's compression has not compose "per_id"; and as ``rk.EmbeddingBagCollection``.
     """
 
     def for_serving(self) -> ServedEmbeddings:

@@ -179,8 +179,8 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
     Dense parameters elsewhere in the model are the user's optimizer's business.
 
     Raises:
-        ValueError: no unique table names, unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no
-            64-bit int.
+        ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
+            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
     """
 
     tables: Sequence[EmbeddingBagConfig]
