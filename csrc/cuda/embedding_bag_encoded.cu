@@ -54,6 +54,8 @@ struct EncodedTarget {
     for (int pass = kFirst; pass < 2; ++pass) {
       for (int64_t column = 0; column < D; column += kWidth) {
         if (D > kWidth || pass == kFirst) update(column, D <= kWidth || pass == 1);
+        // In registers: what is indexed by a variable would not be.
+#pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t c = column + (k * G + group.lane) * 4;
           if (pass == 1) writer.write(c, x[k]);
