@@ -54,6 +54,18 @@ def test_two_lookups_of_products(compression, format: str) -> None:
 
 
 @pytest.mark.parametrize("compression", MULTIPLIED)
+def test_two_lookups_of_products_in_one_loss(compression) -> None:
+    """The backward that came first has updated, which the other's error says; what raises has not."""
+    collection, *alone = (_collection(compression, rk.SGD(lr=0.1)) for _ in range(3))
+    with pytest.raises(RuntimeError, match="what another one of the same backward has updated stays so"):
+        (_loss(collection, _batch(1)) + _loss(collection, _batch(2))).backward()
+    for seed, one in enumerate(alone, 1):
+        _loss(one, _batch(seed)).backward()
+    assert sum(all(map(same_bits, _tables(collection), _tables(one))) for one in alone) == 1
+    assert collection.step == 1
+
+
+@pytest.mark.parametrize("compression", MULTIPLIED)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_two_lookups_in_one_block(compression, format: str) -> None:
     """accumulate() updates once, with gradients of the rows that both looked up: the bits of one batch."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import rec_kernels as rk
 from rec_kernels.testing import assert_same_sum, jagged_batch, same_bits, use_threads
@@ -163,6 +164,26 @@ def test_no_second_derivative() -> None:
     (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_no_forward_mode_derivative(grad: bool) -> None:
+    """Of tables and of weights: refused, not taken for zero. Other arguments' tangents are nobody's business."""
+    weight, factors = torch.randn(5, 3), torch.ones(3)
+    ids, offsets = torch.tensor([0, 4, 4]), torch.tensor([0, 1])
+
+    def lookup(weight: Tensor, factors: Tensor) -> Tensor:
+        return rk.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=factors)
+
+    with torch.set_grad_enabled(grad):
+        for f, x in ((lambda w: lookup(w, factors), weight), (lambda s: lookup(weight, s), factors)):
+            with pytest.raises(NotImplementedError, match="embedding_bag has no forward-mode derivative"):
+                torch.func.jvp(f, (x,), (torch.ones_like(x),))
+            with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+                f(forward_ad.make_dual(x, torch.ones_like(x)))
+        right = lookup(weight, factors)
+        with forward_ad.dual_level():
+            assert torch.equal(lookup(weight, factors), right)
 
 
 def test_only_wanted_gradients() -> None:

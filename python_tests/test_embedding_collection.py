@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -187,6 +188,30 @@ def test_padded() -> None:
     short = jagged.to_padded_dense(2, padding_value=-1)
     assert short[:, :, 0].tolist() == [[0, -1], [-1, -1], [2, 4], [8, 10]]
     assert rk.JaggedTensor(torch.arange(3), torch.tensor([0, 1, 3])).to_padded_dense().tolist() == [[0, 0], [1, 2]]
+
+
+@pytest.mark.parametrize("offsets", [[0, 1, 2], [1, 2, 3], [1, 1, 1], [1, 2, 2]])
+@pytest.mark.parametrize("known", [False, True], ids=["", "offsets known"])
+def test_ids_in_no_bag(offsets: list[int], known: bool) -> None:
+    """Whatever the order of the keys, pooled lookups leave them out, and lookups of rows refuse them."""
+    torch.manual_seed(0)
+    tables = [rk.EmbeddingBagConfig(9, 4, name=name, feature_names=[name]) for name in "ab"]
+    pooled = rk.EmbeddingBagCollection(tables)
+    with torch.no_grad():
+        for name in "ab":
+            pooled.embedding_bags[name].weight.copy_(torch.arange(9.0)[:, None].expand(-1, 4))
+    ids, weights = torch.tensor([3, 5, 7]), torch.tensor([1.0, 10.0, 100.0])
+    right = [float((ids * weights)[a:b].sum()) for a, b in itertools.pairwise(offsets)]
+    for keys in ("ab", "ba"):
+        sums = dict(zip(keys, right, strict=True))
+        kjt = rk.KeyedJaggedTensor(list(keys), ids, offsets=torch.tensor(offsets), weights=weights)
+        if known:
+            kjt.offset_per_key()
+        output = pooled(kjt).to_dict()
+        assert [output[key][0].tolist() for key in "ab"] == [[sums[key]] * 4 for key in "ab"]
+        refusal = f"offsets must start at 0 and end at 3, the number of values, got {offsets[0]} and {offsets[-1]}"
+        with pytest.raises(ValueError, match=refusal):
+            rk.EmbeddingCollection(tables)(kjt)
 
 
 def test_batches_in_one_memory() -> None:

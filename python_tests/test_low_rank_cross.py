@@ -113,6 +113,12 @@ def test_autocast(dtype: torch.dtype) -> None:
         assert net(x.to(dtype)).dtype == torch.float32
 
 
+def test_without_numbers() -> None:
+    """On the meta device, shapes."""
+    y = rk.LowRankCrossNet(8, 2, 3, device="meta")(torch.randn(5, 8, device="meta"))
+    assert (y.shape, y.is_meta) == ((5, 8), True)
+
+
 def test_states_and_copies() -> None:
     """A state, a deep copy and a pickle give the same results."""
     net, x = make((5, 2, 3)), torch.randn(4, 5)

@@ -84,6 +84,29 @@ def test_parts() -> None:
     assert placed["q"].encoded_bytes == (25 + 4) * 16
 
 
+def test_narrow_rows() -> None:
+    """Slots of rows that are projected are as wide as the rows that are kept, and not as the table."""
+    tables = [table("m", 100, 64, compression=rk.MixedDimension(8)), table("w", 100, 8)]
+    counts = dict.fromkeys("mw", torch.arange(1, 101))
+    placed = rk.place_tables(tables, counts, cache_bytes=10**6)
+    assert placed["m"].slot_bytes == placed["w"].slot_bytes == 100 * (32 + 19) + 100
+    cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4, policy="lfu")
+    module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=cache)
+    assert module.tier_report()["cache_bytes"] == sum(p.slot_bytes for p in placed.values())
+
+
+def test_a_collection_takes_tables_of_parts() -> None:
+    """With their fraction, which is 0, and no other."""
+    tables = [table("a", 100, 8), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
+    placed = rk.place_tables(tables, dict.fromkeys("aq", torch.ones(100)), cache_bytes=2000)
+    fractions = {name: p.fraction for name, p in placed.items()}
+    module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=rk.RowCache(fractions))
+    assert module.row_cache.fractions == [fractions["a"], 0.0, 0.0]
+    for name, fraction in (("q", 0.1), ("q_0", 0.0), ("x", 0.0)):
+        with pytest.raises(ValueError, match=rf"fraction names \['{name}'\], which are no tables of one part: .*'a'"):
+            rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=rk.RowCache({name: fraction}))
+
+
 def test_a_collection_takes_it() -> None:
     """Fractions are those of rk.RowCache, and tiers its backings."""
     tables = [table("a", 400, 16), table("b", 300, 16)]

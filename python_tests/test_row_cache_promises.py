@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
 
@@ -68,3 +69,14 @@ def test_halving_follows_what_is_popular_now() -> None:
             module(rk.KeyedJaggedTensor(["f"], torch.from_numpy(hot), offsets=offsets))
         hits[decay_every] = module.memory_report()[0]["hit_rate"]
     assert hits[50] > hits[0] + 0.2
+
+
+@pytest.mark.parametrize(("reentrant", "times"), [(False, 2), (True, 1)])
+def test_activation_checkpointing(reentrant: bool, times: int) -> None:
+    """Makes a lookup again in the backward, when its batch counts again; there is one update."""
+    module, weight = collection(50, 4, "int8", rk.RowCache(0.5)), torch.ones(4, requires_grad=True)
+    batch = rk.KeyedJaggedTensor(["f"], torch.arange(8), offsets=torch.arange(9))
+    output = checkpoint(lambda w: module(batch).values() * w, weight, use_reentrant=reentrant)
+    output.sum().backward()
+    assert module.memory_report()[0]["lookups"] == module.row_cache.clock * 8 == times * 8
+    assert module.step == 1

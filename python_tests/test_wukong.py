@@ -146,6 +146,25 @@ def test_half_precision() -> None:
     assert stack(torch.randn(3, 6, 8).bfloat16()).dtype == torch.bfloat16
 
 
+def test_without_numbers() -> None:
+    """On the meta device, shapes and gradients."""
+    stack = rk.Wukong(**SIZES, num_layers=2, device="meta")
+    x = torch.randn(5, 6, 8, device="meta", requires_grad=True)
+    stack(x).sum().backward()
+    assert (stack(x).shape, stack(x).dtype, x.grad.shape) == ((5, stack.out_features, 8), x.dtype, x.shape)
+    assert stack(x).is_meta
+
+
+def test_exported() -> None:
+    """With a batch of any size."""
+    stack = rk.Wukong(**SIZES, num_layers=2)
+    sizes = ({0: torch.export.Dim("batch")},)
+    program = torch.export.export(stack, (torch.randn(4, 6, 8),), dynamic_shapes=sizes)
+    for batch in (2, 9):
+        x = torch.randn(batch, 6, 8)
+        torch.testing.assert_close(program.module()(x), stack(x))
+
+
 def test_states_and_copies() -> None:
     """A state, a deep copy and a pickle give the same results."""
     stack, x = rk.Wukong(**SIZES, num_layers=2, hidden=(5,)), torch.randn(4, 6, 8)

@@ -17,12 +17,21 @@ def positive_integer(name: str, value: Any) -> int:
     Raises:
         ValueError: it is no integer from 1 to 2^63 - 1, the largest that the kernels take.
     """
+    return integer_from(1, name, value)
+
+
+def integer_from(least: int, name: str, value: Any) -> int:
+    """``value`` as an int.
+
+    Raises:
+        ValueError: it is no integer from ``least`` to 2^63 - 1.
+    """
     try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
+        number = least - 1 if isinstance(value, bool) else operator.index(value)
     except TypeError:  # a float, even a whole one, is a mistake elsewhere
-        number = 0
-    if not 1 <= number < 2**63:
-        raise ValueError(f"{name} must be an integer, at least 1 and below 2^63, got {value!r}")
+        number = least - 1
+    if not least <= number < 2**63:
+        raise ValueError(f"{name} must be an integer, at least {least} and below 2^63, got {value!r}")
     return number
 
 
@@ -50,7 +59,8 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 def check_layer_dtype(name: str, x: Tensor, own: torch.dtype) -> None:
     """Raises ValueError unless a layer with parameters of dtype ``own`` takes ``x``: under autocast, any of three."""
-    autocast = torch.is_autocast_enabled(x.device.type)
+    device = x.device.type  # "meta" has no autocast
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
     if x.dtype != own and not (autocast and x.dtype in FLOAT_DTYPES.values()):
         allowed = "float32, float16 or bfloat16 under autocast" if autocast else f"that of the parameters, {own}"
         raise ValueError(f"{name} must be {allowed}, got {x.dtype}")

@@ -58,7 +58,7 @@ class TableCollection(CachedTables):
         seed: int = 0,
         cache: RowCache | None = None,
     ) -> None:
-        tables = list(tables)
+        tables = self._checked(tables)
         stored = [s for t in tables for s in t.stored]
         names = [s.name for s in stored]
         if len(set(names)) != len(names):

@@ -16,6 +16,8 @@ from rec_kernels.nn.layout import Layout, ServedTables
 class SequenceLookups(Layout):
     """Lookups that are not pooled, for modules with a ``_lookup``."""
 
+    _pools = False
+
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
 
@@ -57,7 +59,9 @@ class SequenceLookups(Layout):
                 "lookups that are not pooled take no rk.InverseKeyedJaggedTensor: give them features.to_kjt(), or wrap "
                 "the module in rk.deduplicated if its features are in one group"
             )
-        return select_keys(features, self.feature_names)
+        given = select_keys(features, self.feature_names)
+        check_offsets(features.offsets(), features.values().shape[0])
+        return given
 
     def _rows(self, given: SelectedKeys) -> Tensor:
         return self._lookup(*self._bags_of(given))
@@ -65,7 +69,6 @@ class SequenceLookups(Layout):
     def _bags_of(self, given: SelectedKeys) -> tuple[SelectedKeys, Tensor]:
         """Every id as a bag of its own."""
         count, offsets = given.values.shape[0], given.offsets
-        check_offsets(offsets, count)
         each = torch.arange(count + 1, device=offsets.device)
         batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
         # A slice where it will do: a list of places would have to be copied to the device.
@@ -84,9 +87,12 @@ class EmbeddingCollection(SequenceLookups, TableCollection):
     ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
 
     Args:
-        tables: ``rk.EmbeddingConfig``. Their dimensions may differ.
+        tables: ``rk.EmbeddingConfig``, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is not used.
 
     The others are ``rk.EmbeddingBagCollection``'s.
+
+    Raises:
+        ValueError: a table's compression has not compose "per_id"; and as ``rk.EmbeddingBagCollection``.
     """
 
     def for_serving(self) -> ServedEmbeddings:

@@ -172,14 +172,15 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
     bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
     ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
     ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
-    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``, float32 [E, D] or, if row-wise, [E].
+    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``: [E, D] of the optimizer's ``state_dtype``
+    or, if row-wise, float32 [E].
     ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
     Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
     Dense parameters elsewhere in the model are the user's optimizer's business.
 
     Raises:
-        ValueError: no unique table names, unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no
-            64-bit int.
+        ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
+            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
     """
 
     tables: Sequence[EmbeddingBagConfig]

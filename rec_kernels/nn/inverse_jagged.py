@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
-from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data, select_bags
+from rec_kernels.nn.jagged import KeyedJaggedTensor, check_keys, has_data, select_bags
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
 
 _ops = torch.ops.rec_kernels
@@ -245,8 +245,10 @@ class InverseKeyedJaggedTensor:
         """How many ids are kept of these features; of windows, those that they cover. On a GPU the host waits.
 
         Raises:
-            IndexError: on a GPU, a window is not within the values.
+            ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: on a GPU, a
+            window is not within the values.
         """
+        check_keys(keys, self._keys)
         if isinstance(self._unique, KeyedJaggedWindows):
             return self._unique.num_stored(keys)
         return sum(count for key, count in self.num_stored_of_keys().items() if key in keys)

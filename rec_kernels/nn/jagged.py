@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.learned import LearnedOffsets
 from rec_kernels.ops.jagged_index_select import jagged_index_select
 from rec_kernels.ops.jagged_permute import jagged_permute
 
@@ -81,24 +82,25 @@ class JaggedTensor:
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """[B, L, ...]: the rows side by side, cut or padded to ``desired_length``; None: the longest row's."""
         lengths = self.lengths()
+        batch = lengths.shape[0]  # a symbol in an exported program, which len() would make a number
         if desired_length is None:
-            desired_length = int(lengths.max()) if len(lengths) else 0
+            desired_length = int(lengths.max()) if batch else 0
         places = torch.arange(desired_length, device=lengths.device)
         inside = places < lengths[:, None]
         source = (self._offsets[:-1, None] + places)[inside]
-        shape = (len(lengths), desired_length, *self._values.shape[1:])
+        shape = (batch, desired_length, *self._values.shape[1:])
         padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
         return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
 
 
-class KeyedJaggedTensor:
+class KeyedJaggedTensor(LearnedOffsets):
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
         keys: F feature names, all different.
         values: [N] ids, int32 or int64.
         lengths: [F * B] bag lengths, or
-        offsets: [F * B + 1]; exactly one of the two.
+        offsets: [F * B + 1]; exactly one of the two. Ids in no bag are left out of pooled lookups.
         weights: [N] float32 (per-sample weights) or None.
         stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
         inverse_indices: with ``stride_per_key``, which bag of its feature each row of the full batch has: the names,
@@ -131,7 +133,7 @@ class KeyedJaggedTensor:
         self._offsets = to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
         self._inverse_keys, self._inverse = inverse_indices or (None, None)
-        self._offset_per_key: tuple[int, list[int]] | None = None
+        self._offset_per_key = None
 
     def keys(self) -> list[str]:
         """F feature names, in order."""
@@ -336,7 +338,7 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -
     known; a GPU need not be waited for then. Raises KeyError naming a key that is missing, TypeError for another kind
     of batch.
     """
-    if not hasattr(kjt, "offsets"):
+    if not (hasattr(kjt, "keys") and hasattr(kjt, "offsets")):
         raise TypeError(
             f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
             "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
@@ -383,6 +385,10 @@ def _permuted(
     total = None
     if offset_per_key:
         total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
+    elif has_data(offsets) and sorted(order) == list(range(len(strides))):
+        # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
+        first, last = int(offsets[0]), int(offsets[-1])
+        total = None if last - first == values.shape[0] else max(last - first, 0)
     # The op takes float32; which others a lookup takes is for the lookup to say.
     wide = None if weights is None else weights.float()
     values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
@@ -399,8 +405,10 @@ def select_bags(
     return chosen, new_offsets, weights
 
 
-def check_keys(keys: list[str], have: list[str]) -> None:
-    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``."""
+def check_keys(keys: Sequence[str], have: list[str]) -> None:
+    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``; ValueError of one name alone."""
+    if isinstance(keys, str):
+        raise ValueError(f"keys must be a list of feature names, got {keys!r}")
     known = set(have)
     missing = [k for k in keys if k not in known]
     if missing:

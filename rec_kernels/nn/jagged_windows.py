@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import cannot_copy
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, has_data, to_offsets
+from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_keys, has_data, to_offsets
+from rec_kernels.nn.learned import LearnedOffsets
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
 
 
-class KeyedJaggedWindows:
+class KeyedJaggedWindows(LearnedOffsets):
     """Ids of several features for a batch, in one buffer: bag i is ``values[starts[i] : starts[i] + lengths[i]]``.
 
     Bags are key-major, as those of ``rk.KeyedJaggedTensor``: with B samples, bag (f, b) is number f * B + b. The
@@ -51,7 +52,7 @@ class KeyedJaggedWindows:
         check_bags(keys, stride_per_key, len(starts), "starts")
         self._keys, self._values, self._starts, self._lengths = list(keys), values, starts, lengths
         self._strides = None if stride_per_key is None else list(stride_per_key)
-        self._offset_per_key: tuple[list, list[int]] | None = None
+        self._offset_per_key = None
         self._bags: tuple[list, KeyedJaggedTensor] | None = None
         if has_data(starts):
             self.offset_per_key()  # is known from now on, when they have been moved, too
@@ -117,12 +118,19 @@ class KeyedJaggedWindows:
             *found, any_bad = torch.cat([offsets[self._bag_starts()], bad.any()[None].long()]).tolist()
             if any_bad:
                 raise IndexError(self._message(int(bad.nonzero()[0])))
-            self._offset_per_key = _kept(found, self._starts, self._lengths)
+            self.keep_offset_per_key(found)
         return found
 
     def known_offset_per_key(self) -> list[int] | None:
         """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
         return _still(self._offset_per_key, self._starts, self._lengths)
+
+    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
+        """Keeps what was learned of starts and lengths as they are now."""
+        self._offset_per_key = _kept(offset_per_key, self._starts, self._lengths)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_bags": None}  # larger than the windows, and can be made again
 
     def to_kjt(self) -> KeyedJaggedTensor:
         """The bags, each with ids of its own: made when they are first asked for, and kept.
@@ -160,8 +168,10 @@ class KeyedJaggedWindows:
         """How many ids of the buffer are in bags of these features, each counted once. On a GPU the host waits.
 
         Raises:
-            IndexError: as of ``offset_per_key``.
+            ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: as of
+            ``offset_per_key``.
         """
+        check_keys(keys, self._keys)
         self.offset_per_key()
         bags = self._bag_starts()
         chosen = [slice(bags[f], bags[f + 1]) for f, key in enumerate(self._keys) if key in keys]
@@ -188,10 +198,11 @@ class KeyedJaggedWindows:
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedWindows:
         new = type(self).__new__(type(self))
-        new._keys, new._strides, new._bags = self._keys, self._strides, None
+        new._keys, new._strides, new._bags, new._offset_per_key = self._keys, self._strides, None, None
         new._values, new._starts, new._lengths = map(move, (self._values, self._starts, self._lengths))
         known = self.known_offset_per_key()
-        new._offset_per_key = None if known is None else _kept(known, new._starts, new._lengths)
+        if known is not None:
+            new.keep_offset_per_key(known)
         return new
 
     def _bag_starts(self) -> list[int]:

@@ -14,7 +14,7 @@ from rec_kernels.nn.host_memory import staying
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
-from rec_kernels.nn.tables import EmbeddingConfig, Storage
+from rec_kernels.nn.tables import EmbeddingConfig, Storage, checked_tables
 
 if TYPE_CHECKING:
     from rec_kernels.nn.cached_tables import CachedTables
@@ -34,6 +34,7 @@ class Layout(nn.Module):
     """
 
     tables: Sequence[EmbeddingConfig]
+    _pools = True  # whether ``forward`` makes one row of a bag
     _weights: Tensor
     _frozen: Tensor
     _seed: Tensor
@@ -62,10 +63,19 @@ class Layout(nn.Module):
         self._name_outputs()
         self._make_layout(device)
 
+    def _checked(self, tables: Sequence[EmbeddingConfig]) -> list[EmbeddingConfig]:
+        return checked_tables(tables, pooled=self._pools)
+
     def _name_outputs(self) -> None:
         self.feature_names = [f for t in self.tables for f in t.feature_names]
         shared = {f for f in self.feature_names if self.feature_names.count(f) > 1}
         self._output_keys = [f"{f}@{t.name}" if f in shared else f for t in self.tables for f in t.feature_names]
+        if len(set(self._output_keys)) != len(self._output_keys):
+            twice = sorted({key for key in self._output_keys if self._output_keys.count(key) > 1})
+            raise ValueError(
+                f"feature_names of the tables give more than one output the name {twice}: a table must name a feature "
+                "once, and no feature be called <feature>@<table> as the outputs of one in several tables are"
+            )
         self._output_dims = [t.embedding_dim for t in self.tables for _ in t.feature_names]
         self._stored = [s for t in self.tables for s in t.stored]
 

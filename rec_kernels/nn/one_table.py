@@ -54,7 +54,7 @@ class OneTable(nn.Module):
         values, offsets, weights = features.values(), features.offsets(), features.weights_or_none()
         if values.dim() != 1 or values.dtype not in INTEGERS:
             raise ValueError(f"values must be one row of int32 or int64 ids, got {values.dtype} {list(values.shape)}")
-        if offsets.dim() != 1 or offsets.dtype not in INTEGERS or len(offsets) < 1:
+        if offsets.dim() != 1 or offsets.dtype not in INTEGERS or offsets.shape[0] < 1:
             raise ValueError(
                 f"offsets must be one row of at least one int32 or int64, got {offsets.dtype} {list(offsets.shape)}"
             )
@@ -72,4 +72,5 @@ class OneTable(nn.Module):
 
 def without_autocast(t: Tensor) -> torch.autocast:
     """A block in which products with a tensor keep their float32."""
-    return torch.autocast(t.device.type, enabled=False)
+    device = t.device.type
+    return torch.autocast(device if torch.amp.is_autocast_available(device) else "cpu", enabled=False)

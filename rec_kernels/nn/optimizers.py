@@ -138,9 +138,13 @@ class Adam(_Elementwise):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # As float32, which 0.99999999 is too close to 1 for.
-        if len(self.betas) != 2 or not all(0 <= torch.tensor(b, dtype=torch.float32) < 1 for b in self.betas):
-            raise ValueError(f"betas = {self.betas} must be two numbers in [0, 1) as float32")
+        try:
+            # As float32, which 0.99999999 is too close to 1 for. On the CPU: the default device may have no numbers.
+            betas = torch.tensor([*self.betas], dtype=torch.float32, device="cpu")
+        except (TypeError, ValueError):
+            betas = torch.empty(0, device="cpu")
+        if betas.shape != (2,) or not all(0 <= b < 1 for b in betas.tolist()):
+            raise ValueError(f"betas = {self.betas!r} must be two numbers in [0, 1) as float32")
 
     def options(self) -> dict[str, object]:
         """The arguments of the fused op that say how gradients are used."""
@@ -189,6 +193,12 @@ class _Group(dict):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
+    def _updated(self, other: Any) -> _Group:
+        self.update(other)
+        return self
+
+    __ior__: Any = _updated  # dict's would go past __setitem__
+
 
 class FusedOptimizer(torch.optim.Optimizer):
     """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers.
@@ -199,7 +209,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     schedulers have added; state of rows is in the collection's.
 
     Args:
-        tables: the collection's weights, [E, D] float32 each.
+        tables: the collection's weights, as they are stored: [E, D] float32, float16 or bfloat16, or uint8 rows.
         rate: the learning rate.
         lr: 0-dim float32, the tensor that the kernels read.
     """

@@ -68,7 +68,7 @@ def place_tables(
         if budget is not None and budget < 0:
             raise ValueError(f"{name} = {budget} must not be negative")
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
-    slot = [slot_bytes(t.embedding_dim, policy) for t in tables]
+    slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
     whole = [len(t.stored) == 1 for t in tables]
     stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
     chosen = _choose_rows(sorted_counts, slot, whole, cache_bytes - (sum(stored) if policy == "lfu" else 0))

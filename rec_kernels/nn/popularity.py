@@ -194,7 +194,7 @@ class MixedDimensionEmbeddingBag(OneTable):
 
     def _sorted(self, ranks: Tensor, offsets: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Every id for its own block only: the same sums for a fraction of the ids."""
-        blocks, batch = len(self.block_dims), len(offsets) - 1
+        blocks, batch = len(self.block_dims), offsets.shape[0] - 1
         # Behind the blocks one of ids out of range. A sort of bytes is several times as fast as one of larger numbers.
         block = sum((ranks >= end for end in self._ends), torch.zeros_like(ranks, dtype=self._sorts_by))
         order = torch.argsort(block, stable=True)
@@ -226,7 +226,7 @@ class MixedDimensionEmbeddingBag(OneTable):
 def _counted(offsets: Tensor, bad: Tensor) -> Tensor:
     """How many ids of each bag are in range."""
     before = functional.pad((~bad).long().cumsum(0), (1, 0))
-    return before[offsets.long().clamp(0, len(bad))].diff()  # elsewhere than on the CPU, offsets may be anything
+    return before[offsets.long().clamp(0, bad.shape[0])].diff()  # elsewhere than on the CPU, offsets may be anything
 
 
 def _checked_blocks(sizes: Sequence[int], dims: Sequence[int], embedding_dim: int) -> tuple[list[int], list[int]]:

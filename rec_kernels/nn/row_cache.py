@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.arguments import check_choice, integer_from, positive_integer
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import uncast
 from rec_kernels.nn.tables import StoredTable, zeros
@@ -51,7 +52,7 @@ class RowCache:
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
             the last one that is whole. After a crash there may be two; the one that is not opened is gone then.
 
-    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached.
+    Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached, and have no fraction but 0.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -69,7 +70,7 @@ class RowCache:
     def __post_init__(self) -> None:
         fractions = self.fraction if isinstance(self.fraction, Mapping) else {"": self.fraction}
         for name, value in fractions.items():
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+            if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
                 where = f"fraction of table {name!r}" if name else "fraction"
                 raise ValueError(f"{where} must be a number in [0, 1], got {value!r}")
         if positive_integer("ways", self.ways) > 1024:
@@ -88,12 +89,14 @@ class RowCache:
                 raise ValueError(f"{name} {need} backing 'disk', got {name}={getattr(self, name)!r}, {self.backing!r}")
         if on_disk:
             positive_integer("memory_budget", self.memory_budget)
+            if self.generation is not None:
+                integer_from(0, "generation", self.generation)
         elif self.generation is not None:
             raise ValueError(f"generation is for backing 'disk', got {self.generation!r} and {self.backing!r}")
 
     def of(self, table: str) -> float:
         """The fraction of a table."""
-        return self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction
+        return float(self.fraction.get(table, 0.0) if isinstance(self.fraction, Mapping) else self.fraction)
 
 
 @dataclass
@@ -116,7 +119,7 @@ class CacheState(nn.Module):
 
     Args:
         cache: how much of what is cached.
-        stored: the collection's tables; ``whole``: names of those that may be cached.
+        stored: the collection's tables, parts of others among them.
         features: what the collection's features look up.
         device: where the slots are.
     """
@@ -148,8 +151,12 @@ class CacheState(nn.Module):
         self._features = features
         alone = {feature.parts[0].stored for feature in features if len(feature.parts) == 1}
         names = {feature.table.name for feature in features if len(feature.parts) == 1}
-        if isinstance(cache.fraction, Mapping) and (unknown := sorted(set(cache.fraction) - names)):
-            raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {sorted(names)}")
+        if isinstance(cache.fraction, Mapping):
+            several = {feature.table.name for feature in features} - names
+            unknown = sorted(n for n, f in cache.fraction.items() if n not in names and (f or n not in several))
+            if unknown:
+                own = sorted(names)
+                raise ValueError(f"fraction names {unknown}, which are no tables of one part: those are {own}")
         self.fractions = [cache.of(t.name) if i in alone else 0.0 for i, t in enumerate(stored)]
         self._groups = self._make_groups()
         slots = sum(g.sets for g in self._groups) * cache.ways

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
@@ -86,8 +86,8 @@ class EmbeddingConfig:
 
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
-        if self.num_embeddings < 1 or self.embedding_dim < 1:
-            raise ValueError(f"table {name!r}: num_embeddings and embedding_dim must be at least 1")
+        for size in ("num_embeddings", "embedding_dim"):
+            object.__setattr__(self, size, positive_integer(f"table {name!r}: {size}", getattr(self, size)))
         if not name or "." in name:
             raise ValueError(f"table name {name!r} must be non-empty and without dots")
         if not feature_names or isinstance(feature_names, str):
@@ -107,11 +107,7 @@ class EmbeddingConfig:
             raise ValueError(f"table {name!r}: {error}") from None
 
     def _check_compression(self) -> None:
-        if self.compression is not None and self.compression.compose != "per_id":
-            raise ValueError(
-                f"table {self.name!r}: compression must not be {self.compression}: these lookups are not pooled, so it "
-                "must be None or one with compose 'per_id'"
-            )
+        _check_per_id(self)
 
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
@@ -158,6 +154,31 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def _check_compression(self) -> None:
         """Parts may be pooled before they are combined."""
+
+
+def _check_per_id(table: EmbeddingConfig) -> None:
+    if table.compression is not None and table.compression.compose != "per_id":
+        raise ValueError(
+            f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
+            "must be None or one with compose 'per_id'"
+        )
+
+
+def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[EmbeddingConfig]:
+    """The tables of a collection as a list; ``pooled``: whether its lookups are.
+
+    Raises:
+        ValueError: they are none, or one has a compression that is for lookups of the other kind.
+    """
+    if not isinstance(tables, Iterable):
+        raise ValueError(f"tables must be a list of rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {tables!r}")
+    tables = list(tables)
+    for i, table in enumerate(tables):
+        if not isinstance(table, EmbeddingConfig):
+            raise ValueError(f"tables[{i}] must be an rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {table!r}")
+        if not pooled:
+            _check_per_id(table)
+    return tables
 
 
 class Table(nn.Module):

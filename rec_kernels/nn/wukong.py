@@ -101,7 +101,7 @@ def _combinations(weight: Tensor, x: Tensor) -> Tensor:
 
     ``weight @ x`` would copy x to make one product of it, and what it gives is transposed: slow to add to.
     """
-    return torch.bmm(weight.expand(len(x), -1, -1), x)
+    return torch.bmm(weight.expand(x.shape[0], -1, -1), x)
 
 
 class Wukong(nn.Sequential):

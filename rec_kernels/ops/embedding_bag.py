@@ -14,6 +14,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
@@ -66,7 +67,7 @@ def embedding_bag(
         instruction set, thread count and run (docs/numerics.md).
 
     Raises:
-        IndexError: an id outside [0, E), with its position, bag and the allowed range.
+        IndexError: an id outside [0, E), with position, bag and range. NotImplementedError: a forward-mode tangent.
         ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
 
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
@@ -92,7 +93,7 @@ def embedding_bag(
 
 
 def _lookup(weight: Tensor, input: Tensor, offsets: Tensor, sparse: bool, options: dict) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
         return _embedding_bag(weight, input, offsets, sparse=sparse, **options)[0]
     # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
     with torch._C._AutoDispatchBelowAutograd():

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops import autocast
@@ -221,8 +222,18 @@ def _check_version(weights: Tensor, version: int) -> None:
     if weights._version != version:
         raise RuntimeError(
             "the tables have changed since this lookup, and the gradients of its products need the rows as they were. "
-            "If the backward of another lookup has updated them: make both lookups and their backwards inside "
-            "accumulate() of the collection, which updates once, at its end"
+            "This lookup updates nothing; what another one of the same backward has updated stays so. If that is what "
+            "has changed them: make both lookups and their backwards inside accumulate() of the collection, which "
+            "updates once, at its end"
+        )
+
+
+def _refuse_tangents(op: str, inputs: tuple) -> None:
+    # Below autograd they would be dropped, and derivatives be zeros.
+    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(
+            f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): take it "
+            "in reverse mode (torch.autograd)"
         )
 
 
@@ -245,7 +256,9 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
 
     def kernel(*inputs):
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
+            return function.apply(*inputs)  # refuses tangents, too
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(op, inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*inputs)
 

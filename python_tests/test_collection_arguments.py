@@ -1,0 +1,126 @@
+"""Arguments of collections, tables, caches and optimizers that are refused by name, and those that are taken."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+import rec_kernels as rk
+
+
+def config(name: str = "t", features=("a",), **options) -> rk.EmbeddingBagConfig:
+    """A small table."""
+    return rk.EmbeddingBagConfig(10, 4, name=name, feature_names=list(features), **options)
+
+
+@pytest.mark.parametrize(
+    "compression", [rk.MixedDimension(2), rk.QuotientRemainder(2, compose="pooled")], ids=lambda c: type(c).__name__
+)
+def test_compressions_for_bags(compression) -> None:
+    """Lookups that are not pooled refuse a table whose parts are pooled first, whichever config it has."""
+    rk.EmbeddingBagCollection([config(compression=compression)])
+    message = re.escape(f"table 't': compression must not be {compression}: these lookups are not pooled")
+    with pytest.raises(ValueError, match=message):
+        rk.EmbeddingCollection([config(compression=compression)])
+
+
+def test_compressions_for_every_id() -> None:
+    """A pooled table's config gives the rows that one of a table that is not pooled gives."""
+    batch = rk.KeyedJaggedTensor(["a"], torch.tensor([1, 2, 9]), lengths=torch.tensor([1, 2]))
+    for compression in (None, rk.Hash(3), rk.QuotientRemainder(2), rk.QuotientRemainder(2, "concat")):
+        outputs = []
+        for kind in (rk.EmbeddingConfig, rk.EmbeddingBagConfig):
+            torch.manual_seed(0)
+            table = kind(10, 4, name="t", feature_names=["a"], compression=compression)
+            outputs.append(rk.EmbeddingCollection([table])(batch)["a"].values())
+        assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize(
+    ("tables", "name"),
+    [([config(features="aa")], "a@t"), ([config(features=["a", "a@u"]), config("u", "a")], "a@u")],
+    ids=["twice", "of another table"],
+)
+@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
+def test_outputs_of_one_name(kind, tables: list, name: str) -> None:
+    """Are refused: one of them would be lost."""
+    with pytest.raises(ValueError, match=rf"feature_names .* name \['{name}'\]: a table must name a feature once"):
+        kind(tables)
+
+
+@pytest.mark.parametrize("size", [10.0, "10", True, 0, -1, 2**63, None])
+@pytest.mark.parametrize("name", ["num_embeddings", "embedding_dim"])
+def test_sizes_of_tables(name: str, size: object) -> None:
+    """Are integers."""
+    sizes = {"num_embeddings": 10, "embedding_dim": 4} | {name: size}
+    with pytest.raises(ValueError, match=rf"table 't': {name} must be an integer, at least 1 .*, got {size!r}"):
+        rk.EmbeddingBagConfig(**sizes, name="t", feature_names=["a"])
+
+
+def test_sizes_of_other_kinds() -> None:
+    """Are kept as ints."""
+    table = rk.EmbeddingConfig(np.int64(10), torch.tensor(4), name="t", feature_names=["a"])
+    assert (table.num_embeddings, table.embedding_dim) == (10, 4)
+    assert type(table.num_embeddings) is type(table.embedding_dim) is int
+
+
+@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
+def test_tables(kind) -> None:
+    """Are several configs, in any iterable."""
+    with pytest.raises(ValueError, match=r"tables must be a list of rk\.EmbeddingBagConfig .*, got EmbeddingBagConfig"):
+        kind(config())
+    with pytest.raises(ValueError, match=r"tables\[1\] must be an rk\.EmbeddingBagConfig .*, got 'u'"):
+        kind([config(), "u"])
+    assert len(kind(config(name) for name in "tu").embedding_bags) == 2
+
+
+@pytest.mark.parametrize("kind", [rk.EmbeddingBagCollection, rk.EmbeddingCollection])
+def test_batches_of_one_feature(kind) -> None:
+    """A JaggedTensor does not say of which."""
+    jagged = rk.JaggedTensor(torch.tensor([1, 2]), torch.tensor([0, 2]))
+    with pytest.raises(TypeError, match=r"features must be an rk\.KeyedJaggedTensor .*, got JaggedTensor"):
+        kind([config()])(jagged)
+
+
+@pytest.mark.parametrize("generation", [-1, "1", 1.0, True])
+def test_generations(generation: object) -> None:
+    """Are integers from 0 on."""
+    with pytest.raises(ValueError, match=rf"generation must be an integer, at least 0 .*, got {generation!r}"):
+        rk.RowCache(backing="disk", path="rows", memory_budget=10**6, generation=generation)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, int, float])
+def test_fractions_of_other_kinds(kind) -> None:
+    """Are numbers, too."""
+    for fraction in (kind(1), {"t": kind(1)}):
+        module = rk.EmbeddingBagCollection([config()], optimizer=rk.SGD(), cache=rk.RowCache(fraction))
+        assert module.row_cache.fractions == [1.0]
+        assert type(module.row_cache.fractions[0]) is float
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), "ab", (0.9, "b"), (0.9, None), None, ((0.9,), (0.9,)), (0.9, 1.0)])
+def test_betas(betas: object) -> None:
+    """Are two numbers."""
+    with pytest.raises(ValueError, match=re.escape(f"betas = {betas!r} must be two numbers in [0, 1)")):
+        rk.Adam(betas=betas)
+
+
+@pytest.mark.parametrize("default", ["cpu", "meta"])
+def test_good_betas(default: str) -> None:
+    """In any sequence, and where tensors that are made have no numbers."""
+    with torch.device(default):
+        for betas in ((0.9, 0.999), [0, 0.5], np.array([0.5, 0.25])):
+            assert rk.Adam(betas=betas).options()["beta1"] == betas[0]
+
+
+def test_rates_by_union() -> None:
+    """``|=`` of a parameter group is ``update``: the kernels see the learning rate, too."""
+    module = rk.EmbeddingBagCollection([config()], optimizer=rk.SGD(lr=1.0))
+    group = module.fused_optimizer.param_groups[0]
+    group |= {"lr": 7.0, "more": 1}
+    assert group is module.fused_optimizer.param_groups[0]
+    module.fused_optimizer.param_groups[0] |= [("lr", 8)]
+    assert (group["lr"], group["more"], float(module.lr)) == (8.0, 1, 8.0)

@@ -1,0 +1,155 @@
+"""Jagged containers: copies after their tensors were written to, names of features, sizes that are symbols."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+
+BEFORE, AFTER = [0, 1, 2, 4, 6], [0, 0, 5, 5, 6]
+
+
+def _saved(x: object) -> object:
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file)  # weights_only, as torch has it by default
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "save": _saved,
+}
+
+
+def _kjt() -> rk.KeyedJaggedTensor:
+    return rk.KeyedJaggedTensor(["name", "a"], torch.arange(6), offsets=torch.tensor(BEFORE))
+
+
+def _windows() -> rk.KeyedJaggedWindows:
+    offsets = torch.tensor(BEFORE)
+    return rk.KeyedJaggedWindows(["name", "a"], torch.arange(6), offsets[:-1].clone(), offsets.diff())
+
+
+def _deduplicated() -> rk.InverseKeyedJaggedTensor:
+    return rk.InverseKeyedJaggedTensor.from_kjt(_kjt(), [["name"]])
+
+
+def _write(container: rk.KeyedJaggedTensor | rk.KeyedJaggedWindows, offsets: list[int]) -> None:
+    new = torch.tensor(offsets)
+    if isinstance(container, rk.KeyedJaggedWindows):
+        container.starts().copy_(new[:-1])
+        container.lengths().copy_(new.diff())
+    else:
+        container.offsets().copy_(new)
+
+
+# Writes to the original's tensors, as many of them as to those of some way's copy.
+@pytest.mark.parametrize("writes", range(4))
+@pytest.mark.parametrize("way", COPIES)
+@pytest.mark.parametrize("make", [_kjt, _windows], ids=["bags", "windows"])
+def test_copies_learn_anew(make: Callable, way: str, writes: int) -> None:
+    """What a copy's original had learned is not taken for what the copy's tensors say once they were written to."""
+    original = make()
+    for _ in range(writes):
+        _write(original, BEFORE)
+    assert original.offset_per_key() == [0, 2, 6]
+    other = COPIES[way](original)
+    assert other.known_offset_per_key() == [0, 2, 6]  # nobody has to wait for a GPU
+    _write(other, AFTER)
+    assert other.known_offset_per_key() is None
+    assert other.offset_per_key() == [0, 5, 6]
+
+
+@pytest.mark.parametrize("writes", range(4))
+@pytest.mark.parametrize("way", COPIES)
+def test_copies_of_windows_make_bags_anew(way: str, writes: int) -> None:
+    """Their bags are those of their tensors."""
+    original = _windows()
+    for _ in range(writes):
+        _write(original, BEFORE)
+        original.values().copy_(torch.arange(6))
+    original.to_kjt()
+    other = COPIES[way](original)
+    _write(other, AFTER)
+    other.values().copy_(torch.arange(6) + 10)
+    assert other.to_kjt().values().tolist() == list(range(10, 16))
+    assert other.to_kjt().offsets().tolist() == AFTER
+
+
+@pytest.mark.parametrize("make", [_kjt, _windows], ids=["bags", "windows"])
+def test_copies_of_what_is_no_longer_true(make: Callable) -> None:
+    """Are not told of it."""
+    original = make()
+    original.offset_per_key()
+    _write(original, AFTER)
+    assert copy.deepcopy(original).offset_per_key() == [0, 5, 6]
+
+
+def test_copies_of_inference_tensors() -> None:
+    """Nobody counts their changes: bags learn nothing, copies neither."""
+    with torch.inference_mode():
+        for make in (_kjt, _windows):
+            container = make()
+            container.offset_per_key()
+            assert copy.deepcopy(container).offset_per_key() == [0, 2, 6]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_windows, _deduplicated, lambda: _deduplicated().with_windows()],
+    ids=["windows", "deduplicated", "deduplicated windows"],
+)
+def test_stored_of_features(make: Callable) -> None:
+    """Names are a list, and of features that are there."""
+    container = make()
+    assert container.num_stored(["name"]) == 2
+    assert container.num_stored(("a", "name")) == 6
+    assert container.num_stored([]) == 0
+    with pytest.raises(ValueError, match="keys must be a list of feature names, got 'name'"):
+        container.num_stored("name")
+    with pytest.raises(KeyError, match=r"features \['b'\] are not among the input's keys \['name', 'a'\]"):
+        container.num_stored(["name", "b"])
+
+
+class _Bags(torch.nn.Module):
+    """``module`` of a jagged tensor of values and offsets."""
+
+    def __init__(self, module: Callable) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.module(rk.JaggedTensor(values, offsets))
+
+
+def _padded(jagged: rk.JaggedTensor) -> Tensor:
+    return jagged.to_padded_dense(3)
+
+
+@pytest.mark.parametrize("make", [lambda: _padded, lambda: rk.MixedDimensionEmbeddingBag([2, 8], [6, 3], 6)])
+def test_exported(make: Callable) -> None:
+    """With bags and ids of any number."""
+    module = _Bags(make())
+    sizes = ({0: torch.export.Dim("ids")}, {0: torch.export.Dim("bounds", min=3)})
+    given = torch.arange(6), torch.tensor(BEFORE)
+    program = torch.export.export(module, given, dynamic_shapes=sizes, strict=False)
+    for offsets in (AFTER, [0, 2, 3, 9, 9, 10]):
+        given = torch.arange(offsets[-1]), torch.tensor(offsets)
+        torch.testing.assert_close(program.module()(*given), module(*given))
+
+
+def test_bags_without_numbers() -> None:
+    """On the meta device, blocks by popularity have a shape."""
+    module = rk.MixedDimensionEmbeddingBag([2, 8], [6, 3], 6, device="meta")
+    ids, offsets = torch.arange(6, device="meta"), torch.arange(5, device="meta")
+    assert module(rk.JaggedTensor(ids, offsets)).shape == (4, 6)
