@@ -14,6 +14,7 @@ from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.assigned import allocate, assigns, copied
 from rec_kernels.nn.cached_tables import CachedTables
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
@@ -100,7 +101,6 @@ class TableCollection(CachedTables):
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
-        self.register_load_state_dict_post_hook(_retie_after_load)
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage, file = self._storage, self._file
@@ -199,13 +199,12 @@ class TableCollection(CachedTables):
         self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
         self._tie_tables()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # It is torch's own copy of what the caller gave.
         fit_formats(state_dict, prefix, self._stored, convert=self._convert)
-        for name, own in super().state_dict().items():
-            if name.startswith("row_cache."):
-                continue
+        states = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
+        for name, own in states.items():
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
                 found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
@@ -213,6 +212,8 @@ class TableCollection(CachedTables):
                     f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
                     "none of its tables was changed"
                 )
+        if assigns(local_metadata) and self._weights.is_meta:
+            allocate(self, {name: state_dict.get(prefix + name) for name in states}, prefix)
         if self._file is not None:
             self._check_generation(state_dict, prefix)
             if not any(name.startswith(f"{prefix}row_cache.") for name in state_dict):
@@ -224,17 +225,20 @@ class TableCollection(CachedTables):
         if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in self._stored):
             self._ahead.forget()  # the cache is another one then, too
         self._wait()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """As ``torch.nn.Module``'s.
 
         Args:
+            assign: also copies: tables stay where they are, and so do the parameters. Of a collection on the meta
+                device, memory is taken first, on the device of the state's ``step`` or, without one, first table.
             convert: whether tables that the state has in another row format are converted, rounded to the nearest.
                 Otherwise they are refused. (``convert_formats()`` does so for a model that holds the collection.)
 
         Raises:
-            RuntimeError: a wrong shape, or another format; no table was changed.
+            RuntimeError: a wrong shape, or another format; no table was changed. With ``assign``, a state that has
+            some of a collection on the meta device, and not all.
         """
         with self.convert_formats() if convert else contextlib.nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
@@ -432,18 +436,3 @@ class TableCollection(CachedTables):
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
         return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
-
-
-def _retie_after_load(collection: TableCollection, _) -> None:
-    # load_state_dict(assign=True) swaps parameters in that own their storage.
-    places = collection._places
-    with torch.no_grad():
-        for i, table in enumerate(collection._stored):
-            holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
-            if holder.weight.data_ptr() != flat.data_ptr():
-                flat.copy_(holder.weight)
-            for kind in places.kinds:
-                own = places.view(kind, collection._buffers[f"_{kind}"], i)
-                if holder._buffers[kind].data_ptr() != own.data_ptr():
-                    own.copy_(holder._buffers[kind])
-    collection._tie_tables()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import uncast
 from rec_kernels.nn.tables import StoredTable, zeros
@@ -338,19 +339,15 @@ class CacheState(nn.Module):
             self.clear()
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
-        buffers, own = dict(self._buffers), self.own_state(prefix)
+        own = self.own_state(prefix)
         if not self.fits(state_dict, prefix):
             self.clear()
             for name in [n for n in state_dict if n.startswith(prefix)]:
                 del state_dict[name]
             state_dict.update(own)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, buffer in buffers.items():  # load_state_dict(assign=True) would part what for_serving() shares
-            if self._buffers[name] is not buffer:
-                buffer.copy_(self._buffers[name])
-                self._buffers[name] = buffer
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
         self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
@@ -188,7 +189,7 @@ class Table(nn.Module):
         *args: object,
     ) -> None:
         missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), strict, missing, *args)
         missing_keys += [name for name in missing if not (self.in_file and name == f"{prefix}weight")]
 
 
