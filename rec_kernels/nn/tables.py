@@ -258,7 +258,7 @@ def initialize(
     in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
     step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
     # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
-    chunk = torch.empty(min(step, rows), table.embedding_dim, device=weight.device)
+    chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
         floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
