@@ -32,6 +32,7 @@ from rec_kernels.nn.tables import (
     initialize,
     zeros,
 )
+from rec_kernels.nn.tied import Tied, refuse_replaced
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
@@ -151,6 +152,7 @@ class TableCollection(CachedTables):
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
+        self._tied = Tied([], [], [])
         for i, table in enumerate(self._stored):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
@@ -164,6 +166,7 @@ class TableCollection(CachedTables):
                 holder.register_buffer("format", format_tensor(table.format, view.device))
             for kind in self._places.kinds:
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
+            self._tied.add(table.name, holder._parameters)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
@@ -174,6 +177,7 @@ class TableCollection(CachedTables):
             given, window = fn, self._weights
             fn = lambda t: t if t is window else given(t)  # noqa: E731
         self._ahead.refuse("moving the collection")
+        refuse_replaced(self._tied)
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -190,6 +194,10 @@ class TableCollection(CachedTables):
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._wait()
         return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
+
+    def __getstate__(self) -> dict:
+        refuse_replaced(self._tied)
+        return {name: value for name, value in self.__dict__.items() if name != "_tied"}
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
@@ -264,6 +272,8 @@ class TableCollection(CachedTables):
         return self._fused_optimizer
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+        if not torch.compiler.is_compiling():
+            refuse_replaced(self._tied)
         bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
