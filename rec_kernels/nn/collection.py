@@ -168,6 +168,10 @@ class TableCollection(CachedTables):
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
             self._tied.add(table.name, holder._parameters)
 
+    def _tie_optimizer(self) -> None:
+        if self._fused_optimizer is not None:
+            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
             raise NotImplementedError(
@@ -187,8 +191,7 @@ class TableCollection(CachedTables):
                 move(self.embedding_bags[table.name], "projection", fn)
         self._token = torch.empty(0, dtype=torch.float32, device=self._device, requires_grad=True)
         self._tie_tables()
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
+        self._tie_optimizer()
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
@@ -197,7 +200,10 @@ class TableCollection(CachedTables):
 
     def __getstate__(self) -> dict:
         refuse_replaced(self._tied)
-        return {name: value for name, value in self.__dict__.items() if name != "_tied"}
+        state = {name: value for name, value in self.__dict__.items() if name != "_tied"}
+        if self._storage.is_bytes:
+            state["_modules"] = {**self._modules, "embedding_bags": self.embedding_bags.without_rows()}
+        return state
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
@@ -206,6 +212,7 @@ class TableCollection(CachedTables):
         self._weights = self._in_place(self._weights, self._device)
         self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
         self._tie_tables()
+        self._tie_optimizer()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
@@ -420,28 +427,6 @@ class TableCollection(CachedTables):
             )
         if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
             torch.autograd.graph.increment_version(self._weights)
-
-    def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
-
-        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
-        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
-        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
-        evicted, those of them that had to be encoded, rows that found no slot).
-        """
-        cached = None if self.row_cache is None else self.row_cache.report()
-        return [
-            {
-                "name": t.name,
-                "num_embeddings": t.num_embeddings,
-                "embedding_dim": t.embedding_dim,
-                "format": t.format,
-                "weight_bytes": t.num_bytes,
-                "state_bytes": self._places.bytes(i),
-                **(cached[i] if cached else {}),
-            }
-            for i, t in enumerate(self._stored)
-        ]
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -174,10 +175,17 @@ class Table(nn.Module):
         if self.in_file:
             del destination[f"{prefix}weight"]
             return
-        rows = destination[f"{prefix}weight"]
+        rows = destination[f"{prefix}weight"].detach()
         if self.in_bytes and type(rows) is Tensor and not rows.is_meta:
             # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
-            destination[f"{prefix}weight"] = torch.from_dlpack(rows)
+            own = torch.from_dlpack(rows)
+            destination[f"{prefix}weight"] = nn.Parameter(own, requires_grad=False) if keep_vars else own
+
+    def without_rows(self) -> Table:
+        """The same table, for torch.save, with an empty weight: its collection has the rows."""
+        other, empty = copy.copy(self), self.weight.detach().new_empty(0)
+        other._parameters = {**self._parameters, "weight": nn.Parameter(empty, requires_grad=self.weight.requires_grad)}
+        return other
 
     def _load_from_state_dict(
         self,
@@ -199,6 +207,12 @@ class Tables(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         self._modules.update({name: Table() for name in names})
+
+    def without_rows(self) -> Tables:
+        """As ``Table``'s, of all."""
+        other = copy.copy(self)
+        other._modules = {name: self[name].without_rows() for name in self}
+        return other
 
     def __getitem__(self, name: str) -> Table:
         table: Any = self._modules[name]
