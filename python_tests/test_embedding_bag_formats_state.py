@@ -275,3 +275,31 @@ def test_torch_save_of_the_state(keep_vars) -> None:
     other = make(rk.RowwiseAdagrad(lr=0.5))
     other.load_state_dict(torch.load(file))
     assert_same(other, collection)
+
+
+@pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=4), rk.RowCache(0.5, policy="lfu", ways=4)], ids=str)
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
+    """What no state brings stays: lookups, frozen features and learning rate are those of before."""
+    collection, expected = (make(rk.Adam(lr=0.25), seed=7, cache=cache) for _ in range(2))
+    for one in (collection, expected):
+        train(one)
+        one.freeze("f1")
+    state = {name: t.clone() for name, t in collection.state_dict().items()}
+    kept = {name: collection._buffers[name].clone() for name in ("_seed", "_mean", "_frozen", "_embedding_dims")}
+
+    def filled(t: Tensor) -> Tensor:  # what to_empty() does, in memory that holds something
+        return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)
+
+    module = nn.Sequential(collection) if held else collection
+    module._apply(filled)
+    module.to_empty(device="cpu")
+    assert all(same_bits(collection._buffers[name], t) for name, t in kept.items())
+    collection.load_state_dict(state)
+    assert collection.lr.item() == 0.25
+    assert_same(collection, expected)
+    assert collection.memory_report() == expected.memory_report()
+    for one in (collection, expected):
+        train(one)
+    assert_same(collection, expected)
+    assert collection.memory_report() == expected.memory_report()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.features import FeatureLookup
-from rec_kernels.nn.layout import uncast
+from rec_kernels.nn.layout import move_whole, uncast
 from rec_kernels.nn.tables import StoredTable, zeros
 
 _ops = torch.ops.rec_kernels
@@ -332,11 +332,15 @@ class CacheState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
         was_meta = self.tags.is_meta
+        # What no state_dict brings is not for to_empty() to empty, unless there is nothing yet.
+        kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry") or n.startswith("_")]
         for name, buffer in self._buffers.items():
-            self._buffers[name] = uncast(buffer, fn)
+            if name not in kept:
+                self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self.tags.is_meta:
             self._make_places(self.tags.device)
             self.clear()
+        move_whole(self, kept, self.tags.device)
         return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:

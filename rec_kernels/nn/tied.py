@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-_weight = itemgetter("weight")
+_weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
 
 
 class Tied(NamedTuple):
@@ -33,7 +34,8 @@ def refuse_replaced(tied: Tied) -> None:
     """
     # First in as few steps as Python has: a small lookup takes some 50 us, and of 26 tables this 2.
     try:
-        if list(map(Tensor.data_ptr, map(_weight, tied.parameters))) == tied.addresses:
+        # Within a mode, tensors may be fake, which warn of this.
+        if not is_in_torch_dispatch_mode() and list(map(_data_ptr, map(_weight, tied.parameters))) == tied.addresses:
             return
     except (KeyError, TypeError, RuntimeError):  # no parameter, None, or no memory: see below
         pass
@@ -49,7 +51,7 @@ def refuse_replaced(tied: Tied) -> None:
 
 def _address(t: Tensor) -> int:
     """Of its first element; 0: it has none, as on the meta device and under torch's tracers and transforms."""
-    if isinstance(t, FakeTensor):  # it would warn
+    if isinstance(t, FakeTensor):
         return 0
     try:
         return t.data_ptr() if t.untyped_storage().data_ptr() else 0
