@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -96,6 +97,19 @@ def test_written_in_place() -> None:
     for module in copies:
         assert pooled(module).tolist() == [[2.0] * 4 + [0.0] * 4, [2.0] * 4 + [4.0] * 4]
     torch.optim.SGD(collection.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD()], ids=str)
+def test_shared_memory(optimizer) -> None:
+    """torch.multiprocessing moves the memory of all tables when it sends a collection."""
+    collection = make(optimizer)
+    expected, before = pooled(collection), collection._weights.data_ptr()
+    ForkingPickler.dumps(collection)
+    assert collection._weights.data_ptr() != before
+    assert same_bits(pooled(collection), expected)
+    _data(collection)
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.b\.weight has been replaced"):
+        pooled(collection)
 
 
 def test_tensors_without_memory() -> None:

@@ -152,7 +152,7 @@ class TableCollection(CachedTables):
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
-        self._tied = Tied([], [], [])
+        self._tied = Tied(self._weights, [], [], [], [])
         for i, table in enumerate(self._stored):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
@@ -166,7 +166,7 @@ class TableCollection(CachedTables):
                 holder.register_buffer("format", format_tensor(table.format, view.device))
             for kind in self._places.kinds:
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
-            self._tied.add(table.name, holder._parameters)
+            self._tied.add(table.name, holder._parameters, view)
 
     def _tie_optimizer(self) -> None:
         if self._fused_optimizer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -13,18 +14,22 @@ _weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
 
 
 class Tied(NamedTuple):
-    """Tables by name, the dicts that hold their parameters, and the addresses that these had when they were tied."""
+    """The flat tensor; of its tables names, the dicts that hold parameters, bytes before them, and their addresses."""
 
+    flat: Tensor
     names: list[str]
-    parameters: list[dict[str, Tensor]]
+    parameters: list[Mapping[str, Tensor | None]]
+    offsets: list[int]
     addresses: list[int]
 
-    def add(self, name: str, parameters: dict[str, Tensor]) -> None:
+    def add(self, name: str, parameters: Mapping[str, Tensor | None], view: Tensor) -> None:
         """A table, unless it has no memory."""
-        address = _address(parameters["weight"])
+        address = _address(view)
         if address:
-            for values, value in zip(self, (name, parameters, address), strict=True):
-                values.append(value)
+            self.names.append(name)
+            self.parameters.append(parameters)
+            self.offsets.append(address - _address(self.flat))
+            self.addresses.append(address)
 
 
 def refuse_replaced(tied: Tied) -> None:
@@ -39,7 +44,10 @@ def refuse_replaced(tied: Tied) -> None:
             return
     except (KeyError, TypeError, RuntimeError):  # no parameter, None, or no memory: see below
         pass
-    for name, parameters, address in zip(*tied, strict=True):
+    # All of them may be elsewhere: torch.multiprocessing moves what it sends into shared memory.
+    base = _address(tied.flat)
+    tied.addresses[:] = [base + offset for offset in tied.offsets]
+    for name, parameters, address in zip(tied.names, tied.parameters, tied.addresses, strict=True):
         weight = parameters.get("weight")
         if weight is None or _address(weight) not in (address, 0):
             raise RuntimeError(
