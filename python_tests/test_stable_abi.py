@@ -47,6 +47,16 @@ def test_torch_abi_audit(library: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
+    """A function that is not exported is missed only where the library is loaded, which takes a torch with CUDA."""
+    cpu, cuda = (PACKAGE / f"librec_kernels_{name}.so" for name in ("cpu", "cuda"))
+    if not cuda.exists():
+        pytest.skip("the CUDA library is not built here")
+    wanted = {s for s in _symbols(cuda, "-D", "--undefined-only") if "rec_kernels" in s}
+    assert wanted
+    assert sorted(wanted - set(_symbols(cpu, "-D", "--defined-only"))) == []
+
+
 def test_no_python_symbols() -> None:
     """The op libraries know nothing of Python: one build serves every Python, and C++ programs."""
     for library in LIBRARIES:

@@ -52,6 +52,7 @@ def test_every_package_is_installed() -> None:
 
 def test_files_of_a_wheel(check: ModuleType, names: set[str]) -> None:
     """All modules, the library for the CPU, one _host; the CUDA library where the version says so; nothing else."""
+    assert "rec_kernels/py.typed" in names
     assert check.wrong_names(WHEEL.format(""), names) == []
     assert check.wrong_names(WHEEL.format("+cu13"), names | {check.CUDA}) == []
     assert check.wrong_names(WHEEL.format("+cu13"), names) == [f"{check.CUDA} is missing"]

@@ -28,8 +28,9 @@ CPU, CUDA = "rec_kernels/librec_kernels_cpu.so", "rec_kernels/librec_kernels_cud
 
 
 def python_files() -> set[str]:
-    """The package's modules, as names inside a wheel."""
-    return {str(path.relative_to(ROOT)) for path in (ROOT / "rec_kernels").rglob("*.py")}
+    """The package's modules and the mark that they are typed, as names inside a wheel."""
+    files = (path for path in (ROOT / "rec_kernels").rglob("*") if path.suffix == ".py" or path.name == "py.typed")
+    return {str(path.relative_to(ROOT)) for path in files}
 
 
 def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:

@@ -13,8 +13,8 @@ struct RowState {
   Elementwise optimizer;
   float divisor;          // row-wise Adam's
   float *first, *second;  // [D], or null
-  bool bf16, stochastic;  // what first and second are, and how they are rounded
-  RowRounding rounding;
+  bool bf16;              // what first and second are
+  Rounding rounding;
   int64_t number;  // of the row in its table
 
   // Columns c .. c+3 of moments, which are `aligned`.
@@ -26,11 +26,9 @@ struct RowState {
   __device__ __forceinline__ void store(float* moments, uint32_t stream, int64_t c, int64_t D, bool aligned,
                                         const Group<G>& group, const Vec4& x) const {
     if (!bf16) return store_columns(moments, c, D, aligned, x);
-    RowRounding how = rounding;
+    Rounding how = rounding;
     how.noise.stream = stream;
-    auto* out = reinterpret_cast<uint8_t*>(moments);
-    if (stochastic) ColumnWriter<Bf16, true, G>{group, how, number, D, out, aligned}.write(c, x);
-    else ColumnWriter<Bf16, false, G>{group, how, number, D, out, aligned}.write(c, x);
+    ColumnWriter<Bf16, G>{group, how, number, D, reinterpret_cast<uint8_t*>(moments), aligned}.write(c, x);
   }
   __device__ __forceinline__ bool is_aligned(const float* moments, int64_t D) const {
     if (!bf16) return rows_aligned(moments, D);
@@ -95,8 +93,7 @@ struct ElementwiseTarget : Base {
             o.has_first() ? s.moment(s.exp_avg, place) : nullptr,
             o.has_second() ? s.moment(second, place) : nullptr,
             s.bf16,
-            u.stochastic,
-            {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), u.stochastic},
+            {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), u.stochastic, u.stochastic},
             row - f.row_offset};
   }
 

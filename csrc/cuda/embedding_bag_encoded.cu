@@ -27,29 +27,17 @@ struct EncodedTarget {
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
     return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
-  // g: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
+  // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>
   __device__ __forceinline__ void put_row(const Feature& f, int64_t row, float factor, const Group<G>& group,
-                                          Vec4 (&g)[kBlocks], const Gradient& gradient) const {
-    if (u.stochastic) encode<true>(f, row, factor, group, g, gradient);
-    else encode<false>(f, row, factor, group, g, gradient);
-  }
-
- private:
-  __device__ __forceinline__ uint8_t* place(const Feature& f, int64_t row) const {
-    return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
-  }
-
-  template <bool kStochastic, int G, int kBlocks, class Gradient>
-  __device__ __forceinline__ void encode(const Feature& f, int64_t row, float factor, const Group<G>& group,
-                                         Vec4 (&x)[kBlocks], const Gradient& gradient) const {
+                                          Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     uint8_t* out = place(f, row);
     const bool aligned = columns_aligned<Format>(out, D);
     const ColumnReader<Format> reader(out, D, aligned);
-    const RowRounding how = {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), kStochastic};
-    ColumnWriter<Format, kStochastic, G> writer{group, how, row - f.row_offset, D, out, aligned};
+    const Rounding how = {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), u.stochastic, u.stochastic};
+    ColumnWriter<Format, G> writer{group, how, row - f.row_offset, D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column, bool last) {
       if (D > kWidth) gradient(column, last, [&](int64_t c) { return reader.read(c); });
@@ -61,11 +49,13 @@ struct EncodedTarget {
       }
     };
     // A loop over both passes, so that what they have in common is compiled once.
-    constexpr int kFirst = ColumnWriter<Format, kStochastic, G>::kScans ? 0 : 1;
+    constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
 #pragma unroll 1
     for (int pass = kFirst; pass < 2; ++pass) {
       for (int64_t column = 0; column < D; column += kWidth) {
         if (D > kWidth || pass == kFirst) update(column, D <= kWidth || pass == 1);
+        // In registers: what is indexed by a variable would not be.
+#pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t c = column + (k * G + group.lane) * 4;
           if (pass == 1) writer.write(c, x[k]);
@@ -75,6 +65,11 @@ struct EncodedTarget {
       if constexpr (kFirst == 0)
         if (pass == 0) writer.close_scan();
     }
+  }
+
+ private:
+  __device__ __forceinline__ uint8_t* place(const Feature& f, int64_t row) const {
+    return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
   }
 };
 

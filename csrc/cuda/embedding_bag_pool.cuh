@@ -78,14 +78,14 @@ __device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Feature& f
 template <class Dot>
 __device__ __forceinline__ void write_dots(const PoolArgs& a, const Feature& f, Range ids, int lane, float* out,
                                            const Dot& dot) {
-  const int64_t counted = count_ids(a, f, ids);
-  const float each = f.mean && counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
+  const int64_t counted = f.mean ? count_ids(a, f, ids) : 0;
+  const float each = counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
   for (int64_t i = ids.start; i < ids.stop; ++i) {
     const int64_t id = a.bags.id(i);
     float sum = 0.0f;
     if (a.bags.in_range(id, f) && id != a.bags.padding_idx) sum = dot(id, i);
     else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
-    if (lane == 0) out[i] = f.mean && counted > 1 ? sum * each : sum;
+    if (lane == 0) out[i] = counted > 1 ? sum * each : sum;
   }
 }
 

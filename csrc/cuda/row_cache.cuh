@@ -85,22 +85,17 @@ __device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensor
   const int64_t D = f.embedding_dim, number = row - f.row_offset;
   const float* from = cache.rows + (cache.offsets[part] + slot * D);
   uint8_t* to = e.weights + f.weight_offset + number * Format::row_bytes(D);
-  RowRounding how = {make_noise(e.seed ? *e.seed : 0, *e.clock, f.table_id), e.stochastic};
+  Rounding how = {make_noise(e.seed ? *e.seed : 0, *e.clock, f.table_id), e.stochastic, e.stochastic};
   how.noise.stream = kEvictionStream;
   const bool aligned = rows_aligned(from, D);
-  const auto encode = [&](auto stochastic) {
-    ColumnWriter<Format, decltype(stochastic)::value, G> writer{
-        group, how, number, D, to, columns_aligned<Format>(e.weights + f.weight_offset, D)};
-    if constexpr (ColumnWriter<Format, decltype(stochastic)::value, G>::kScans) {
-      for (int64_t c = 0; c < D; c += 4 * G)
-        writer.scan(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
-      writer.close_scan();
-    }
+  ColumnWriter<Format, G> writer{group, how, number, D, to, columns_aligned<Format>(e.weights + f.weight_offset, D)};
+  if constexpr (ColumnWriter<Format, G>::kScans) {
     for (int64_t c = 0; c < D; c += 4 * G)
-      writer.write(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
-  };
-  if (e.stochastic) encode(std::true_type());
-  else encode(std::false_type());
+      writer.scan(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
+    writer.close_scan();
+  }
+  for (int64_t c = 0; c < D; c += 4 * G)
+    writer.write(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
 }
 
 }  // namespace RK_ISA

@@ -162,10 +162,23 @@ struct ColumnReader<Microscaling<Element>> : EncodedRow {
   }
 };
 
-template <bool kStochastic>
-__device__ __forceinline__ PhiloxWords words_of(const RowRounding& how, int64_t number, int64_t c) {
-  if constexpr (kStochastic) return noise_words(how.noise, number, static_cast<uint32_t>(c / 4));
+// How the numbers of rows are rounded. All lanes of a kernel round alike: a branch costs them little, and kernels for
+// either way would be twice the code.
+struct Rounding {
+  Noise noise;
+  bool round_up;  // scale rule "rceil"; else "floor"
+  bool stochastic;
+};
+
+__device__ __forceinline__ PhiloxWords words_of(const Rounding& how, int64_t number, int64_t c) {
+  if (how.stochastic) return noise_words(how.noise, number, static_cast<uint32_t>(c / 4));
   return {};
+}
+
+// A number's code: `args` are those of the format's encode(), the last one its word of noise.
+template <class Format, class... Args>
+__device__ __forceinline__ uint32_t code_of(const Rounding& how, const Args&... args) {
+  return how.stochastic ? Format::template encode<true>(args...) : Format::template encode<false>(args...);
 }
 
 // The largest of `lanes` neighbouring lanes of a group, a power of two.
@@ -177,40 +190,39 @@ __device__ __forceinline__ uint32_t largest_of(uint32_t x, int lanes, unsigned m
   return x;
 }
 
-// ColumnWriter<Format, kStochastic, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
+// ColumnWriter<Format, G>: a group of G lanes writes a row. scan() sees all columns first if kScans; all
 // lanes of the group call scan() and write() equally often, for c = 4 * lane, + 4 * G, ... until the row's last column
 // is covered (columns behind it are zeros). A row whose number cannot be held reads as NaN: close_scan() says so.
-template <class Format, bool kStochastic, int G>
+template <class Format, int G>
 struct ColumnWriter {  // floats
   static constexpr bool kScans = false;
   const Group<G>& group;
-  RowRounding how;
+  Rounding how;
   int64_t number, D;
   uint8_t* row;
   bool aligned;
 
   __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
     if (c >= D) return;
-    const auto words = words_of<kStochastic>(how, number, c);
+    const auto words = words_of(how, number, c);
     if constexpr (Format::kBytes == 4) {
       Vec4 out;
-      for (int j = 0; j < 4; ++j) out.v[j] = float_of(Format::template encode<kStochastic>(x.v[j], words.word[j]));
+      for (int j = 0; j < 4; ++j) out.v[j] = float_of(code_of<Format>(how, x.v[j], words.word[j]));
       store_columns(reinterpret_cast<float*>(row), c, D, aligned, out);
     } else {
       uint64_t codes = 0;
-      for (int j = 0; j < 4; ++j)
-        codes |= static_cast<uint64_t>(Format::template encode<kStochastic>(x.v[j], words.word[j])) << 16 * j;
+      for (int j = 0; j < 4; ++j) codes |= static_cast<uint64_t>(code_of<Format>(how, x.v[j], words.word[j])) << 16 * j;
       store_little<8>(row + 2 * c, codes, aligned, 2 * (D - c));
     }
   }
 };
 
-template <int kBits, bool kStochastic, int G>
-struct ColumnWriter<Affine<kBits>, kStochastic, G> {
+template <int kBits, int G>
+struct ColumnWriter<Affine<kBits>, G> {
   using Format = Affine<kBits>;
   static constexpr bool kScans = true;
   const Group<G>& group;
-  RowRounding how;
+  Rounding how;
   int64_t number, D;
   uint8_t* row;
   bool aligned;
@@ -243,8 +255,10 @@ struct ColumnWriter<Affine<kBits>, kStochastic, G> {
     // A zero has the sign of the row's first.
     const float zero = float_of(first_zero << 31);
     const bool finite = largest < kInfinityBits;
-    grid = Format::template grid<kStochastic>(low == 0.0f ? zero : low,
-                                              finite ? (high == 0.0f ? zero : high) : __builtin_inff());
+    if (low == 0.0f) low = zero;
+    if (high == 0.0f) high = zero;
+    if (!finite) high = __builtin_inff();
+    grid = how.stochastic ? Format::template grid<true>(low, high) : Format::template grid<false>(low, high);
     if (group.lane == 0) {
       uint8_t* p = row + Format::code_bytes(D);
       if constexpr (kBits == 8) {
@@ -260,21 +274,21 @@ struct ColumnWriter<Affine<kBits>, kStochastic, G> {
 
   __device__ __forceinline__ void write(int64_t c, const Vec4& x) {
     if (c >= D) return;
-    const auto words = words_of<kStochastic>(how, number, c);
+    const auto words = words_of(how, number, c);
     uint32_t codes = 0;
     for (int j = 0; j < 4; ++j)
-      if (c + j < D) codes |= Format::template encode<kStochastic>(x.v[j], grid, words.word[j]) << j * kBits;
+      if (c + j < D) codes |= code_of<Format>(how, x.v[j], grid, words.word[j]) << j * kBits;
     store_little<kBits / 2>(row + c * kBits / 8, codes, aligned, Format::code_bytes(D - c));
   }
 };
 
-template <int m, bool kStochastic, int G>
-struct ColumnWriter<SharedMicroexponents<m>, kStochastic, G> {
+template <int m, int G>
+struct ColumnWriter<SharedMicroexponents<m>, G> {
   using Format = SharedMicroexponents<m>;
   static constexpr bool kScans = false;
   static constexpr int kLanes = Format::kBlock / 4;  // that share a block
   const Group<G>& group;
-  RowRounding how;
+  Rounding how;
   int64_t number, D;
   uint8_t* row;
   bool aligned;
@@ -287,12 +301,12 @@ struct ColumnWriter<SharedMicroexponents<m>, kStochastic, G> {
       needed[p] = Format::pair_exponent(a > b ? a : b, how.round_up);
     }
     const uint32_t exponent = largest_of(needed[0] > needed[1] ? needed[0] : needed[1], kLanes, group.mask);
-    const auto words = words_of<kStochastic>(how, number, c);
+    const auto words = words_of(how, number, c);
     uint32_t codes = 0, signs = 0, pairs = 0;
     for (int j = 0; j < 4 && exponent != 255; ++j) {
       const uint32_t bit = Format::pair_bit(exponent, needed[j / 2]), sign = bits_of(x.v[j]) >> 31;
       const uint32_t step = Format::step_field(exponent, bit);
-      codes |= Format::template encode<kStochastic>(x.v[j], step, words.word[j]) << j * kWidth;
+      codes |= code_of<Format>(how, x.v[j], step, words.word[j]) << j * kWidth;
       if constexpr (Format::kSignPlane) signs |= sign << j;
       else codes |= sign << (j * kWidth + 7);
       pairs |= bit << j / 2;
@@ -320,14 +334,14 @@ struct ColumnWriter<SharedMicroexponents<m>, kStochastic, G> {
 };
 
 // At least eight lanes, which share a block.
-template <class Element, bool kStochastic, int G>
-struct ColumnWriter<Microscaling<Element>, kStochastic, G> {
+template <class Element, int G>
+struct ColumnWriter<Microscaling<Element>, G> {
   using Format = Microscaling<Element>;
   static constexpr bool kScans = false;
   static constexpr int kLanes = Format::kBlock / 4;
   static_assert(G >= kLanes);
   const Group<G>& group;
-  RowRounding how;
+  Rounding how;
   int64_t number, D;
   uint8_t* row;
   bool aligned;
@@ -340,10 +354,10 @@ struct ColumnWriter<Microscaling<Element>, kStochastic, G> {
     }
     const uint32_t scale = Format::scale(largest_of(largest, kLanes, group.mask), how.round_up);
     if (c / Format::kBlock >= Format::blocks(D)) return;
-    const auto words = words_of<kStochastic>(how, number, c);
+    const auto words = words_of(how, number, c);
     uint32_t low = 0, high = 0;
     for (int j = 0; j < 4 && scale != 255; ++j) {
-      const uint32_t code = Element::template encode<kStochastic>(x.v[j] * Format::inverse(scale), words.word[j]);
+      const uint32_t code = code_of<Element>(how, x.v[j] * Format::inverse(scale), words.word[j]);
       low |= Element::kBits == 8 ? code << 8 * j : (code & 15) << 4 * j;
       high |= code >> 4 << 2 * j;
     }

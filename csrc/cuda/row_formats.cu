@@ -13,7 +13,7 @@ struct QuantizeArgs {
   uint8_t* rows;
   const int64_t *seed, *step;  // or null: 0
   uint32_t table;
-  bool round_up;
+  bool round_up, stochastic;
   int64_t* status;
 };
 
@@ -38,15 +38,15 @@ __device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n
 }
 
 // A group of lanes takes a row.
-template <class Format, bool kStochastic, int G>
+template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
   const Group<G> group;
-  const RowRounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, a.table), a.round_up};
+  const Rounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, a.table), a.round_up, a.stochastic};
   const bool aligned = columns_aligned<Format>(a.rows, a.D);
   for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
-    ColumnWriter<Format, kStochastic, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};
+    ColumnWriter<Format, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};
     bool finite = true;
-    if constexpr (ColumnWriter<Format, kStochastic, G>::kScans) {
+    if constexpr (ColumnWriter<Format, G>::kScans) {
       for (int64_t c = 0; c < a.D; c += 4 * G) writer.scan(c + 4 * group.lane, load_floats(a, n, c + 4 * group.lane));
       finite = writer.close_scan();
     }
@@ -111,6 +111,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::str
                        step ? step->const_data_ptr<int64_t>() : nullptr,
                        options.table,
                        options.round_up,
+                       options.stochastic,
                        status.mutable_data_ptr<int64_t>()};
   launch(no_bad_position_kernel, dim3(1), dim3(1), 0, device.stream(), a.status);
   if (N == 0) return {rows, status};
@@ -118,9 +119,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cuda(const Tensor& x_in, const std::str
     with_row_lanes(D, [&](auto lanes) {
       using Format = decltype(f);
       constexpr int G = decltype(lanes)::value;
-      const dim3 grid = blocks_for(N, G), block(kThreads);
-      if (options.stochastic) launch(quantize_kernel<Format, true, G>, grid, block, 0, device.stream(), a);
-      else launch(quantize_kernel<Format, false, G>, grid, block, 0, device.stream(), a);
+      launch(quantize_kernel<Format, G>, blocks_for(N, G), dim3(kThreads), 0, device.stream(), a);
     });
   });
   return {rows, status};

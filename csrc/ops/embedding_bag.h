@@ -116,7 +116,7 @@ struct UpdateState {
 
   // Element-wise state, of which there is at least one for such an optimizer.
   const Tensor& moments() const { return exp_avg ? *exp_avg : *sum; }
-  OptimizerState pointers() const;
+  RK_EXPORT OptimizerState pointers() const;
 };
 
 // The gradient's way to the optimizer, clipping and weight decay, as it arrives.

@@ -154,7 +154,7 @@ class _Product(NamedTuple):
     blocks: dict[str, int]
 
 
-@functools.lru_cache(maxsize=128)
+@functools.cache  # a CUDA graph may hold what these point to, for as long as it is replayed
 def _product(dims: Dims, forward: bool, device: torch.device) -> _Product:
     groups = _groups(dims)
     columns, depths = (dims[1], dims[0]) if forward else (dims[0], dims[1])
@@ -184,7 +184,7 @@ def _term(g: Group, c: int, forward: bool) -> tuple[int, int, int, int]:
     return source, depth, g.weights + c * (g.in_dim if forward else 1), g.in_dim
 
 
-@functools.lru_cache(maxsize=128)
+@functools.cache
 def _gradient_tiles(dims: Dims, device: torch.device) -> tuple[Tensor, dict[str, int]]:
     groups = [g for g in _groups(dims) if g.weights >= 0]
     blocks = {"COLUMNS": _block([g.out_dim for g in groups], 64), "DEPTH": _block([g.in_dim for g in groups], 64)}

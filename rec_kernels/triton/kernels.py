@@ -371,6 +371,8 @@ def finish_rows_kernel(
             more = _row_gradient(sources, start, stop, D, column, scale, BLOCK_ROWS, BLOCK_COLUMNS)
             squares += tl.sum(more * more, axis=0)
         v = tl.load(state + row) + tl.math.div_rn(squares, D.to(tl.float32))
+        # All warps read the sum, and one thread writes it: not before the last of them has read.
+        tl.debug_barrier()
         tl.store(state + row, v)
         factor = tl.math.div_rn(factor, tl.math.sqrt_rn(v) + eps)
     _put(target + place, c, D, g, factor, lr is not None)
