@@ -230,3 +230,76 @@ def test_wider_floats_are_cast(format: str) -> None:
         collection.load_state_dict(_weights(rows), assign=assign)
         assert same_bits(collection.embedding_bags["t0"].weight.detach(), rows.to(DTYPES[format]))
         assert is_tied(collection)
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.RowwiseAdagrad(lr=0.5), rk.Adam(state_dtype=torch.bfloat16)], ids=str)
+def test_torch_save_of_the_module(optimizer) -> None:
+    """The flat tensor once, although its tables see it as several dtypes; as good a copy as any."""
+    collection = torch.nn.Sequential(make(optimizer))
+    if optimizer is not None:
+        train(collection[0])
+        collection[0].fused_optimizer.param_groups[0]["lr"] = 0.125
+    file = io.BytesIO()
+    torch.save(collection, file)
+    flat = collection[0]._weights
+    assert file.tell() < flat.nbytes + sum(c["state_bytes"] for c in collection[0].memory_report()) + 60_000
+    file.seek(0)
+    copies = torch.load(file, weights_only=False), copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))
+    for copied in copies:
+        assert_same(copied[0], collection[0])
+        memory = copied[0]._weights.untyped_storage().data_ptr()
+        assert memory != flat.untyped_storage().data_ptr()
+        assert all(p.untyped_storage().data_ptr() == memory for p in copied.parameters())
+        if optimizer is None:
+            continue
+        group = copied[0].fused_optimizer.param_groups[0]
+        assert (group["lr"], copied[0].lr.item()) == (0.125, 0.125)
+        assert all(a is b for a, b in zip(group["params"], copied.parameters(), strict=True))
+        twin = copy.deepcopy(collection)
+        for one in (copied, twin):
+            train(one[0])
+        assert_same(copied[0], twin[0])
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_torch_save_of_the_state(keep_vars) -> None:
+    """Also of parameters: each table's rows are a storage of their own there, in the same memory."""
+    collection = make(rk.RowwiseAdagrad(lr=0.5))
+    state = collection.state_dict(keep_vars=keep_vars)
+    for name, weight in collection.named_parameters():
+        assert isinstance(state[name], torch.nn.Parameter) == keep_vars
+        assert (state[name].data_ptr(), state[name].dtype) == (weight.data_ptr(), weight.dtype)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    other = make(rk.RowwiseAdagrad(lr=0.5))
+    other.load_state_dict(torch.load(file))
+    assert_same(other, collection)
+
+
+@pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=4), rk.RowCache(0.5, policy="lfu", ways=4)], ids=str)
+@pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
+def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
+    """What no state brings stays: lookups, frozen features and learning rate are those of before."""
+    collection, expected = (make(rk.Adam(lr=0.25), seed=7, cache=cache) for _ in range(2))
+    for one in (collection, expected):
+        train(one)
+        one.freeze("f1")
+    state = {name: t.clone() for name, t in collection.state_dict().items()}
+    kept = {name: collection._buffers[name].clone() for name in ("_seed", "_mean", "_frozen", "_embedding_dims")}
+
+    def filled(t: Tensor) -> Tensor:  # what to_empty() does, in memory that holds something
+        return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)
+
+    module = nn.Sequential(collection) if held else collection
+    module._apply(filled)
+    module.to_empty(device="cpu")
+    assert all(same_bits(collection._buffers[name], t) for name, t in kept.items())
+    collection.load_state_dict(state)
+    assert collection.lr.item() == 0.25
+    assert_same(collection, expected)
+    assert collection.memory_report() == expected.memory_report()
+    for one in (collection, expected):
+        train(one)
+    assert_same(collection, expected)
+    assert collection.memory_report() == expected.memory_report()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 
 import pytest
@@ -363,3 +364,28 @@ def test_functions_that_no_id_has() -> None:
     assert rk.PathEmbeddingBag(10, 4, 6).collisions == 5
     output = module(rk.JaggedTensor(torch.tensor([9]), torch.tensor([0, 1])))
     assert torch.equal(output[0], module.weight[3] @ module.rows.embedding_bags["path"].weight[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("make", [_blocks, _path, functools.partial(_path, hidden=5)], ids=["blocks", "path", "hidden"])
+def test_default_dtype(make, format, dtype) -> None:
+    """Parameters are float32, whatever torch's default is, and start with the same bits."""
+    expected = make(format=format).state_dict()
+    torch.set_default_dtype(dtype)
+    try:
+        found = make(format=format).state_dict()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name, tensor in expected.items():
+        assert same_bits(found[name], tensor), name
+
+
+def test_casts_leave_ranks_alone() -> None:
+    """type() casts integers, too; a forward needs the ranks as they are."""
+    module = _blocks()
+    expected = module(_batch())
+    for dtype in (torch.float16, torch.int32):
+        module.type(dtype)
+        assert module.ranks.dtype == torch.int64
+        assert same_bits(module(_batch()), expected)

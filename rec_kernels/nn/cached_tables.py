@@ -193,6 +193,28 @@ class CachedTables(Layout):
                 f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
             )
 
+    def memory_report(self) -> list[dict[str, object]]:
+        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
+
+        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
+        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
+        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
+        evicted, those of them that had to be encoded, rows that found no slot).
+        """
+        cached = None if self.row_cache is None else self.row_cache.report()
+        return [
+            {
+                "name": t.name,
+                "num_embeddings": t.num_embeddings,
+                "embedding_dim": t.embedding_dim,
+                "format": t.format,
+                "weight_bytes": t.num_bytes,
+                "state_bytes": self._places.bytes(i),
+                **(cached[i] if cached else {}),
+            }
+            for i, t in enumerate(self._stored)
+        ]
+
     def tier_report(self) -> dict[str, int]:
         """Bytes of the tables where they are, and bytes that were moved.
 

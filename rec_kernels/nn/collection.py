@@ -14,6 +14,7 @@ from rec_kernels.nn import bounds
 from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.assigned import allocate, assigns, copied
 from rec_kernels.nn.cached_tables import CachedTables
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
@@ -31,6 +32,7 @@ from rec_kernels.nn.tables import (
     initialize,
     zeros,
 )
+from rec_kernels.nn.tied import Tied, refuse_replaced
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
 _ops = torch.ops.rec_kernels
@@ -100,7 +102,6 @@ class TableCollection(CachedTables):
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
-        self.register_load_state_dict_post_hook(_retie_after_load)
 
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage, file = self._storage, self._file
@@ -151,6 +152,7 @@ class TableCollection(CachedTables):
 
     def _tie_tables(self) -> None:
         """Makes every table's parameters views of the flat tensors, and names formats beside them."""
+        self._tied = Tied(self._weights, [], [], [], [])
         for i, table in enumerate(self._stored):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
@@ -164,6 +166,11 @@ class TableCollection(CachedTables):
                 holder.register_buffer("format", format_tensor(table.format, view.device))
             for kind in self._places.kinds:
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
+            self._tied.add(table.name, holder._parameters, view)
+
+    def _tie_optimizer(self) -> None:
+        if self._fused_optimizer is not None:
+            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
@@ -174,6 +181,7 @@ class TableCollection(CachedTables):
             given, window = fn, self._weights
             fn = lambda t: t if t is window else given(t)  # noqa: E731
         self._ahead.refuse("moving the collection")
+        refuse_replaced(self._tied)
         # The flat tensors first, then the tables as views of them.
         super()._apply(fn, recurse)
         if self.row_cache is not None:
@@ -183,13 +191,19 @@ class TableCollection(CachedTables):
                 move(self.embedding_bags[table.name], "projection", fn)
         self._token = torch.empty(0, dtype=torch.float32, device=self._device, requires_grad=True)
         self._tie_tables()
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
+        self._tie_optimizer()
         return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._wait()
         return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
+
+    def __getstate__(self) -> dict:
+        refuse_replaced(self._tied)
+        state = {name: value for name, value in self.__dict__.items() if name != "_tied"}
+        if self._storage.is_bytes:
+            state["_modules"] = {**self._modules, "embedding_bags": self.embedding_bags.without_rows()}
+        return state
 
     def __setstate__(self, state: dict) -> None:
         # Copying and unpickling give every parameter storage of its own.
@@ -198,14 +212,14 @@ class TableCollection(CachedTables):
         self._weights = self._in_place(self._weights, self._device)
         self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
         self._tie_tables()
+        self._tie_optimizer()
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # It is torch's own copy of what the caller gave.
         fit_formats(state_dict, prefix, self._stored, convert=self._convert)
-        for name, own in super().state_dict().items():
-            if name.startswith("row_cache."):
-                continue
+        states = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
+        for name, own in states.items():
             given = state_dict.get(prefix + name, own)
             if getattr(given, "shape", None) != own.shape:
                 found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
@@ -213,6 +227,8 @@ class TableCollection(CachedTables):
                     f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
                     "none of its tables was changed"
                 )
+        if assigns(local_metadata) and self._weights.is_meta:
+            allocate(self, {name: state_dict.get(prefix + name) for name in states}, prefix)
         if self._file is not None:
             self._check_generation(state_dict, prefix)
             if not any(name.startswith(f"{prefix}row_cache.") for name in state_dict):
@@ -224,17 +240,20 @@ class TableCollection(CachedTables):
         if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in self._stored):
             self._ahead.forget()  # the cache is another one then, too
         self._wait()
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
         """As ``torch.nn.Module``'s.
 
         Args:
+            assign: also copies: tables stay where they are, and so do the parameters. Of a collection on the meta
+                device, memory is taken first, on the device of the state's ``step`` or, without one, first table.
             convert: whether tables that the state has in another row format are converted, rounded to the nearest.
                 Otherwise they are refused. (``convert_formats()`` does so for a model that holds the collection.)
 
         Raises:
-            RuntimeError: a wrong shape, or another format; no table was changed.
+            RuntimeError: a wrong shape, or another format; no table was changed. With ``assign``, a state that has
+            some of a collection on the meta device, and not all.
         """
         with self.convert_formats() if convert else contextlib.nullcontext():
             return super().load_state_dict(state_dict, strict, assign)
@@ -260,6 +279,8 @@ class TableCollection(CachedTables):
         return self._fused_optimizer
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+        if not torch.compiler.is_compiling():
+            refuse_replaced(self._tied)
         bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
@@ -407,43 +428,6 @@ class TableCollection(CachedTables):
         if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
             torch.autograd.graph.increment_version(self._weights)
 
-    def memory_report(self) -> list[dict[str, object]]:
-        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
-
-        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
-        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
-        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
-        evicted, those of them that had to be encoded, rows that found no slot).
-        """
-        cached = None if self.row_cache is None else self.row_cache.report()
-        return [
-            {
-                "name": t.name,
-                "num_embeddings": t.num_embeddings,
-                "embedding_dim": t.embedding_dim,
-                "format": t.format,
-                "weight_bytes": t.num_bytes,
-                "state_bytes": self._places.bytes(i),
-                **(cached[i] if cached else {}),
-            }
-            for i, t in enumerate(self._stored)
-        ]
-
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
         return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
-
-
-def _retie_after_load(collection: TableCollection, _) -> None:
-    # load_state_dict(assign=True) swaps parameters in that own their storage.
-    places = collection._places
-    with torch.no_grad():
-        for i, table in enumerate(collection._stored):
-            holder, flat = collection.embedding_bags[table.name], collection._storage.view(collection._weights, i)
-            if holder.weight.data_ptr() != flat.data_ptr():
-                flat.copy_(holder.weight)
-            for kind in places.kinds:
-                own = places.view(kind, collection._buffers[f"_{kind}"], i)
-                if holder._buffers[kind].data_ptr() != own.data_ptr():
-                    own.copy_(holder._buffers[kind])
-    collection._tie_tables()

@@ -97,15 +97,16 @@ class Layout(nn.Module):
         self._is_partitioned = any(t.part for t in self._stored)
         if self._is_partitioned:
             layout |= partitions(self._features, self._stored)
-        for name, numbers in layout.items():
-            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-            self.register_buffer(f"_{name}", tensor, persistent=False)
+        made = {f"_{name}": torch.tensor(n, dtype=torch.int64, device=device) for name, n in layout.items()}
         means = [getattr(feature.table, "pooling", "sum") == "mean" for feature in self._features]
         frozen = [f in self._frozen_features for f in self.feature_names]
         for name, flags in (("_mean", means), ("_frozen", frozen)):
-            self.register_buffer(name, torch.tensor(flags, dtype=torch.bool, device=device), persistent=False)
+            made[name] = torch.tensor(flags, dtype=torch.bool, device=device)
         for name, number in (("_seed", self.seed), ("_bad_position", bounds.NOTHING_BAD)):
-            self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
+            made[name] = torch.tensor(number, device=device)
+        for name, tensor in made.items():
+            self.register_buffer(name, tensor, persistent=False)
+        self._made = list(made)
         self._any_mean = any(means)
         self._num_rows = self._places.rows[-1]
         self._widths = [feature.width for feature in self._features]
@@ -142,15 +143,17 @@ class Layout(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
-        was_meta = self._weights.is_meta
+        device = fn(torch.empty(0, device=self._device)).device
         if self._in_host:
             fn = staying(self._weights, fn)
         for name, buffer in self._buffers.items():
-            if buffer is not None:
+            if buffer is not None and name not in self._made:
                 self._buffers[name] = uncast(buffer, fn)
-        if was_meta and not self._weights.is_meta:
-            # to_empty(): what no state_dict brings has to be made anew.
-            self._make_layout(self._device)
+        # What no state_dict brings is not for to_empty() to empty.
+        if self._device.type == "meta" and device.type != "meta":
+            self._make_layout(device)
+        else:
+            move_whole(self, self._made, device)
         return self
 
     @property
@@ -246,6 +249,12 @@ def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
     """``fn`` of a tensor; the tensor where ``fn`` would have it, if ``fn`` casts it."""
     moved = fn(t)
     return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+
+def move_whole(module: nn.Module, names: Sequence[str], device: torch.device) -> None:
+    """Moves some of a module's buffers with their numbers, whatever is done to the others."""
+    for name in names:
+        module._buffers[name] = module._buffers[name].to(device)
 
 
 def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.jagged import check_offsets, has_data
-from rec_kernels.nn.layout import move
+from rec_kernels.nn.layout import move, uncast
 
 INTEGERS = (torch.int32, torch.int64)
 
 
 class OneTable(nn.Module):
-    """A module whose parameters are moved, never cast, as tables are.
+    """A module whose parameters and buffers are moved, never cast, as tables are.
 
     Args:
         num_embeddings: E; embedding_dim: D; pooling: "sum" or "mean"; bounds_check: "error" or "ignore".
@@ -38,7 +38,7 @@ class OneTable(nn.Module):
                 move(self, name, fn)
         for name, buffer in self._buffers.items():
             if buffer is not None:
-                self._buffers[name] = fn(buffer)  # int64, which is never cast
+                self._buffers[name] = uncast(buffer, fn)
         return self
 
     def _read(self, features) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

@@ -218,6 +218,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
         self.retie(tables, lr)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Copying and unpickling the collection ties its tables again. By itself, a copy has none.
+        groups = [_Group({**group, "params": []}) for group in self.param_groups]
+        return {**super().__getstate__(), "param_groups": groups}
+
     def retie(self, tables: Sequence[Tensor], lr: Tensor) -> None:
         """Other tensors from now on: those of the collection after it has moved. The learning rate stays."""
         group: Any = self.param_groups[0]

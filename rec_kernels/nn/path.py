@@ -83,7 +83,7 @@ class PathEmbeddingBag(OneTable):
 
     def _make_functions(self, base_dim: int, device: torch.device | str | None) -> None:
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.zeros(self.collisions, *shape, device=device))
+            return nn.Parameter(torch.zeros(self.collisions, *shape, dtype=torch.float32, device=device))
 
         hidden = self.hidden
         self.weight = parameter(self.embedding_dim, base_dim if hidden is None else hidden)

@@ -139,7 +139,8 @@ class MixedDimensionEmbeddingBag(OneTable):
         self._starts = [0, *self._ends[:-1]]
         self._sorts_by = torch.uint8 if len(sizes) < 255 else torch.int32
         narrow = [dim for dim in dims if dim < embedding_dim]
-        matrices = [nn.init.xavier_uniform_(torch.empty(embedding_dim, dim, device=device)) for dim in narrow]
+        memory = [torch.empty(embedding_dim, dim, dtype=torch.float32, device=device) for dim in narrow]
+        matrices = [nn.init.xavier_uniform_(matrix) for matrix in memory]
         self.projection = nn.Parameter(torch.cat(matrices, dim=1)) if narrow else None
         if ranks is not None:
             _check_ranks(ranks, self.num_embeddings)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, integer_from, positive_integer
+from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.features import FeatureLookup
-from rec_kernels.nn.layout import uncast
+from rec_kernels.nn.layout import move_whole, uncast
 from rec_kernels.nn.tables import StoredTable, zeros
 
 _ops = torch.ops.rec_kernels
@@ -338,26 +339,26 @@ class CacheState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
         was_meta = self.tags.is_meta
+        # What no state_dict brings is not for to_empty() to empty, unless there is nothing yet.
+        kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry") or n.startswith("_")]
         for name, buffer in self._buffers.items():
-            self._buffers[name] = uncast(buffer, fn)
+            if name not in kept:
+                self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self.tags.is_meta:
             self._make_places(self.tags.device)
             self.clear()
+        move_whole(self, kept, self.tags.device)
         return self
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # A state without such a cache has all rows in its tables, and so has one of another cache: it was flushed.
-        buffers, own = dict(self._buffers), self.own_state(prefix)
+        own = self.own_state(prefix)
         if not self.fits(state_dict, prefix):
             self.clear()
             for name in [n for n in state_dict if n.startswith(prefix)]:
                 del state_dict[name]
             state_dict.update(own)
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        for name, buffer in buffers.items():  # load_state_dict(assign=True) would part what for_serving() shares
-            if self._buffers[name] is not buffer:
-                buffer.copy_(self._buffers[name])
-                self._buffers[name] = buffer
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
         self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import KW_ONLY, dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.compression import Compression, MixedDimension, Part
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows, row_bytes
@@ -194,10 +196,17 @@ class Table(nn.Module):
         if self.in_file:
             del destination[f"{prefix}weight"]
             return
-        rows = destination[f"{prefix}weight"]
+        rows = destination[f"{prefix}weight"].detach()
         if self.in_bytes and type(rows) is Tensor and not rows.is_meta:
             # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
-            destination[f"{prefix}weight"] = torch.from_dlpack(rows)
+            own = torch.from_dlpack(rows)
+            destination[f"{prefix}weight"] = nn.Parameter(own, requires_grad=False) if keep_vars else own
+
+    def without_rows(self) -> Table:
+        """The same table, for torch.save, with an empty weight: its collection has the rows."""
+        other, empty = copy.copy(self), self.weight.detach().new_empty(0)
+        other._parameters = {**self._parameters, "weight": nn.Parameter(empty, requires_grad=self.weight.requires_grad)}
+        return other
 
     def _load_from_state_dict(
         self,
@@ -209,7 +218,7 @@ class Table(nn.Module):
         *args: object,
     ) -> None:
         missing: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, *args)
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), strict, missing, *args)
         missing_keys += [name for name in missing if not (self.in_file and name == f"{prefix}weight")]
 
 
@@ -219,6 +228,12 @@ class Tables(nn.Module):
     def __init__(self, names: list[str]) -> None:
         super().__init__()
         self._modules.update({name: Table() for name in names})
+
+    def without_rows(self) -> Tables:
+        """As ``Table``'s, of all."""
+        other = copy.copy(self)
+        other._modules = {name: self[name].without_rows() for name in self}
+        return other
 
     def __getitem__(self, name: str) -> Table:
         table: Any = self._modules[name]
@@ -278,7 +293,7 @@ def initialize(
     in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
     step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
     # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
-    chunk = torch.empty(min(step, rows), table.embedding_dim, device=weight.device)
+    chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
         floats.uniform_(-bound, bound) if table.init is None else table.init(floats)

@@ -1,0 +1,133 @@
+"""Tables' parameters that are no longer the memory that lookups read: refused, by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from multiprocessing.reduction import ForkingPickler
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.func import functional_call, functionalize
+from torch.nn.utils import parametrize, vector_to_parameters
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+
+def make(optimizer=None, **options) -> rk.EmbeddingBagCollection:
+    """Two tables."""
+    torch.manual_seed(0)
+    tables = [rk.EmbeddingBagConfig(10, 4, name=n, feature_names=[n]) for n in "ab"]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def batch() -> rk.KeyedJaggedTensor:
+    """Two samples."""
+    return rk.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3]), lengths=torch.tensor([1, 1, 0, 1]))
+
+
+def pooled(module: nn.Module) -> torch.Tensor:
+    """Of the batch."""
+    return module(batch()).values()
+
+
+def _data(collection) -> None:
+    collection.embedding_bags["b"].weight.data = torch.ones(10, 4)
+
+
+def _parameter(collection) -> None:
+    collection.embedding_bags["b"].weight = nn.Parameter(torch.ones(10, 4), requires_grad=False)
+
+
+def _none(collection) -> None:
+    collection.embedding_bags["b"].weight = None
+
+
+def _parametrized(collection) -> None:
+    parametrize.register_parametrization(collection.embedding_bags["b"], "weight", nn.Identity())
+
+
+CHANGES = [_data, _parameter, _none, _parametrized]
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.RowwiseAdagrad()], ids=str)
+@pytest.mark.parametrize("change", CHANGES)
+def test_replaced(change, optimizer) -> None:
+    """Lookups, moves and copies would go on with the old rows."""
+    collection = make(optimizer)
+    change(collection)
+    for use in (pooled, copy.deepcopy, pickle.dumps, nn.Module.half, lambda c: c.to("cpu")):
+        with pytest.raises(RuntimeError, match=r"embedding_bags\.b\.weight has been replaced"):
+            use(collection)
+
+
+def test_replaced_by_functions_of_torch() -> None:
+    """Those that put other parameters in the place of a module's."""
+    collection = make()
+    expected, zeros = pooled(collection), {n: torch.zeros_like(p) for n, p in collection.named_parameters()}
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.a\.weight has been replaced"):
+        functional_call(collection, zeros, (batch(),))
+    assert same_bits(pooled(collection), expected)  # its own are back
+    vector_to_parameters(torch.ones(80), collection.parameters())
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.a\.weight has been replaced"):
+        pooled(collection)
+
+
+def test_served_tables_have_no_parameters() -> None:
+    """They read the flat tensor, as was said."""
+    collection = make()
+    served, expected = collection.for_serving(), pooled(collection)
+    _data(collection)
+    assert same_bits(pooled(served), expected)
+
+
+def test_written_in_place() -> None:
+    """Every way of writing leaves parameters where they are."""
+    collection = make()
+    with torch.no_grad():
+        collection.embedding_bags["a"].weight.copy_(torch.ones(10, 4))
+        nn.init.constant_(collection.embedding_bags["b"].weight, 2.0)
+    assert pooled(collection).tolist() == [[1.0] * 4 + [0.0] * 4, [1.0] * 4 + [2.0] * 4]
+    collection.load_state_dict({n: t * 2 for n, t in collection.state_dict().items()}, assign=True)
+    copies = (copy.deepcopy(collection), pickle.loads(pickle.dumps(collection)), collection.to("cpu"))
+    for module in copies:
+        assert pooled(module).tolist() == [[2.0] * 4 + [0.0] * 4, [2.0] * 4 + [4.0] * 4]
+    torch.optim.SGD(collection.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD()], ids=str)
+def test_shared_memory(optimizer) -> None:
+    """torch.multiprocessing moves the memory of all tables when it sends a collection."""
+    collection = make(optimizer)
+    expected, before = pooled(collection), collection._weights.data_ptr()
+    ForkingPickler.dumps(collection)
+    assert collection._weights.data_ptr() != before
+    assert same_bits(pooled(collection), expected)
+    _data(collection)
+    with pytest.raises(RuntimeError, match=r"embedding_bags\.b\.weight has been replaced"):
+        pooled(collection)
+
+
+def test_tensors_without_memory() -> None:
+    """torch traces and transforms a module with tensors in its parameters' place: they are no replacements."""
+    collection = make()
+    expected, own = pooled(collection), dict(collection.named_parameters())
+    assert same_bits(functional_call(collection, own, (batch(),)).values(), expected)
+    found = functionalize(lambda p: functional_call(collection, p, (batch(),)).values())(own)
+    assert same_bits(found, expected)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake = {n: mode.from_tensor(p) for n, p in own.items()}
+    with mode, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert functional_call(collection, fake, (batch(),)).values().shape == expected.shape
+        assert pooled(make()).shape == expected.shape
+    program = torch.export.export(collection, (batch(),), strict=False)
+    assert same_bits(program.module()(batch()).values(), expected)
+    compiled = torch.compile(collection, backend="aot_eager", fullgraph=True)
+    assert same_bits(pooled(compiled), expected)
+    late = make(device="meta")
+    assert pooled(late.to_empty(device="cpu")).shape == make(device="meta")(batch().to("meta")).values().shape

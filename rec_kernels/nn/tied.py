@@ -1,0 +1,67 @@
+"""Parameters of tables, which are views of the flat tensor that lookups read: whether they still are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from operator import itemgetter
+from typing import NamedTuple
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+_weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
+
+
+class Tied(NamedTuple):
+    """The flat tensor; of its tables names, the dicts that hold parameters, bytes before them, and their addresses."""
+
+    flat: Tensor
+    names: list[str]
+    parameters: list[Mapping[str, Tensor | None]]
+    offsets: list[int]
+    addresses: list[int]
+
+    def add(self, name: str, parameters: Mapping[str, Tensor | None], view: Tensor) -> None:
+        """A table, unless it has no memory."""
+        address = _address(view)
+        if address:
+            self.names.append(name)
+            self.parameters.append(parameters)
+            self.offsets.append(address - _address(self.flat))
+            self.addresses.append(address)
+
+
+def refuse_replaced(tied: Tied) -> None:
+    """Raises RuntimeError if a table has another parameter, or its parameter other memory.
+
+    Tensors without memory pass: torch traces with them.
+    """
+    # First in as few steps as Python has: a small lookup takes some 50 us, and of 26 tables this 2.
+    try:
+        # Within a mode, tensors may be fake, which warn of this.
+        if not is_in_torch_dispatch_mode() and list(map(_data_ptr, map(_weight, tied.parameters))) == tied.addresses:
+            return
+    except (KeyError, TypeError, RuntimeError):  # no parameter, None, or no memory: see below
+        pass
+    # All of them may be elsewhere: torch.multiprocessing moves what it sends into shared memory.
+    base = _address(tied.flat)
+    tied.addresses[:] = [base + offset for offset in tied.offsets]
+    for name, parameters, address in zip(tied.names, tied.parameters, tied.addresses, strict=True):
+        weight = parameters.get("weight")
+        if weight is None or _address(weight) not in (address, 0):
+            raise RuntimeError(
+                f"embedding_bags.{name}.weight has been replaced, and lookups read the memory that it was a view of: "
+                "write it in place, with load_state_dict(), or with copy_() or torch.nn.init under torch.no_grad(); "
+                "assignments, .data, torch.func.functional_call, vector_to_parameters and parametrizations do not"
+            )
+
+
+def _address(t: Tensor) -> int:
+    """Of its first element; 0: it has none, as on the meta device and under torch's tracers and transforms."""
+    if isinstance(t, FakeTensor):
+        return 0
+    try:
+        return t.data_ptr() if t.untyped_storage().data_ptr() else 0
+    except RuntimeError:
+        return 0
