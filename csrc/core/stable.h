@@ -34,7 +34,7 @@ using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 template <class... Parts>
 void check_value(bool ok, const Parts&... parts) {
-  if (__builtin_expect(!ok, 0)) throw_value_error(join_pieces({Piece(parts)...}));
+  if (__builtin_expect(!ok, 0)) throw_value_error(join(parts...));
 }
 
 inline const char* dtype_name(ScalarType t) {

@@ -410,8 +410,7 @@ def check_keys(keys: Sequence[str], have: list[str]) -> None:
     if isinstance(keys, str):
         raise ValueError(f"keys must be a list of feature names, got {keys!r}")
     known = set(have)
-    missing = [k for k in keys if k not in known]
-    if missing:
+    if missing := [k for k in keys if k not in known]:
         raise KeyError(f"features {missing} are not among the input's keys {have}")
 
 
