@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,19 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
-from rec_kernels.dlrm import DLRM, Batch, DeviceError, TrainConfig, checkpoint, devices, evaluate, roofline, train
+import rec_kernels
+from rec_kernels.dlrm import (
+    DLRM,
+    Batch,
+    DeviceError,
+    TrainConfig,
+    checkpoint,
+    devices,
+    evaluate,
+    machines,
+    roofline,
+    train,
+)
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.nn import bounds
@@ -125,6 +138,17 @@ def test_no_batches_are_kept_for_a_profile_of_a_gpu(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
     train(config(tmp_path, run="gpu", accumulate=2), progress=False)
     assert kept == [2, 0]
+
+
+def test_a_checkout_that_is_not_installed_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries built in place are no distribution that pip knows."""
+
+    def unknown(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", unknown)
+    assert machines.versions()["rec_kernels"] == rec_kernels.__version__
+    assert list(machines.versions()) == ["python", "rec_kernels", "torch", "numpy", "scikit-learn"]
 
 
 def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ struct ElementwiseTarget : Base {
             o.has_first() ? s.moment(s.exp_avg, place) : nullptr,
             o.has_second() ? s.moment(second, place) : nullptr,
             s.bf16,
-            {make_noise(u.seed ? *u.seed : 0, *u.step, f.table_id), u.stochastic, u.stochastic},
+            update_rounding(u.seed, u.step, f.table_id, u.stochastic),
             row - f.row_offset};
   }
 

@@ -6,8 +6,11 @@ import platform
 from collections.abc import Iterable
 from pathlib import Path
 
+import numpy
+import sklearn
 import torch
 
+from rec_kernels._version import __version__
 from rec_kernels.dlrm import devices
 
 
@@ -16,6 +19,13 @@ def cpu_model() -> str:
     model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)
+
+
+def versions() -> dict[str, str]:
+    """Python's, and those of the packages that make a run's numbers, as the modules have them: a checkout whose
+    libraries are built in place is no installed distribution."""
+    packages = {"rec_kernels": __version__, "torch": torch.__version__, "numpy": numpy.__version__}
+    return {"python": platform.python_version()} | packages | {"scikit-learn": sklearn.__version__}
 
 
 def here(device: torch.device) -> dict:

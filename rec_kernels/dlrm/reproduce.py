@@ -9,16 +9,14 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from rec_kernels.dlrm import compare, compare_report, reproduce_pictures, reproduce_report
+from rec_kernels.dlrm import compare, compare_report, machines, reproduce_pictures, reproduce_report
 from rec_kernels.dlrm.claims import answer
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
-from rec_kernels.dlrm.machines import cpu_model
 from rec_kernels.dlrm.train import RunInterruptedError
 
 RESULTS = "results.json"
@@ -186,8 +184,8 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 def _machine() -> dict:
     """Where this was measured."""
-    packages = {package: metadata.version(package) for package in ("rec_kernels", "torch")}
-    return {"cpu": cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
+    packages = {package: machines.versions()[package] for package in ("rec_kernels", "torch")}
+    return {"cpu": machines.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import platform
 import re
 import resource
 import sys
-from importlib import metadata
 from pathlib import Path
+
+from rec_kernels.dlrm import machines
 
 RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -51,9 +51,7 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:
     """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
     its option ``dedup`` came to."""
-    packages = ("rec_kernels", "torch", "numpy", "scikit-learn")
-    versions = {"python": platform.python_version()} | {package: metadata.version(package) for package in packages}
-    versions |= {} if gpu is None else {"gpu": gpu}
+    versions = machines.versions() | ({} if gpu is None else {"gpu": gpu})
     fresh = directory / f".{CONFIG}.new"
     settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
     fresh.write_text(json.dumps(settings, indent=2) + "\n")
