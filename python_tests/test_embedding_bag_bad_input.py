@@ -278,6 +278,9 @@ BAD_ARGUMENTS = [
     ("optimizer", lambda _: "adam", 'sum must not be given for optimizer "adam"'),
     ("sum", lambda _: None, 'sum must be given for optimizer "rowwise_adagrad"'),
     ("exp_avg", lambda _: torch.ones(176), 'exp_avg must not be given for optimizer "rowwise_adagrad"'),
+    ("eps", lambda _: -1.0, "eps = -1 must be at least 0, and finite as float32"),
+    ("eps", lambda _: float("nan"), "eps = nan must be at least 0"),
+    ("eps", lambda _: 1e39, "eps = 1e+39 must be at least 0, and finite as float32"),
     ("beta1", lambda _: 1.0, "beta1 and beta2 must be in [0, 1) as float32, got 1 and 0.999"),
     ("beta2", lambda _: -0.5, "beta1 and beta2 must be in [0, 1) as float32, got 0.9 and -0.5"),
     ("moment_offsets", lambda _: torch.zeros(3, dtype=torch.int64), "moment_offsets must not be given"),
@@ -421,7 +424,9 @@ def test_strided_inputs_are_read_as_they_are() -> None:
 def test_layout_arguments_without_embedding_dims() -> None:
     """A single table takes no layout."""
     message = "embedding_dims is missing: other layout arguments mean nothing without it"
-    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, {"row_offsets": torch.zeros(1).long()}):
+    number = torch.zeros(1).long()
+    partitions = [{name: number} for name in ("divisors", "moduli", "id_limits", "combine")]
+    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, {"row_offsets": number}, *partitions):
         with pytest.raises(ValueError, match=message):
             ops.embedding_bag(torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1]), **extra)
 

@@ -193,3 +193,24 @@ def test_two_uses_in_one_graph() -> None:
             )
         results.append(all(map(same_bits, (weights, state, step), expected)))
     assert any(results)
+
+
+def test_gradients_of_weights_are_of_the_rows_that_were_looked_up() -> None:
+    """Of two lookups in one graph, the second's rows have been updated by the first's backward: it says so."""
+    weights, step, lr = torch.randn(5, 4), torch.zeros((), dtype=torch.int64), torch.tensor(0.5)
+    token, ids, offsets = torch.zeros(0, requires_grad=True), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
+    factors = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    arguments, expected = (weights, None, step, lr, token, ids, offsets), weights[ids].clone()
+
+    def lookup(factors: torch.Tensor) -> torch.Tensor:
+        return ops.embedding_bag_fused(*arguments, factors, optimizer="sgd")[0]
+
+    losses = [lookup(f).sum() for f in factors]
+    losses[0].backward()
+    assert torch.allclose(factors[0].grad, expected.sum(1))
+    after = weights.clone()
+    with pytest.raises(RuntimeError, match="the tables have changed since this lookup"):
+        losses[1].backward()
+    assert factors[1].grad is None
+    assert same_bits(weights, after)
+    assert step == 1

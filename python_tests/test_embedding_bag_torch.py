@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import re
 
 import pytest
 import torch
@@ -157,13 +158,62 @@ def test_sparse_gradient_trains() -> None:
     assert (weight.detach() != before)[touched].any(dim=1).all()
 
 
+NO_SECOND = "has no second derivative: its op is differentiable once"
+
+
 def test_no_second_derivative() -> None:
     """Refused, as torch does, rather than taken for zero."""
     weight = torch.randn(ROWS, DIM, requires_grad=True)
     output = _call(rk.embedding_bag, _input("offsets"), weight, None)
     (grad,) = torch.autograd.grad(output.square().sum(), weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(RuntimeError, match=NO_SECOND):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize("of", ["weight", "factors"])
+@pytest.mark.parametrize("lookup", ["function", "sparse", "tables"])
+def test_no_second_derivative_in_what_was_looked_up(lookup: str, of: str) -> None:
+    """Where the gradient that comes in is constant, rows and weights still depend on each other."""
+    ids, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
+    weight, factors = torch.randn(5, 4, requires_grad=True), torch.ones(3, requires_grad=True)
+    if lookup == "tables":
+        layout = {name: torch.tensor([n]) for name, n in {"num_embeddings": 5, "embedding_dims": 4}.items()}
+        zeros = dict.fromkeys(("weight_offsets", "row_offsets", "output_offsets"), torch.tensor([0]))
+        flat = torch.nn.functional.pad(weight.detach().reshape(-1), (0, 12))  # a table starts at multiples of 16
+        output, _ = torch.ops.rec_kernels.embedding_bag_tables(
+            flat, [weight], ids, offsets, factors, **layout, **zeros, output_dim=4
+        )
+    else:
+        options = {"mode": "sum", "per_sample_weights": factors, "sparse": lookup == "sparse"}
+        output = rk.embedding_bag(ids, weight, offsets, include_last_offset=True, **options)
+    (grad,) = torch.autograd.grad(output.sum(), {"weight": weight, "factors": factors}[of], create_graph=True)
+    assert grad.requires_grad
+    with pytest.raises(RuntimeError, match=NO_SECOND):
+        grad.to_dense().square().sum().backward()
+
+
+def test_a_gradient_that_depends_on_nothing() -> None:
+    """That of plain sums with respect to the table is a constant, also under ``create_graph``."""
+    weight = torch.randn(5, 4, requires_grad=True)
+    output = rk.embedding_bag(torch.tensor([0, 1]), weight, torch.tensor([0]), mode="sum")
+    (grad,) = torch.autograd.grad(output.sum(), weight, create_graph=True)
+    assert not grad.requires_grad
+    assert grad.tolist() == [[1.0] * 4] * 2 + [[0.0] * 4] * 3
+
+
+@pytest.mark.parametrize(
+    ("input", "weight", "message"),
+    [
+        (torch.ones(3), torch.ones(5, 4), "input must be int32 or int64, got torch.float32"),
+        (torch.ones(3).long(), torch.ones(5), "weight must have two dimensions and be contiguous, got shape [5]"),
+        (torch.ones(3).long(), torch.ones(4, 5).T, "got shape [5, 4] and strides [1, 5]"),
+        (torch.ones(3).long(), torch.ones(4, 5).half().T, "got shape [5, 4] and strides [1, 5]"),
+    ],
+)
+def test_arguments_by_their_own_names(input: Tensor, weight: Tensor, message: str) -> None:
+    """As the function has them, not its op."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rk.embedding_bag(input, weight, torch.tensor([0, 2]))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
@@ -237,7 +287,7 @@ def test_runs_are_repeatable() -> None:
         ({"padding_idx": -ROWS - 1}, ValueError, r"padding_idx = -41 must be in \[-40, 40\)"),
         ({"input": torch.zeros(2, 2, dtype=torch.int64)}, ValueError, "offsets must be None"),
         ({"input": torch.tensor(1)}, ValueError, "1 dimension"),
-        ({"weight": torch.zeros(3)}, ValueError, "weights must have 2 dimension"),
+        ({"weight": torch.zeros(3)}, ValueError, "weight must have two dimensions"),
     ],
 )
 def test_refused(options: dict, error: type[Exception], message: str) -> None:

@@ -319,3 +319,22 @@ def test_rows_in_slots_of_other_tables() -> None:
             call(INSERT, given, backend.ops)
         assert all(torch.equal(given[name][[1, 8]], t[[1, 8]]) for name, t in before.items()), backend.name
         assert not torch.equal(given["cache_tags"], before["cache_tags"])
+
+
+@pytest.mark.parametrize("combine", [0, 1, 2], ids=["concat", "add", "mult"])
+def test_slots_of_features_with_several_parts_are_not_read(combine: int) -> None:
+    """No cache holds their rows: whatever stands there, rows come from the tables."""
+    numbers = {"num_embeddings": [4, 4], "embedding_dims": [4, 4], "weight_offsets": [0, 16], "row_offsets": [0, 4]}
+    numbers |= {"output_offsets": [0, 0 if combine else 4], "divisors": [1, 4], "moduli": [4, 4], "id_limits": [16]}
+    numbers |= {"partition_starts": [0, 2], "combine": [combine]}
+    layout = {name: torch.tensor(value) for name, value in numbers.items()} | {"output_dim": 4 if combine else 8}
+    bags = torch.arange(32.0), torch.tensor([3, 7]), torch.tensor([0, 1, 2])
+    grad = torch.ones(2, layout["output_dim"])
+    cache = {"cache_rows": torch.full((64,), -1.0), "cache_offsets": torch.tensor([0, 0])}
+    for namespace in (ops, emulated()):
+        plain = namespace.embedding_bag(*bags, **layout)[0]
+        weighted = namespace.embedding_bag_backward_per_sample_weights(grad, *bags, **layout)
+        for slots in ([2, 3], [1 << 40, -7]):
+            given = layout | cache | {"cache_slots": torch.tensor(slots)}
+            assert same_bits(namespace.embedding_bag(*bags, **given)[0], plain)
+            assert same_bits(namespace.embedding_bag_backward_per_sample_weights(grad, *bags, **given), weighted)

@@ -102,13 +102,6 @@ inline void check_same_device(const Tensor& t, const Tensor& other, const char* 
   check_value(same, name, " must be on the same device as ", other_name);
 }
 
-inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
-inline OptionalTensor as_contiguous(const OptionalTensor& t) {
-  OptionalTensor out;
-  if (t) out = as_contiguous(*t);
-  return out;
-}
-
 // The stable ABI drops torch's reason for a failure: what was asked for is said here.
 template <class Allocate>
 Tensor allocated(Sizes sizes, ScalarType dtype, const Allocate& allocate) {
@@ -126,6 +119,16 @@ inline Tensor new_tensor(const Tensor& like, Sizes sizes, ScalarType dtype) {
 
 inline Tensor new_zeros(const Tensor& like, Sizes sizes, ScalarType dtype) {
   return allocated(sizes, dtype, [&] { return torch::stable::new_zeros(like, sizes, dtype); });
+}
+
+inline Tensor as_contiguous(const Tensor& t) {
+  if (t.is_contiguous()) return t;
+  return allocated(t.sizes(), t.scalar_type(), [&] { return torch::stable::contiguous(t); });
+}
+inline OptionalTensor as_contiguous(const OptionalTensor& t) {
+  OptionalTensor out;
+  if (t) out = as_contiguous(*t);
+  return out;
 }
 
 }  // namespace rec_kernels

@@ -121,7 +121,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
     const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
     std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double, double beta1, double beta2, double weight_decay,
+    const std::string& optimizer, double eps, double beta1, double beta2, double weight_decay,
     const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
     const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
     const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
@@ -135,7 +135,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
       partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
-               parse_optimizer(optimizer), beta1, beta2);
+               parse_optimizer(optimizer), eps, beta1, beta2);
   read_rounding(values, layout, rounding, seed, table_ids);
   parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);

@@ -359,7 +359,7 @@ void backward_fused(
   const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
   const Optimizer optimizer = parse_optimizer(optimizer_name);
   const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, beta1, beta2);
+  check_update(values, layout, state, step, lr, optimizer, eps, beta1, beta2);
   const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   const GradientStep gradient_step =
       parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);

@@ -176,24 +176,27 @@ void pool_rounded(const PoolArgs& a, const Feature* f, int64_t parts, int64_t be
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
-  by_feature(a.bags, a.features, begin, end,
-             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
-               auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
-               const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
-               Bounds repeated;  // of ids that the first part has noted
-               for (int64_t p = 0; p < count; p += combined) {
-                 auto* out = rows + parts[p].output_offset * element;
-                 Bounds* found = p == 0 ? bounds : &repeated;
-                 if (element == 4)
-                   pool_feature(a, parts + p, combined, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
-                 else pool_rounded(a, parts + p, combined, from, to, out, stride, found);
-               }
-               const Feature& last = parts[count - 1];
-               const int64_t used = last.output_offset + last.embedding_dim;
-               const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
-               for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
-                 memset(rows + used * element, 0, static_cast<size_t>(behind));
-             });
+  PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
+  uncached.cache.slots = nullptr;
+  by_feature(
+      a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
+        const PoolArgs& its = count == 1 ? a : uncached;
+        auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
+        const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
+        Bounds repeated;  // of ids that the first part has noted
+        for (int64_t p = 0; p < count; p += combined) {
+          auto* out = rows + parts[p].output_offset * element;
+          Bounds* found = p == 0 ? bounds : &repeated;
+          if (element == 4)
+            pool_feature(its, parts + p, combined, from, to, {reinterpret_cast<float*>(out), a.output_dim}, found);
+          else pool_rounded(its, parts + p, combined, from, to, out, stride, found);
+        }
+        const Feature& last = parts[count - 1];
+        const int64_t used = last.output_offset + last.embedding_dim;
+        const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
+        for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
+          memset(rows + used * element, 0, static_cast<size_t>(behind));
+      });
 }
 
 float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
@@ -228,7 +231,7 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
       if (!counts) out[i] = 0.0f;
-      else if (const float* row = cached_row(a, *parts, i))
+      else if (const float* row = count == 1 ? cached_row(a, *parts, i) : nullptr)
         out[i] = row_dot(grad + parts->output_offset, row, parts->embedding_dim);
       else out[i] = dot_with_parts(a, parts, count, grad, id, composed);
     }

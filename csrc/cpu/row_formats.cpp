@@ -143,7 +143,7 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
   const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
   const Tensor x = as_contiguous(x_in);
   const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_per_piece(D);
-  Tensor out = torch::stable::empty_like(x);
+  Tensor out = new_tensor(x, x.sizes(), x.scalar_type());
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
   const FloatRows from(x);

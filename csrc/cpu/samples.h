@@ -23,7 +23,7 @@ inline Samples samples_of(const Tensor& t) {
   for (int64_t i = t.dim() - 1; i > 0; numbers *= t.size(i--))
     contiguous &= t.size(i) == 1 || strides[static_cast<size_t>(i)] == numbers;
   if (contiguous) return {t, strides[0], numbers};
-  return {torch::stable::contiguous(t), numbers, numbers};
+  return {as_contiguous(t), numbers, numbers};
 }
 
 // Samples of any float dtype as the kernels take them, float32: where they lie, or widened into memory.

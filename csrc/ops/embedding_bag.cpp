@@ -136,7 +136,8 @@ int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTe
   if (!layout.embedding_dims) {
     check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
                     !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.inverse && !layout.groups &&
-                    !layout.frozen && !layout.partition_starts && layout.max_parts == 0 && !layout.multiplies &&
+                    !layout.frozen && !layout.partition_starts && !layout.divisors && !layout.moduli &&
+                    !layout.id_limits && !layout.combine && layout.max_parts == 0 && !layout.multiplies &&
                     layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
                 "embedding_dims is missing: other layout arguments mean nothing without it");
     return 1;
@@ -255,7 +256,7 @@ OptimizerState UpdateState::pointers() const {
 }
 
 void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state, const Tensor& step,
-                  const Tensor& lr, Optimizer optimizer, double beta1, double beta2) {
+                  const Tensor& lr, Optimizer optimizer, double eps, double beta1, double beta2) {
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
   check_same_device(step, values, "step", "values");
@@ -275,6 +276,8 @@ void check_update(const Tensor& values, const TableLayout& layout, const UpdateS
               "exp_avg_sq must have as many elements as exp_avg");
   check_value(!moments || rowwise || state.exp_avg_sq->scalar_type() == state.exp_avg->scalar_type(),
               "exp_avg_sq must have exp_avg's dtype");
+  check_value(eps >= 0 && std::isfinite(static_cast<float>(eps)), "eps = ", eps,
+              " must be at least 0, and finite as float32");
   for (const double beta : {beta1, beta2})  // as float32, which 0.99999999 is too close to 1 for
     check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
                 beta1, " and ", beta2);

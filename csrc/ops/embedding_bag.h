@@ -178,7 +178,8 @@ RK_EXPORT void check_own_weights(const OptionalTensor& weights, const std::vecto
                                  const TableLayout& layout, bool multiplies);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 RK_EXPORT void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state,
-                            const Tensor& step, const Tensor& lr, Optimizer optimizer, double beta1, double beta2);
+                            const Tensor& step, const Tensor& lr, Optimizer optimizer, double eps, double beta1,
+                            double beta2);
 // That row-wise state has an element for each of `rows` rows.
 RK_EXPORT void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows);
 

@@ -53,7 +53,7 @@ def embedding_bag(
         input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
         weight: [E, D] float32, contiguous. Its gradient is dense, or a coalesced sparse tensor with ``sparse=True``.
             Or, for lookups only: [E, D] float16 or bfloat16, or uint8 rows of ``format``, [E, row_bytes].
-        offsets: [B] int32 or int64, where each bag starts, the first 0; [B + 1] with ``include_last_offset=True``.
+        offsets: [B], as ids: where bags start, the first 0 (ids before: in none); [B + 1] with ``include_last_offset``.
         mode: "sum" or "mean" ("max" is not offered).
         per_sample_weights: float32, input's shape: each id's factor. With "mean", the weighted sum is divided by the
             number of ids (torch refuses this combination).
@@ -73,7 +73,7 @@ def embedding_bag(
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag`` also returns ``status``, which tells.
     """
-    _check_supported(mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0)
+    _check_arguments(input, weight, mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
@@ -100,11 +100,19 @@ def _lookup(weight: Tensor, input: Tensor, offsets: Tensor, sparse: bool, option
         return _embedding_bag(weight, input, offsets, **options)[0]
 
 
-def _check_supported(mode: str, norms: bool) -> None:
+def _check_arguments(input: Tensor, weight: Tensor, mode: str, norms: bool) -> None:
     if mode not in ("sum", "mean"):
         raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
     if norms:
         raise NotImplementedError(_NORMS_UNSUPPORTED)
+    # The op would call these two "values" and "weights".
+    if input.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"input must be int32 or int64, got {input.dtype}")
+    if weight.dim() != 2 or not weight.is_contiguous():
+        raise ValueError(
+            f"weight must have two dimensions and be contiguous, got shape {list(weight.shape)} and strides "
+            f"{list(weight.stride())}"
+        )
 
 
 def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> tuple[Tensor, dict]:
@@ -122,8 +130,6 @@ def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> t
         own, columns = NARROW[weight.dtype], weight.shape[-1]
         if format not in (None, own) or embedding_dim not in (None, columns):
             raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
-        if weight.dim() != 2 or not weight.is_contiguous():
-            raise ValueError(f"weight must be [E, D] and contiguous, got shape {list(weight.shape)}")
         return weight.view(torch.uint8), {"formats": [own], "embedding_dim": columns}
     if weight.dtype != torch.uint8:
         raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")

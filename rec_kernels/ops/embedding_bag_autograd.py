@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops import autocast
 from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
+from rec_kernels.ops.once import differentiable_once
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
@@ -86,8 +86,9 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     # The rows themselves are needed for the gradient of factors, and where they are multiplied. The tables, whose
     # memory is that of the weights, go with them because a change of theirs between forward and backward shows in
     # their own version counters.
-    wants_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
-    wants_rows = wants_rows and op != "embedding_bag_fused"
+    trains_factors = factors is not None and factors.requires_grad
+    wants_rows = (_may_multiply(a) or trains_factors) and op != "embedding_bag_fused"
+    ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
     ctx.save_for_backward(values, offsets, factors, a["inverse"], *rows)
     ctx.layout = {name: a[name] for name in _LAYOUT if name != "inverse"}
@@ -195,8 +196,9 @@ def _setup_fused(ctx, inputs, output) -> None:
     if ctx.cache:
         ctx.options |= {name: a[name] for name in (*_CACHE, "cache_slots", "cache_dirty")}
     ctx.token_shape = a["token"].shape
-    weights = a["weights"]
-    ctx.version = weights._version if _may_multiply(a) and not weights.is_inference() else None
+    factors, weights = a["per_sample_weights"], a["weights"]
+    needs_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
+    ctx.version = weights._version if needs_rows and not weights.is_inference() else None
 
 
 def _backward_fused(ctx, grad: Tensor, _):
@@ -212,16 +214,17 @@ def _backward_fused(ctx, grad: Tensor, _):
     _ops.embedding_bag_backward_fused_(
         **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **layout, **ctx.options
     )
-    if ctx.version is not None:
-        torch.autograd.graph.increment_version(weights)
+    if not weights.is_inference():
+        torch.autograd.graph.increment_version(weights)  # for other lookups that need the rows as they were
     return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
 
 
 def _check_version(weights: Tensor, version: int) -> None:
-    # Gradients of other rows than products need none, and may be taken of tables that have gone on.
+    # Other gradients need no rows: they may be taken of tables that have gone on.
     if weights._version != version:
         raise RuntimeError(
-            "the tables have changed since this lookup, and the gradients of its products need the rows as they were. "
+            "the tables have changed since this lookup, and its gradients, of products of rows or of "
+            "per_sample_weights, need the rows as they were. "
             "This lookup updates nothing; what another one of the same backward has updated stays so. If that is what "
             "has changed them: make both lookups and their backwards inside accumulate() of the collection, which "
             "updates once, at its end"
@@ -251,7 +254,7 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
         setup(ctx, inputs + defaults[len(inputs) :], output)
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(once_differentiable(backward))}
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(op, backward))}
     function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
 
     def kernel(*inputs):
@@ -268,7 +271,11 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
 _register_autograd("embedding_bag", _setup, _backward)
 _register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
 # Only torch's own registration takes gradients of a list.
-torch.library.register_autograd("rec_kernels::embedding_bag_tables", _backward_tables, setup_context=_setup_tables)
+torch.library.register_autograd(
+    "rec_kernels::embedding_bag_tables",
+    differentiable_once("embedding_bag_tables", _backward_tables),
+    setup_context=_setup_tables,
+)
 
 
 def _register_autocast(op: str) -> None:
