@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.peers import EPS, LR, fbgemm_ops
+from bench.peers import EPS, LR, fbgemm_ops, fill
 from bench.timing import time_calls, turned
 
 #: Batches that the calls take in turn.
@@ -97,9 +97,11 @@ class Subject:
                 SplitTableBatchedEmbeddingBagsCodegen,
             )
         specs = [(ROWS, d, EmbeddingLocation.HOST, ComputeDevice.CPU) for d in self.mixture.dims]
-        return SplitTableBatchedEmbeddingBagsCodegen(
+        tables = SplitTableBatchedEmbeddingBagsCodegen(
             specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
         )
+        fill(tables)
+        return tables
 
     def forward(self, name: str, i: int) -> Tensor:
         """One lookup."""

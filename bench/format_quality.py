@@ -1,11 +1,12 @@
 """What the row formats cost and lose: bits, noise, the worst block, and the bias of stochastic rounding.
 
-Writes bench/results/format_quality.json and, from it, the table of docs/results.md between its markers. Takes seconds;
-nothing here depends on the machine, only on torch's random numbers.
+Prints a table; with --write, writes bench/results/format_quality.json and the table of docs/results.md between its
+markers. Takes seconds; nothing here depends on the machine, only on torch's random numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -115,20 +116,24 @@ def _worst(row: dict, name: str, number: int) -> str:
     return f"{found} (>= {BOUNDS[name][number]})" if name in BOUNDS else found
 
 
-def main() -> None:
-    """Measures and writes."""
+def main(given: list[str] | None = None) -> None:
+    """Measures, prints and, if asked to, writes; ``given``: in place of the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the JSON file and the table of docs/results.md")
+    write = parser.parse_args(given).write
     formats = {format: measure(format, ROWS) for format in rk.ROW_FORMATS}
     about = {
-        "command": "python bench/format_quality.py",
+        "command": "python bench/format_quality.py --write",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "torch": torch.__version__,
         "rec_kernels": rk.__version__,
         "rows": ROWS,
         "columns": COLUMNS,
     }
-    RESULT.write_text(json.dumps({"about": about, "formats": formats}, indent=1) + "\n")
-    PAGE.write_text(PART.sub(lambda match: match[1] + table(formats) + match[2], PAGE.read_text()))
     print(table(formats))
+    if write:
+        RESULT.write_text(json.dumps({"about": about, "formats": formats}, indent=1) + "\n")
+        PAGE.write_text(PART.sub(lambda match: match[1] + table(formats) + match[2], PAGE.read_text()))
 
 
 if __name__ == "__main__":

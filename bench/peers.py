@@ -89,6 +89,7 @@ class Fbgemm:
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
             specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
         )
+        fill(self.module)
         self.offsets = w.offsets()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -98,6 +99,12 @@ class Fbgemm:
     def train(self, ids: Tensor, grad: Tensor) -> None:
         """Forward, backward with the update fused in."""
         self.forward(ids).backward(grad)
+
+
+def fill(tables: torch.nn.Module) -> None:
+    """Gives FBGEMM's tables numbers: pages that nobody has written to are all one page of zeros, which stays cached."""
+    for weight in tables.split_embedding_weights():
+        weight.uniform_(-0.01, 0.01)
 
 
 class Ours:

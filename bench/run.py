@@ -23,6 +23,8 @@ from bench.peers import fbgemm_version
 from bench.workloads import NAMED, OPS
 from rec_kernels.dlrm.machines import cpu_model
 
+#: What there is to benchmark: an op, or ops in one use of theirs.
+BENCHED = sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
 #: What a benchmark tells of a call beside its time; that of the first pass is kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
 
@@ -30,7 +32,7 @@ EXTRAS = ("distinct_bytes", "features", "hit_rate")
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """The command line; ``given``: in its place."""
     parser = argparse.ArgumentParser(prog="python -m bench.run", description=__doc__)
-    parser.add_argument("--op", action="append", help="benchmark only this op (repeatable; default: all)")
+    parser.add_argument("--op", action="append", choices=BENCHED, help="benchmark only this (repeatable; default: all)")
     parser.add_argument(
         "--workload",
         action="append",
@@ -134,10 +136,10 @@ def machine(threads: int, command: str = "python -m bench.run") -> dict[str, obj
 def main() -> None:
     """The command."""
     args = arguments()
-    ops = args.op or sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
-    if not args.skip_tests:
-        tests = [f"python_tests/test_{op}.py" for op in ops]
-        run_pytest([t for t in tests if (ROOT / t).exists()])
+    ops = args.op or BENCHED
+    tests = [test for op in ops if (ROOT / (test := f"python_tests/test_{op}.py")).exists()]
+    if tests and not args.skip_tests:
+        run_pytest(tests)
     files = [f"bench/bench_{op}.py" for op in ops]
     # Before the passes: of the files that are measured.
     about = machine(args.threads) | {"passes": args.passes, "rounds": args.rounds}

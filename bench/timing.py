@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
 
-import pytest
+if TYPE_CHECKING:  # training steps are timed where there is no pytest, too
+    import pytest
 
 # The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
 WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3

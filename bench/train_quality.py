@@ -1,8 +1,9 @@
 """Test AUC and speed of whole runs of rec_kernels against plain torch over seeds, on Complete Journey.
 
-Both train one model on the same batches, read ahead on a thread, from the same initial weights. "torch" uses
-nn.EmbeddingBag(sparse=True), plain torch's interaction and a row-wise Adagrad in plain torch; "recipe" is the same with
-torch's own Adagrad, which is element-wise. Seeds take turns. Finished (implementation, seed) pairs in the result file
+All train one model on the same batches, read ahead on a thread, from the same initial weights. "torch" has one
+concatenated table, every distinct history once as ours, plain torch's interaction and a row-wise Adagrad in plain
+torch; "recipe" is the usual one: an nn.EmbeddingBag(sparse=True) per table, a history for every row, and torch's own
+Adagrad, which is element-wise. Seeds take turns. Finished (implementation, seed) pairs in the result file
 are kept, so an interrupted run goes on where it stopped.
 """
 
@@ -13,19 +14,20 @@ import json
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from train_step import RESULTS, RecipeDLRM, environment, positive
+from train_step import RESULTS, RecipeDLRM, TunedDLRM, environment, positive
 
-from rec_kernels.dlrm import DLRM, CompleteJourney, TrainConfig, load_completejourney
+from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import HeldOut, ahead
-from rec_kernels.dlrm.dedup import DedupReader
+from rec_kernels.dlrm.dedup import DedupReader, dedup_batch
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.train import predict
 
-IMPLEMENTATIONS = ("ours", "torch", "recipe")
+IMPLEMENTATIONS = {"ours": DLRM, "torch": TunedDLRM, "recipe": RecipeDLRM}
 
 
 class RowwiseAdagrad(torch.optim.Optimizer):
@@ -64,17 +66,29 @@ class Together:
             optimizer.step()
 
 
+class Distinct:
+    """Rows whose histories are kept once in every batch, beside the other features: ``DedupReader`` joins them."""
+
+    def __init__(self, rows: HeldOut):
+        self.rows, self.num_rows, self.batch_size, self.name = rows, rows.num_rows, rows.batch_size, rows.name
+
+    def batches(self, split: str, batch_size: int) -> Iterator[Batch]:
+        """The batches of a split."""
+        return (dedup_batch(batch)[0] for batch in self.rows.batches(split, batch_size))
+
+
 def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
     """Train and test one implementation; returns its scores and the speed of the training, reading included."""
-    kind = DLRM if implementation == "ours" else RecipeDLRM
-    model = kind(data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed)
+    model = IMPLEMENTATIONS[implementation](
+        data.features, data.num_dense, embedding_dim=config.embedding_dim, seed=config.seed
+    )
     optimizer = torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr, fused=True)
     if implementation != "ours":
         tables = RowwiseAdagrad if implementation == "torch" else torch.optim.Adagrad
         optimizer = Together(optimizer, tables(model.table_parameters(), lr=config.lr))
     rows = HeldOut(data, config.batch_size, 0.0)
-    if implementation == "ours":
-        rows = DedupReader(rows, on=True)
+    if implementation != "recipe":
+        rows = DedupReader(rows, on=True) if implementation == "ours" else Distinct(rows)
     started = time.perf_counter()
     for batch in ahead(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)
@@ -142,7 +156,7 @@ def main() -> None:
     runs = read_finished(options.out, settings)
     for seed in range(options.seeds):
         turn = seed % len(IMPLEMENTATIONS)  # who goes first wakes the machine up
-        for name in (*IMPLEMENTATIONS[turn:], *IMPLEMENTATIONS[:turn]):
+        for name in [*IMPLEMENTATIONS][turn:] + [*IMPLEMENTATIONS][:turn]:
             if any(entry["implementation"] == name and entry["seed"] == seed for entry in runs):
                 continue
             scores = run(name, TrainConfig(weeks=options.weeks, seed=seed), data)

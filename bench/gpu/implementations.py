@@ -131,20 +131,6 @@ class _Kernels:
         self.backward(status)
 
 
-class Ours(_Kernels):
-    """torch.ops.rec_kernels; a step goes through autograd, as a model's does."""
-
-    def __init__(self, data: Tables, optimizer: str) -> None:
-        super().__init__(data, optimizer, torch.ops.rec_kernels)
-        self.token = torch.empty(0, device=data.device, requires_grad=True)
-
-    def step(self) -> None:
-        data, mine = self.data, (self.data.weights, self.sum, self.count, self.lr, self.token)
-        options = data.layout | self.options
-        output, _ = self.functions.embedding_bag_fused(*mine, data.ids, data.offsets, **options)
-        torch.autograd.grad(output, self.token, data.grad)
-
-
 class Triton(_Kernels):
     """rec_kernels.triton, its functions called directly, without autograd."""
 
@@ -170,6 +156,27 @@ class _Autograd:
     def step(self) -> None:
         self._output = self._lookup()
         self.backward()
+
+
+class Ours(_Autograd):
+    """torch.ops.rec_kernels through autograd, as in a model."""
+
+    captures = frozenset({"forward", "step"})
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        kernels = _Kernels(data, optimizer, torch.ops.rec_kernels)
+        self.data, self.tables, self.state = data, kernels.tables, kernels.state
+        self.token = torch.empty(0, device=data.device, requires_grad=True)
+        self.state_arguments = (data.weights, kernels.sum, kernels.count, kernels.lr, self.token)
+        self.options = data.layout | kernels.options
+
+    def _lookup(self) -> Tensor:
+        bags = self.data.ids, self.data.offsets
+        return torch.ops.rec_kernels.embedding_bag_fused(*self.state_arguments, *bags, **self.options)[0]
+
+    def backward(self) -> None:
+        torch.autograd.grad(self._output, self.token, self.data.grad)
+        self._output = None
 
 
 class Torch(_Autograd):
