@@ -1,7 +1,8 @@
 """Builds the native libraries with CMake and ninja; everything else is in pyproject.toml.
 
 Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out, unset builds it where nvcc is found;
-TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"; the default is below, never the machine's own).
+TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"). Unset, a wheel is for those below, and a build
+in place for the machine's own GPUs, or 9.0 where there is none: each architecture takes minutes.
 REC_KERNELS_PORTABLE=1 builds for a wheel that others install: stripped, for older C and C++ libraries (csrc/portable),
 and with CUDA's major version in its own, 1.2+cu13, as torch has it. docs/install.md says why.
 """
@@ -47,6 +48,16 @@ def cmake_architectures(text: str) -> list[str]:
     return found
 
 
+def default_architectures(inplace: bool) -> str:
+    """Of a wheel, which others install; or of what is used here."""
+    if not inplace:
+        return DEFAULT_ARCHITECTURES
+    import torch
+
+    found = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    return ";".join(f"{major}.{minor}" for major, minor in sorted(found)) or "9.0"
+
+
 def version() -> str:
     """That of the package; of a wheel that others install, with what tells it from the one for the CPU."""
     text = (ROOT / "rec_kernels" / "_version.py").read_text()
@@ -81,7 +92,8 @@ class CMakeBuild(build_ext):
         output.mkdir(parents=True, exist_ok=True)
         architectures = []
         if nvcc:
-            architectures = cmake_architectures(os.environ.get("TORCH_CUDA_ARCH_LIST") or DEFAULT_ARCHITECTURES)
+            wanted = os.environ.get("TORCH_CUDA_ARCH_LIST") or default_architectures(self.inplace)
+            architectures = cmake_architectures(wanted)
             options += ["-DREC_KERNELS_CUDA=ON", f"-DCMAKE_CUDA_COMPILER={nvcc}"]
             options += [f"-DCMAKE_CUDA_ARCHITECTURES={';'.join(architectures)}"]
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import runpy
 import subprocess
 import sys
 import tarfile
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import pytest
 import setuptools
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 WHEEL = "rec_kernels-1.0{}-cp311-cp311-manylinux_2_28_x86_64.whl"
@@ -80,3 +82,16 @@ def test_source_distribution(tmp_path: Path) -> None:
     native = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     assert native | {"CMakeLists.txt", "setup.py", "pyproject.toml", "LICENSE", "python_tests/conftest.py"} <= names
     assert not [name for name in names if name.startswith("build/") or name.endswith((".so", ".o", ".pyc"))]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"), [([], "9.0"), ([(8, 6)], "8.6"), ([(9, 0), (8, 0), (9, 0)], "8.0;9.0"), ([(12, 1)], "12.1")]
+)
+def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place, those of the machine; in a wheel, always the same ones."""
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: gpus[gpu])
+    default = runpy.run_path(str(ROOT / "setup.py"))["default_architectures"]
+    assert default(inplace=True) == expected
+    assert default(inplace=False) == "8.0;9.0;10.0;12.0+PTX"
