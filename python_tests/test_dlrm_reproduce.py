@@ -32,7 +32,7 @@ from rec_kernels.dlrm.compare import DATA_OPTIONS
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.experiments import EXPERIMENTS, Experiment
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.train import RunInterruptedError, TrainingError
+from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError
 
 ROOT = Path(__file__).parent.parent
 SAVEFIG, TRAIN = Figure.savefig, compare.train
@@ -56,7 +56,7 @@ def quick_train(config: TrainConfig, data, **options) -> None:
     """What a run leaves behind, and nothing of how it comes about."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
     runs.write_config(directory, dataclasses.asdict(config))
-    record = {"kind": "failed", "error": "loss is nan"}
+    record = {"kind": "failed", "cause": "NotFiniteError", "error": "loss is nan"}
     if config.dense_lr < 1:
         table = {"num_embeddings": 20, "embedding_dim": 16, "weight_bytes": 1280, "state_bytes": 80}
         score = 0.5 + config.lr / 10 + config.seed / 100
@@ -64,7 +64,7 @@ def quick_train(config: TrainConfig, data, **options) -> None:
         record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
     runs.Records(directory).append(record)
     if record["kind"] == "failed":
-        raise TrainingError(record["error"])
+        raise NotFiniteError(record["error"])
 
 
 @pytest.fixture

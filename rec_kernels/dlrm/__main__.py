@@ -25,7 +25,11 @@ from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.stopping import out_of_memory
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
+
+# Errors whose message says what is wrong; IndexError is that of an id without a row.
+TOLD = (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError, IndexError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -213,12 +217,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_command = options.pop("run_command")
     try:
         return run_command(parser, options) or 0
-    except (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except RunInterruptedError as interrupted:
         print(f"{interrupted}; go on with --resume {interrupted.directory}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not (isinstance(error, TOLD) or out_of_memory(error)):
+            raise  # a mistake of ours, whose traceback is needed
+        text = " ".join(str(error).splitlines()) or "out of memory"
+        print(f"error: {text}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from rec_kernels.dlrm import completejourney
 from rec_kernels.dlrm.completejourney import HISTORY_LENGTH, HISTORY_LENGTHS, LAST_WEEK, Prepared, folder_name
+from rec_kernels.dlrm.data import DataError
 
 FORMAT = 1  # raise it whenever completejourney.build gives other arrays
 MANIFEST = "manifest.json"
@@ -27,7 +28,7 @@ ARRAYS = tuple(field.name for field in fields(Prepared) if field.type == "np.nda
 CHUNK = 1 << 20  # bytes
 
 
-class PreparedError(RuntimeError):
+class PreparedError(DataError):
     """A prepared directory cannot be used as it is."""
 
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from rec_kernels.dlrm.predictions import check_labels, predict
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
-from rec_kernels.dlrm.stopping import RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
 from rec_kernels.dlrm.window import Clock, Window
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
@@ -99,11 +100,34 @@ def train(
         DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists.
         ModuleNotFoundError: ``config.tensorboard`` without the package.
-        TrainingError: the loss is not finite, or the run to resume has another config.
+        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
+            the run to resume has another config.
         DeviceError: ``config.device`` cannot be used.
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
+    run = _begin(config, data, resume)
+    run.progress = progress
+    try:
+        with StopAtSignal() as stop:
+            run.fit(stop)
+        test = run.test()
+    except RunInterruptedError:
+        report.write(run.directory)
+        raise
+    except Exception as error:
+        _record_failure(run, error)
+        if (explained := _explained(run, error)) is not None:
+            raise explained from error
+        raise
+    finally:
+        run.model.close()
+    report.write(run.directory)
+    return test | {"directory": str(run.directory)}
+
+
+def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Run:
+    """The run of ``train``, with its folder."""
     device = devices.find(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -114,31 +138,36 @@ def train(
     data = _split(config, data)
     decision = decide(config.dedup, data, resume)
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
-    if resume is None:
-        runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
-    data = DedupReader(data, decision.on, config.dedup == "windows")
-    run = Run(config, data, directory, resume=resume is not None)
-    run.progress = progress
     try:
-        with StopAtSignal() as stop:
-            run.fit(stop)
-        test = run.test()
-    except (TrainingError, MemoryError) as error:
-        run.records.append({"kind": "failed", "step": run.step + 1, "error": str(error)})
-        report.write(directory)  # of what there is
-        if isinstance(error, MemoryError) and config.backing == "disk":
-            raise TrainingError(
-                f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
-                f"batch_size (now {config.batch_size})"
-            ) from error
+        if resume is None:
+            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
+        data = DedupReader(data, decision.on, config.dedup == "windows")
+        return Run(config, data, directory, resume=resume is not None)
+    except BaseException:
+        if resume is None:
+            shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
         raise
-    except RunInterruptedError:
-        report.write(directory)
-        raise
-    finally:
-        run.model.close()
-    report.write(directory)
-    return test | {"directory": str(directory)}
+
+
+def _explained(run: Run, error: Exception) -> Exception | None:
+    """An error that says where another one happened or what to do about it; None: it does so itself."""
+    config = run.config
+    if isinstance(error, MemoryError) and config.backing == "disk":
+        return TrainingError(
+            f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
+            f"batch_size (now {config.batch_size})"
+        )
+    if isinstance(error, IndexError):  # a GPU tells a step later
+        return IndexError(f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}")
+    return None
+
+
+def _record_failure(run: Run, error: Exception) -> None:
+    """What ended the run, in its records and in the report of what there is."""
+    cause, step = type(error).__name__, run.step + 1
+    with suppress(OSError):  # where the disk is full, that is what ends the run
+        run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
+        report.write(run.directory)
 
 
 def _refuse_differences(config: TrainConfig, resume: Path) -> None:
@@ -375,7 +404,7 @@ class Run:
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
         torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, path)
-        raise TrainingError(
+        raise NotFiniteError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
         )
