@@ -198,6 +198,23 @@ def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, 
     assert again["two"]["claims"] == first["two"]["claims"]
 
 
+@pytest.mark.parametrize("again", [[], ["--movielens", "RATINGS/../RATINGS"]], ids=["not given", "spelled otherwise"])
+def test_ratings_that_were_trained_on_stay_on_the_page(command, tmp_path, monkeypatch, trained, again):
+    """Whether a later call says where they are, or in other words."""
+    monkeypatch.setattr(compare.datasets, "open_data", lambda config: None)
+    monkeypatch.chdir(tmp_path)
+    assert command("--movielens", "RATINGS") == 0
+    first, count = entries(tmp_path / "reproduce"), len(trained)
+    assert first["ratings"]["status"] == "done"
+    for more in (again, ["--only", "one"]):
+        assert command(*more) == 0
+        found = entries(tmp_path / "reproduce")["ratings"]
+        assert (found["status"], found["result"]["seeds"]) == ("done", first["ratings"]["result"]["seeds"])
+    assert len(trained) == count
+    assert command("--movielens", "others") == 1
+    assert "path is 'others', was 'RATINGS'" in entries(tmp_path / "reproduce")["ratings"]["why"]
+
+
 def test_what_is_of_another_list_is_not_shown(command, tmp_path, monkeypatch):
     assert command("--only", "one") == 0
     other = (dataclasses.replace(LIST[0], seeds=3), *LIST[1:])

@@ -68,6 +68,7 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument(
         "--data", default=argparse.SUPPRESS, help="data set, where that of the run is a function to be called"
     )
+    command.add_argument("--path", default=argparse.SUPPRESS, help="where its data is now, if it was moved")
     command.add_argument(
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
@@ -162,9 +163,16 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     directory, split = options["run"], options["split"]
-    data = None
-    if "data" in options:
-        data = open_data(dataclasses.replace(TrainConfig.read(directory), data=options["data"]))
+    given, data = {option: options[option] for option in ("data", "path") if option in options}, None
+    if given:
+        config = TrainConfig.read(directory)
+        if "data" not in given:
+            refuse_to_run_code(config, directory)
+        try:
+            config = dataclasses.replace(config, **given)
+        except ValueError as error:
+            parser.error(str(error))
+        data = open_data(config)
     print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
 
 

@@ -217,7 +217,8 @@ def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
 
 def comparable_defaults() -> dict[str, Any]:
     """The options in which configurations may differ, those that decide the outcome, and their defaults."""
-    return {o.name: o.default for o in dataclasses.fields(TrainConfig) if not o.metadata["how"] and o.name != "seed"}
+    fields = {option.name: option for option in dataclasses.fields(TrainConfig)}
+    return {n: o.default for n, o in fields.items() if n == "path" or not (o.metadata["how"] or n == "seed")}
 
 
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
@@ -269,7 +270,11 @@ def _check(config: TrainConfig) -> None:
     directory = Path(config.runs_dir) / config.run
     if not directory.exists():
         return
-    differences = TrainConfig.read(directory).differences(config)
+    before = TrainConfig.read(directory)
+    differences = before.differences(config)
+    places = [None if path is None else Path(path).resolve() for path in (before.path, config.path)]
+    if places[0] != places[1]:  # a finished run is kept unseen, whatever data is elsewhere
+        differences.append(f"path is {config.path!r}, was {before.path!r}")
     if differences:
         raise RunExistsError(
             f"{directory} has another config: {'; '.join(differences)}: choose another --name or delete it"

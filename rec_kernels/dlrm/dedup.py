@@ -96,7 +96,7 @@ class DedupReader:
     def __init__(self, data: HeldOut, on: bool, windows: bool = False):
         self.data, self.on, self.windows = data, on, windows
         self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
-        self.batch_size = data.batch_size
+        self.batch_size, self.fingerprint = data.batch_size, data.fingerprint
 
     def num_rows(self, split: str) -> int:
         """Rows of "train", "valid" or "test"."""

@@ -118,6 +118,12 @@ def read_directory(directory: Path, contents: Contents) -> dict[str, Any]:
     return values
 
 
+def fingerprint(directory: Path) -> str:
+    """Of the contents of a prepared directory that was read: the same wherever it is and whatever it was made from."""
+    files = json.loads((directory / MANIFEST).read_text())["files"]
+    return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
+
+
 def load_completejourney(
     weeks: int | None = None,
     data_dir: str | Path | None = None,

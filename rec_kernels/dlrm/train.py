@@ -18,8 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, machines, report, roofline, runs
-from rec_kernels.dlrm.building import build_model, generation
-from rec_kernels.dlrm.caches import HitRates
+from rec_kernels.dlrm.building import build_model
+from rec_kernels.dlrm.caches import HitRates, generation_of
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
@@ -50,36 +50,49 @@ def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
 def identity(data: DataSet) -> dict:
     """What a checkpoint remembers of its data: a run goes on with no other."""
     rows = {split: data.num_rows(split) for split in ("train", "test")}
-    return {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    return about | {"fingerprint": getattr(data, "fingerprint", None)}
 
 
-def _load(directory: Path, model: DLRM, data: DataSet, network: str) -> dict:
-    """The checkpoint of a run, which is given to ``model``, the one that the config calls ``network``.
+def _read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict:
+    """The checkpoint of a run with this config and data.
 
     Raises:
         DataError: it is missing, damaged, of other data, of another format or of another model.
     """
     state = checkpoint.load(directory)
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
+    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
+        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
     if found != expected:
         raise DataError(f"{path} was made with other data: {found}, here are {expected}")
     kind = state.get("network", "dlrm")  # as below
-    if kind != network:
+    if kind != config.model:
         raise DataError(
-            f"{path} is of model {kind}, and the run's {CONFIG} says {network}: put {kind} there, or train a new run "
-            f"with --model {network}"
+            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
+            f"run with --model {config.model}"
         )
     format = state.get("row_format", "fp32")  # there were no others before this was written
-    if format != model.format:
+    if format != config.format:
         raise DataError(
-            f"{path} has tables of format {format}, and the run's {CONFIG} says {model.format}: put {format} there, or "
-            f"train a new run with --format {model.format}; convert_formats() of a collection loads such tables"
+            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
+            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
         )
+    if not isinstance(state.get("model"), dict):
+        raise DataError(f"{path} does not fit the run: it has no model")
+    return state
+
+
+def _restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
+    """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
+    model = build_model(config, data, directory, generation_of(state["model"]))
     try:
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} does not fit the run: {' '.join(str(error).split())}") from error
-    return state
+        model.close()
+        reason = " ".join(str(error).split())
+        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {reason}") from error
+    return model
 
 
 def train(
@@ -189,7 +202,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
 
     Raises:
         DataError: the run, its checkpoint or its data is missing or not what it should be.
-        DeviceError: the device cannot be used.
+        DeviceError: the device cannot be used. IndexError: the data has an id that its table has no row for.
     """
     config = TrainConfig.read(directory)
     try:
@@ -204,9 +217,8 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = build_model(config, data, directory, generation(directory))
+    model = _restored_model(config, data, directory, _read_checkpoint(directory, config, data))
     try:
-        _load(directory, model, data, config.model)
         return score(*predict(model, data, split))
     finally:
         model.close()
@@ -225,7 +237,10 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.model = build_model(config, data, directory, generation(directory) if resume else None)
+        state = _read_checkpoint(directory, config, data) if resume else None
+        self.model = (
+            build_model(config, data, directory) if state is None else _restored_model(config, data, directory, state)
+        )
         self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         self.schedule = Schedule([self.dense_optimizer, self.model.embeddings.fused_optimizer], config)
@@ -237,8 +252,8 @@ class Run:
         self.window, self.dedup = Window(), Tally()
         self.progress, self._sample = True, ()
         self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
-        if resume:
-            self._restore()
+        if state is not None:
+            self._restore(state)
 
     def fit(self, stop: threading.Event | None = None) -> None:
         """Trains until the end, an early stop, or ``stop``.
@@ -322,8 +337,8 @@ class Run:
             },
         )
 
-    def _restore(self) -> None:
-        state = _load(self.directory, self.model, self.data, self.config.model)
+    def _restore(self, state: dict) -> None:
+        """All but the model."""
         try:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
