@@ -131,9 +131,9 @@ def test_learning_rates_rise_stay_and_fall_with_the_square():
 
 def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
     run = make_run(data, tmp_path / "run", warmup_steps=1000, lr=0.5)
-    groups = [batch for _, batch in zip(range(3), data.batches("train", run.config.batch_size), strict=False)]
-    for batch in groups:
-        run._step([batch], None)
+    batches = zip(data.batches("train", run.config.batch_size), itertools.repeat(None))
+    for _ in range(3):
+        run._step(batches)
     assert float(run.model.embeddings.lr) == pytest.approx(0.5 * 3 / 1000)
     assert run.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 3 / 1000)
 
@@ -199,6 +199,10 @@ def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, cap
     assert main([*command, "--run", "board"]) == 0
 
 
+def with_batch(number, change):
+    return lambda batches: (change(batch) if i == number else batch for i, batch in enumerate(batches))
+
+
 def relabelled(batches):
     return (batch._replace(label=batch.label * 2) for batch in batches)
 
@@ -211,6 +215,7 @@ def relabelled(batches):
             r"ended after step 2 of \d+ of an epoch: it has fewer batches than",
         ),
         (lambda batches: iter(()), "ended after step 0 of"),
+        (lambda batches: reversed(list(batches)), r"gave \d+ rows in a batch of step 1, must be 2048"),
         (relabelled, r"label 2\.0 at row \d+ of a batch of step 1, allowed are 0 and 1"),
     ],
 )
@@ -224,10 +229,6 @@ def test_predictions_that_are_not_finite_fail_the_run(command, tmp_path, capsys)
     assert main([*command, *flags]) == 1
     assert "error: the prediction of row 0 of split 'test' is nan, must be finite" in capsys.readouterr().err
     assert records(tmp_path / "runs" / "bad")[-1]["kind"] == "failed"
-
-
-def with_batch(number, change):
-    return lambda batches: (change(batch) if i == number else batch for i, batch in enumerate(batches))
 
 
 def far(batch):

@@ -6,10 +6,9 @@ import dataclasses
 import math
 import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -264,10 +263,12 @@ class Run:
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs
-        with tqdm(total=total, desc="training", unit="ex", unit_scale=True, disable=not self.progress) as bar:
+        shown = {"desc": "training", "unit": "ex", "unit_scale": True, "disable": not self.progress}
+        with tqdm(total=total, **shown) as bar, closing(self._batches()) as batches:
             bar.update(self._rows_done())
-            for group, following in self._groups() if not self.stopped_early else ():
-                bar.update(self._step(group, following))
+            while self.step < self.steps and not self.stopped_early:
+                rows, following = self._step(batches)
+                bar.update(rows)
                 if self.step % window == 0 or self.step == self.steps:
                     bar.set_postfix(loss=f"{self._close_window():.4f}", refresh=False)
                 if self.config.eval_every and self.step % self.config.eval_every == 0:
@@ -355,52 +356,61 @@ class Run:
         rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
-    def _groups(self) -> Iterator[tuple[list[Batch], Batch | None]]:
-        """The batches of each step from ``self.step`` on, and the first of the next step of the epoch."""
+    def _batches(self) -> Iterator[tuple[Batch, Batch | None]]:
+        """The batches from step ``self.step`` on, each with the one after it in the epoch."""
         c = self.config
         while self.step < self.steps:
-            before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
+            first = self.step % self.steps_per_epoch * c.accumulate
             tallies: deque[Tally] = deque()
-            batches = self.data.batches("train", c.batch_size, start, tallies)
-            batches = ahead(devices.moved(batches, self.model.device))
-            group = self._next_group(batches)
-            while group:
-                following = self._next_group(batches)
-                for _ in group:  # not before: the reader is ahead, and the window is that of this step
-                    self.window.dedup.add(tallies.popleft())
-                yield group, following[0] if following else None
-                group = following
-            if self.step % self.steps_per_epoch or self.step == before:
-                raise DataError(
-                    f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
-                    f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
-                )
+            read = self._checked(self.data.batches("train", c.batch_size, first, tallies), first, self.step)
+            read = ahead(devices.moved(read, self.model.device))
+            batch = next(read, None)
+            for _ in range(first, self.batches_per_epoch):
+                if batch is None:
+                    raise DataError(
+                        f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
+                        f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
+                    )
+                following = next(read, None)  # no more than one: the reader makes those after it beside the step
+                self.window.dedup.add(tallies.popleft())  # not before: the reader is ahead, the window of this step
+                yield batch, following
+                batch = following
 
-    def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
-        started = time.perf_counter()
-        group = list(islice(batches, self.config.accumulate))
-        self.window.seconds["data"] += time.perf_counter() - started
-        return group
+    def _checked(self, batches: Iterator[Batch], first: int, step: int) -> Iterator[Batch]:
+        """The same from number ``first`` on, looked at on the reader's thread: no step waits for a GPU's answer."""
+        c, rows = self.config, self.data.num_rows("train")
+        for number, batch in enumerate(batches, first):
+            where = f"a batch of step {step + (number - first) // c.accumulate + 1}"
+            expected, found = min(c.batch_size, rows - number * c.batch_size), len(batch.label)
+            if found != expected:
+                raise DataError(f"data set {self.data.name!r} gave {found} rows in {where}, must be {expected}")
+            check_labels(batch.label, where)
+            yield batch
 
-    def _step(self, group: list[Batch], following: Batch | None = None) -> int:
-        """One update from the batches of ``group``, before a batch or the end; returns their rows."""
-        rows = sum(len(batch.label) for batch in group)
+    def _step(self, batches: Iterator[tuple[Batch, Batch | None]]) -> tuple[int, Batch | None]:
+        """One update from the step's batches; returns their rows, and the batch after them in the epoch."""
+        c, first = self.config, self.step % self.steps_per_epoch * self.config.accumulate
+        count = min(c.accumulate, self.batches_per_epoch - first)
+        rows = min(count * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
+        group, following = [], None
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
-        with self.model.accumulate() if len(group) > 1 else nullcontext():
-            for batch, after in zip(group, [*group[1:], following], strict=True):
-                self._learn(batch, len(batch.label) / rows, clock, after)
-        if len(group) > 1:
+        with self.model.accumulate() if count > 1 else nullcontext():
+            for batch, following in islice(batches, count):
+                clock.lap("data")
+                self._learn(batch, len(batch.label) / rows, clock, following)
+                if self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for what follows
+                    group.append(batch)
+        if count > 1:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
-        whole = rows == len(group) * self.config.batch_size and len(group) >= len(self._sample)
-        if whole and self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for the next step
+        if rows == count * c.batch_size and len(group) >= len(self._sample):
             self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1
-        return rows
+        return rows, following
 
     def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None = None) -> None:
         logits = self.model(batch)
@@ -411,7 +421,6 @@ class Run:
         clock.lap("forward")
         if not math.isfinite(value):
             self._refuse(value, batch)
-        check_labels(batch.label, f"a batch of step {self.step + 1}")
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
