@@ -10,6 +10,10 @@ import torch
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
+from dlrm_cases import Changed
+from dlrm_tiny import TinyData
+
+from rec_kernels.dlrm import DLRM, TrainConfig, train
 from rec_kernels.dlrm.data import DataError, ahead
 
 
@@ -57,6 +61,26 @@ def test_readers_within_readers_leave_the_number_of_threads_alone():
     finally:
         torch.set_num_threads(before)
     assert seen == [3, 2, 3]
+
+
+def test_a_step_of_many_batches_begins_with_the_first(tmp_path, monkeypatch):
+    """With every batch there is one more, and the reader is at the next: not a whole step of them."""
+    made, seen, forward = [], [], DLRM.forward
+
+    def counted(batches):
+        for batch in batches:
+            made.append(batch)
+            yield batch
+
+    def look(model, batch):
+        seen.append(len(made))
+        return forward(model, batch)
+
+    monkeypatch.setattr(DLRM, "forward", look)
+    config = TrainConfig(batch_size=20, accumulate=8, runs_dir=str(tmp_path))
+    train(config, Changed(TinyData(), counted), progress=False)
+    assert len(seen) > 20
+    assert all(count <= number + 3 for number, count in enumerate(seen[:20]))
 
 
 def in_thread(work):

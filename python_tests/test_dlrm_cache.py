@@ -205,6 +205,22 @@ def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
     assert "error: tables on disk: memory_budget = 1 must be" in capsys.readouterr().err
 
 
+def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -> None:
+    """A run that failed for want of memory is tried again; one that was done is kept."""
+    flags = ["--data", "synthetic", "--data-dir", data_dir, "--rows", "1500", "--table-rows", "20000", "--seeds", "1"]
+    command = ["compare", "a:batch_size=16", "b:batch_size=250", *flags, "--backing", "disk", "--name", "c"]
+    command += ["--threads", "1", "--runs-dir", str(tmp_path), "--memory-budget"]
+    assert main([*command, "1200kB"]) == 1
+    assert "memory_budget (now '1200kB')" in capsys.readouterr().err
+    failed = records(tmp_path / "c" / "b-seed0")[-1]
+    assert (failed["kind"], "memory" in failed["cause"].lower()) == ("failed", True)
+    done = (tmp_path / "c" / "a-seed0" / "metrics.jsonl").read_bytes()
+    assert main([*command, "64MiB"]) == 0
+    assert (tmp_path / "c" / "a-seed0" / "metrics.jsonl").read_bytes() == done
+    assert [record["kind"] for record in records(tmp_path / "c" / "b-seed0")].count("failed") == 0
+    assert records(tmp_path / "c" / "b-seed0")[-1]["kind"] == "test"
+
+
 def test_names_and_differences() -> None:
     """Where the tables are decides nothing; which rows are cached does."""
     plain = TrainConfig(cache=0.05)

@@ -252,7 +252,7 @@ def test_prepared_data_is_read_back_memory_mapped_and_not_rebuilt(prepared_dir, 
     again = load_completejourney(WEEKS, prepared_dir.parent)
     for name in ARRAYS:
         np.testing.assert_array_equal(getattr(again, name), getattr(data, name))
-        assert isinstance(getattr(again, name), np.memmap)
+        assert isinstance(getattr(again, name).base, np.memmap)
     assert (again.num_embeddings, again.train_rows) == (data.num_embeddings, data.train_rows)
     assert not count_builds
 

@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from rec_kernels.dlrm import checkpoint
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
@@ -113,6 +114,40 @@ def test_command_line_trains_on_criteo_and_reports_errors(tmp_path, capsys):
     file.write_text("".join([*lines, "3\n"]))
     assert main(command) == 1
     assert f"error: {file}, line 71: 1 columns, expected 40" in capsys.readouterr().err
+
+
+def test_data_that_was_moved_is_found_again_and_no_other_is_taken(tmp_path, monkeypatch, capsys):
+    """Told by their contents: both have the same name, sizes and features."""
+
+    def write(name: str, positive: int) -> str:
+        rows = range(70)
+        (tmp_path / name).write_text("".join(f"{row % 7 < positive:d}{(chr(9) + str(row % 2)) * 39}\n" for row in rows))
+        return str(tmp_path / name)
+
+    first, other, run = write("a.tsv", 3), write("b.tsv", 4), str(tmp_path / "runs" / "x")
+    options = ["--data-dir", str(tmp_path / "store"), "--batch-size", "6", "--threads", "1", "--checkpoint-every", "2"]
+    options += ["--runs-dir", str(tmp_path / "runs")]
+    assert main(["train", "--data", "criteo", "--path", first, "--run", "x", *options]) == 0
+    scores = [line for line in capsys.readouterr().out.splitlines() if line.startswith("test AUC")]
+    moved = str(tmp_path / "moved.tsv")
+    Path(first).rename(moved)
+    for command in (["train", "--resume", run], ["evaluate", run]):
+        assert main(command) == 1
+        assert f"error: {first} does not exist" in capsys.readouterr().err
+        assert main([*command, "--path", other]) == 1
+        assert "was made with other data" in capsys.readouterr().err
+        assert main([*command, "--path", moved]) == 0
+        assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("test AUC")] == scores
+    state = checkpoint.load(Path(run))
+    assert state["data"].pop("fingerprint")
+    checkpoint.save(Path(run), state)  # one from before there were fingerprints
+    reads, load = [], checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda directory: reads.append(directory) or load(directory))
+    for command in (["train", "--resume", run], ["evaluate", run]):
+        assert main([*command, "--path", moved]) == 0
+    assert reads == [Path(run)] * 2  # they may be of many gigabytes
+    with pytest.raises(SystemExit, match="2"):
+        main(["evaluate", run, "--path", ""])
 
 
 def test_example_of_the_documentation_is_a_data_set_that_can_be_learnt(module, tmp_path):

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_cases import Changed
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
@@ -26,9 +28,12 @@ from rec_kernels.dlrm import (
     machines,
     roofline,
     train,
+    window,
 )
 from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.synthetic import Synthetic
+from rec_kernels.dlrm.window import Window
 from rec_kernels.nn import bounds
 
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500}
@@ -125,6 +130,39 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     assert found["device"] == "GPU of cuda:0"
     assert found["log_loss"] == expected["log_loss"]
     assert "device: GPU of cuda:0" in (tmp_path / "gpu" / "report.html").read_text()
+
+
+def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking it would have every step wait."""
+    pinned: list[Batch] = []
+    monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
+    monkeypatch.setattr(Batch, "pin_memory", lambda batch: pinned.append(batch))
+    monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
+    data = Synthetic(3000, 200)
+    wrong = Changed(data, lambda batches: (batch._replace(label=batch.label + 2) for batch in batches))
+    with pytest.raises(DataError, match=r"label 2\.0 at row .* of a batch of step 1, allowed are 0 and 1"):
+        train(config(tmp_path, data="synthetic"), wrong, progress=False)
+    assert not pinned
+
+
+def test_scores_of_a_window_come_to_the_cpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not batch by batch: each time is a wait for the backward before. A window that was saved goes on the same."""
+    Window().add(torch.empty(3, device="meta"), torch.empty(3, device="meta"))  # which has nothing to be fetched
+    monkeypatch.setattr(window, "AT_ONCE", 3)
+    logits, labels = torch.randn(8, 5), torch.rand(8, 5).round()
+    whole, stopped = Window(), Window()
+    for i in range(8):
+        if i == 4:
+            stopped = Window(stopped.state())
+        for part in (whole, stopped):
+            part.add(logits[i], labels[i])
+            part.steps += 1
+    for part in (whole, stopped):
+        record = part.record()
+        assert (record["steps"], record["examples"]) == (8, 40)
+        assert record["loss"] == binary_cross_entropy_with_logits(logits.flatten(), labels.flatten()).item()
+    saved = [part.state() for part in (whole, stopped)]
+    assert all(torch.equal(state["logits"], logits.flatten()) for state in saved)
 
 
 def test_no_batches_are_kept_for_a_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,7 +265,7 @@ def test_prepared_once_per_state_of_the_files(tmp_path: Path, capsys: pytest.Cap
     stamp = (folder / "manifest.json").stat().st_mtime_ns
     again = MovieLens(tmp_path / "ratings.csv", data_dir=store)
     assert [path.stat().st_mtime_ns for path in store.glob("*/manifest.json")] == [stamp]
-    assert isinstance(again.prepared.ids, np.memmap)
+    assert isinstance(again.prepared.ids.base, np.memmap)
     assert again.prepared.num_embeddings == first.prepared.num_embeddings
     assert "rebuilt" not in capsys.readouterr().err
     write_csv(tmp_path, RATINGS[:-1])

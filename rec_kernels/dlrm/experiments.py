@@ -32,7 +32,11 @@ TARGET = "target"
 GROCERIES = "the paper: Criteo Kaggle, tables of millions of rows; here: Complete Journey, 141,000 rows"
 MOVIES = "the paper: Criteo Kaggle; here: ml-100k, 5,257 rows of tables, which need no compression"
 INDUSTRIAL = "the paper: an industrial model; here: Complete Journey, 141,000 rows"
-UNTUNED = "the papers: tuned models, Criteo and larger; here: the trainer's defaults, one pass of Complete Journey"
+UNMATCHED = (
+    "the papers: tuned models, Criteo and larger; here: one pass of Complete Journey, and sizes that are not matched, "
+    "with 4 times DLRM's dense parameters in DCN V2 and 7 times in Wukong; sizes and dense_lr were chosen on one seed "
+    "of these test rows"
+)
 ALL_ROUNDED = "the paper: every tensor of the network in bfloat16; here: rows of tables alone"
 
 
@@ -343,9 +347,9 @@ EXPERIMENTS = (
         minutes=7,
         quick_minutes=0.7,
         claims=(
-            Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNTUNED, strictly=True),
-            Claim("Wukong is better than DLRM", WUKONG, Auc("wukong", ("dlrm",)), 0.0, UNTUNED, strictly=True),
-            Claim("Wukong is better than DCN V2", WUKONG, Auc("wukong", ("dcnv2",)), 0.0, UNTUNED, strictly=True),
+            Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNMATCHED, strictly=True),
+            Claim("Wukong is better than DLRM", WUKONG, Auc("wukong", ("dlrm",)), 0.0, UNMATCHED, strictly=True),
+            Claim("Wukong is better than DCN V2", WUKONG, Auc("wukong", ("dcnv2",)), 0.0, UNMATCHED, strictly=True),
         ),
     ),
     Experiment(

@@ -25,7 +25,7 @@ import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, DataError, Feature
 from rec_kernels.dlrm.ids import ids_by_appearance
 from rec_kernels.dlrm.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
-from rec_kernels.dlrm.prepared import Contents, base_directory, open_directory
+from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 LIKED = 4  # stars
@@ -94,11 +94,13 @@ class MovieLens:
     def __init__(self, path: str | Path, *, data_dir: str | Path | None = None, progress: bool = False):
         source = find(Path(path))
         folder = hashlib.sha256(str(source.ratings.path.resolve()).encode()).hexdigest()[:12]
+        directory = base_directory(data_dir) / f"movielens-{folder}"
         values = open_directory(
-            base_directory(data_dir) / f"movielens-{folder}",
+            directory,
             Contents(_identity(source), ARRAYS, ("num_embeddings", "train_rows")),
-            lambda directory: _save(_read(source, progress), directory),
+            lambda fresh: _save(_read(source, progress), fresh),
         )
+        self.fingerprint = fingerprint(directory)
         self.prepared = Prepared(**values)
         rows = self.prepared.num_embeddings
         self.features = [Feature(name, count) for name, count in rows.items() if name not in (GENRE, HISTORY)]

@@ -8,7 +8,7 @@ import torch
 from rec_kernels.dlrm import devices
 from rec_kernels.dlrm.data import DataError, DataSet, ahead
 from rec_kernels.dlrm.model import DLRM
-from rec_kernels.dlrm.stopping import TrainingError
+from rec_kernels.dlrm.stopping import NotFiniteError
 
 TEST_BATCH_SIZE = 8192
 
@@ -17,8 +17,8 @@ def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndar
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:
-        DataError: a label is not 0 or 1, or there are none. TrainingError: a logit is not finite. IndexError: an id is
-        out of range.
+        DataError: a label is not 0 or 1, or there are none. NotFiniteError: a logit is not finite. IndexError: an id
+        is out of range.
     """
     size = TEST_BATCH_SIZE if split == "test" else data.batch_size
     try:
@@ -32,7 +32,7 @@ def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndar
     check_labels(label, split)
     if not logit.isfinite().all():
         row = int((~logit.isfinite()).nonzero()[0])
-        raise TrainingError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
+        raise NotFiniteError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
     return label.numpy(), logit.numpy()
 
 

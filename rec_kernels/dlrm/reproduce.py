@@ -171,14 +171,14 @@ def gather(request: Request, states: dict[str, dict]) -> dict:
 
 
 def _result(request: Request, experiment: Experiment) -> dict | None:
-    """The result that the comparison left; None if it is not of this plan."""
+    """The result that the comparison left; None if it is not of this plan, wherever its data is."""
     plan = request.plan(experiment)
     try:
         result = json.loads((plan.folder / "compare.json").read_text())
     except (OSError, ValueError):
         return None
-    options = {configuration["name"]: configuration["options"] for configuration in result["configurations"]}
-    expected = {name: compare_report.changed_options(config) for name, config in plan.configs.items()}
+    options = {c["name"]: c["options"] | {"path": None} for c in result["configurations"]}
+    expected = {name: compare_report.changed_options(c) | {"path": None} for name, c in plan.configs.items()}
     return result if (options, result["seeds"]) == (expected, list(plan.seeds)) else None
 
 

@@ -7,9 +7,15 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
+
 
 class TrainingError(RuntimeError):
     """The training cannot go on."""
+
+
+class NotFiniteError(TrainingError):
+    """A loss or a prediction is not finite: the same config comes to it again, whatever else is changed."""
 
 
 class RunInterruptedError(Exception):
@@ -18,6 +24,11 @@ class RunInterruptedError(Exception):
     def __init__(self, message: str, directory: Path):
         super().__init__(message)
         self.directory = directory
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory was not enough; torch has no type of its own for that of the CPU."""
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 class StopAtSignal:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import shutil
 import threading
-import time
 from collections import deque
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, machines, report, roofline, runs
-from rec_kernels.dlrm.building import build_model, generation
-from rec_kernels.dlrm.caches import HitRates
+from rec_kernels.dlrm.building import build_model
+from rec_kernels.dlrm.caches import HitRates, generation_of
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
@@ -29,7 +29,7 @@ from rec_kernels.dlrm.predictions import check_labels, predict
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
-from rec_kernels.dlrm.stopping import RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
 from rec_kernels.dlrm.window import Clock, Window
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
@@ -49,36 +49,49 @@ def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
 def identity(data: DataSet) -> dict:
     """What a checkpoint remembers of its data: a run goes on with no other."""
     rows = {split: data.num_rows(split) for split in ("train", "test")}
-    return {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    return about | {"fingerprint": getattr(data, "fingerprint", None)}
 
 
-def _load(directory: Path, model: DLRM, data: DataSet, network: str) -> dict:
-    """The checkpoint of a run, which is given to ``model``, the one that the config calls ``network``.
+def _read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict:
+    """The checkpoint of a run with this config and data.
 
     Raises:
         DataError: it is missing, damaged, of other data, of another format or of another model.
     """
     state = checkpoint.load(directory)
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
+    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
+        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
     if found != expected:
         raise DataError(f"{path} was made with other data: {found}, here are {expected}")
     kind = state.get("network", "dlrm")  # as below
-    if kind != network:
+    if kind != config.model:
         raise DataError(
-            f"{path} is of model {kind}, and the run's {CONFIG} says {network}: put {kind} there, or train a new run "
-            f"with --model {network}"
+            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
+            f"run with --model {config.model}"
         )
     format = state.get("row_format", "fp32")  # there were no others before this was written
-    if format != model.format:
+    if format != config.format:
         raise DataError(
-            f"{path} has tables of format {format}, and the run's {CONFIG} says {model.format}: put {format} there, or "
-            f"train a new run with --format {model.format}; convert_formats() of a collection loads such tables"
+            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
+            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
         )
+    if not isinstance(state.get("model"), dict):
+        raise DataError(f"{path} does not fit the run: it has no model")
+    return state
+
+
+def _restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
+    """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
+    model = build_model(config, data, directory, generation_of(state["model"]))
     try:
         model.load_state_dict(state["model"])
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{path} does not fit the run: {' '.join(str(error).split())}") from error
-    return state
+        model.close()
+        reason = " ".join(str(error).split())
+        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {reason}") from error
+    return model
 
 
 def train(
@@ -99,11 +112,34 @@ def train(
         DataError: the data or the checkpoint is missing or not what it should be.
         RunExistsError: a run named ``config.run`` exists.
         ModuleNotFoundError: ``config.tensorboard`` without the package.
-        TrainingError: the loss is not finite, or the run to resume has another config.
+        TrainingError: the loss is not finite (NotFiniteError), a batch is too large for ``config.memory_budget``, or
+            the run to resume has another config.
         DeviceError: ``config.device`` cannot be used.
         IndexError: the data has an id that its table has no row for.
         RunInterruptedError: Ctrl-C or SIGTERM; the run can be resumed.
     """
+    run = _begin(config, data, resume)
+    run.progress = progress
+    try:
+        with StopAtSignal() as stop:
+            run.fit(stop)
+        test = run.test()
+    except RunInterruptedError:
+        report.write(run.directory)
+        raise
+    except Exception as error:
+        _record_failure(run, error)
+        if (explained := _explained(run, error)) is not None:
+            raise explained from error
+        raise
+    finally:
+        run.model.close()
+    report.write(run.directory)
+    return test | {"directory": str(run.directory)}
+
+
+def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Run:
+    """The run of ``train``, with its folder."""
     device = devices.find(config.device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -114,31 +150,36 @@ def train(
     data = _split(config, data)
     decision = decide(config.dedup, data, resume)
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
-    if resume is None:
-        runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
-    data = DedupReader(data, decision.on, config.dedup == "windows")
-    run = Run(config, data, directory, resume=resume is not None)
-    run.progress = progress
     try:
-        with StopAtSignal() as stop:
-            run.fit(stop)
-        test = run.test()
-    except (TrainingError, MemoryError) as error:
-        run.records.append({"kind": "failed", "step": run.step + 1, "error": str(error)})
-        report.write(directory)  # of what there is
-        if isinstance(error, MemoryError) and config.backing == "disk":
-            raise TrainingError(
-                f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
-                f"batch_size (now {config.batch_size})"
-            ) from error
+        if resume is None:
+            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
+        data = DedupReader(data, decision.on, config.dedup == "windows")
+        return Run(config, data, directory, resume=resume is not None)
+    except BaseException:
+        if resume is None:
+            shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
         raise
-    except RunInterruptedError:
-        report.write(directory)
-        raise
-    finally:
-        run.model.close()
-    report.write(directory)
-    return test | {"directory": str(directory)}
+
+
+def _explained(run: Run, error: Exception) -> Exception | None:
+    """An error that says where another one happened or what to do about it; None: it does so itself."""
+    config = run.config
+    if isinstance(error, MemoryError) and config.backing == "disk":
+        return TrainingError(
+            f"{error}: a batch needs more than memory_budget (now {config.memory_budget!r}) or fewer rows than "
+            f"batch_size (now {config.batch_size})"
+        )
+    if isinstance(error, IndexError):  # a GPU tells a step later
+        return IndexError(f"data set {run.data.name!r}, after step {run.step} of {run.steps}: {error}")
+    return None
+
+
+def _record_failure(run: Run, error: Exception) -> None:
+    """What ended the run, in its records and in the report of what there is."""
+    cause, step = type(error).__name__, run.step + 1
+    with suppress(OSError):  # where the disk is full, that is what ends the run
+        run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
+        report.write(run.directory)
 
 
 def _refuse_differences(config: TrainConfig, resume: Path) -> None:
@@ -160,7 +201,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
 
     Raises:
         DataError: the run, its checkpoint or its data is missing or not what it should be.
-        DeviceError: the device cannot be used.
+        DeviceError: the device cannot be used. IndexError: the data has an id that its table has no row for.
     """
     config = TrainConfig.read(directory)
     try:
@@ -175,9 +216,8 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = build_model(config, data, directory, generation(directory))
+    model = _restored_model(config, data, directory, _read_checkpoint(directory, config, data))
     try:
-        _load(directory, model, data, config.model)
         return score(*predict(model, data, split))
     finally:
         model.close()
@@ -196,7 +236,10 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        self.model = build_model(config, data, directory, generation(directory) if resume else None)
+        state = _read_checkpoint(directory, config, data) if resume else None
+        self.model = (
+            build_model(config, data, directory) if state is None else _restored_model(config, data, directory, state)
+        )
         self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
         self.schedule = Schedule([self.dense_optimizer, self.model.embeddings.fused_optimizer], config)
@@ -208,8 +251,8 @@ class Run:
         self.window, self.dedup = Window(), Tally()
         self.progress, self._sample = True, ()
         self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
-        if resume:
-            self._restore()
+        if state is not None:
+            self._restore(state)
 
     def fit(self, stop: threading.Event | None = None) -> None:
         """Trains until the end, an early stop, or ``stop``.
@@ -220,10 +263,12 @@ class Run:
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs
-        with tqdm(total=total, desc="training", unit="ex", unit_scale=True, disable=not self.progress) as bar:
+        shown = {"desc": "training", "unit": "ex", "unit_scale": True, "disable": not self.progress}
+        with tqdm(total=total, **shown) as bar, closing(self._batches()) as batches:
             bar.update(self._rows_done())
-            for group, following in self._groups() if not self.stopped_early else ():
-                bar.update(self._step(group, following))
+            while self.step < self.steps and not self.stopped_early:
+                rows, following = self._step(batches)
+                bar.update(rows)
                 if self.step % window == 0 or self.step == self.steps:
                     bar.set_postfix(loss=f"{self._close_window():.4f}", refresh=False)
                 if self.config.eval_every and self.step % self.config.eval_every == 0:
@@ -293,8 +338,8 @@ class Run:
             },
         )
 
-    def _restore(self) -> None:
-        state = _load(self.directory, self.model, self.data, self.config.model)
+    def _restore(self, state: dict) -> None:
+        """All but the model."""
         try:
             self.dense_optimizer.load_state_dict(state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
@@ -311,52 +356,61 @@ class Run:
         rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
-    def _groups(self) -> Iterator[tuple[list[Batch], Batch | None]]:
-        """The batches of each step from ``self.step`` on, and the first of the next step of the epoch."""
+    def _batches(self) -> Iterator[tuple[Batch, Batch | None]]:
+        """The batches from step ``self.step`` on, each with the one after it in the epoch."""
         c = self.config
         while self.step < self.steps:
-            before, start = self.step, self.step % self.steps_per_epoch * c.accumulate
+            first = self.step % self.steps_per_epoch * c.accumulate
             tallies: deque[Tally] = deque()
-            batches = self.data.batches("train", c.batch_size, start, tallies)
-            batches = ahead(devices.moved(batches, self.model.device))
-            group = self._next_group(batches)
-            while group:
-                following = self._next_group(batches)
-                for _ in group:  # not before: the reader is ahead, and the window is that of this step
-                    self.window.dedup.add(tallies.popleft())
-                yield group, following[0] if following else None
-                group = following
-            if self.step % self.steps_per_epoch or self.step == before:
-                raise DataError(
-                    f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
-                    f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
-                )
+            read = self._checked(self.data.batches("train", c.batch_size, first, tallies), first, self.step)
+            read = ahead(devices.moved(read, self.model.device))
+            batch = next(read, None)
+            for _ in range(first, self.batches_per_epoch):
+                if batch is None:
+                    raise DataError(
+                        f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
+                        f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
+                    )
+                following = next(read, None)  # no more than one: the reader makes those after it beside the step
+                self.window.dedup.add(tallies.popleft())  # not before: the reader is ahead, the window of this step
+                yield batch, following
+                batch = following
 
-    def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
-        started = time.perf_counter()
-        group = list(islice(batches, self.config.accumulate))
-        self.window.seconds["data"] += time.perf_counter() - started
-        return group
+    def _checked(self, batches: Iterator[Batch], first: int, step: int) -> Iterator[Batch]:
+        """The same from number ``first`` on, looked at on the reader's thread: no step waits for a GPU's answer."""
+        c, rows = self.config, self.data.num_rows("train")
+        for number, batch in enumerate(batches, first):
+            where = f"a batch of step {step + (number - first) // c.accumulate + 1}"
+            expected, found = min(c.batch_size, rows - number * c.batch_size), len(batch.label)
+            if found != expected:
+                raise DataError(f"data set {self.data.name!r} gave {found} rows in {where}, must be {expected}")
+            check_labels(batch.label, where)
+            yield batch
 
-    def _step(self, group: list[Batch], following: Batch | None = None) -> int:
-        """One update from the batches of ``group``, before a batch or the end; returns their rows."""
-        rows = sum(len(batch.label) for batch in group)
+    def _step(self, batches: Iterator[tuple[Batch, Batch | None]]) -> tuple[int, Batch | None]:
+        """One update from the step's batches; returns their rows, and the batch after them in the epoch."""
+        c, first = self.config, self.step % self.steps_per_epoch * self.config.accumulate
+        count = min(c.accumulate, self.batches_per_epoch - first)
+        rows = min(count * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
+        group, following = [], None
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
-        with self.model.accumulate() if len(group) > 1 else nullcontext():
-            for batch, after in zip(group, [*group[1:], following], strict=True):
-                self._learn(batch, len(batch.label) / rows, clock, after)
-        if len(group) > 1:
+        with self.model.accumulate() if count > 1 else nullcontext():
+            for batch, following in islice(batches, count):
+                clock.lap("data")
+                self._learn(batch, len(batch.label) / rows, clock, following)
+                if self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for what follows
+                    group.append(batch)
+        if count > 1:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
-        whole = rows == len(group) * self.config.batch_size and len(group) >= len(self._sample)
-        if whole and self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for the next step
+        if rows == count * c.batch_size and len(group) >= len(self._sample):
             self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1
-        return rows
+        return rows, following
 
     def _learn(self, batch: Batch, share: float, clock: Clock, following: Batch | None = None) -> None:
         logits = self.model(batch)
@@ -367,7 +421,6 @@ class Run:
         clock.lap("forward")
         if not math.isfinite(value):
             self._refuse(value, batch)
-        check_labels(batch.label, f"a batch of step {self.step + 1}")
         (loss if share == 1.0 else loss * share).backward()
         clock.lap("backward")
         self.window.add(logits.detach(), batch.label)
@@ -375,7 +428,7 @@ class Run:
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
         torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, path)
-        raise TrainingError(
+        raise NotFiniteError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"
         )

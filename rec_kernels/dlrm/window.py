@@ -13,6 +13,8 @@ from rec_kernels.dlrm.scores import auc
 #: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
 PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
+AT_ONCE = 256  # batches
+
 
 class Clock:
     """Adds the time since the last lap to a part of the step."""
@@ -37,24 +39,38 @@ class Window:
     def __init__(self, state: dict | None = None):
         self.steps = state["steps"] if state else 0
         self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
+        self._recent: list[tuple[torch.Tensor, torch.Tensor]] = []  # where the model is
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
         self.dedup = Tally(state.get("dedup") if state else None)
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
-        """Those of a batch, float32 [B] each; they are kept on the CPU."""
-        self.logits.append(logits.cpu())
-        self.labels.append(labels.cpu())
+        """Those of a batch, float32 [B] each.
+
+        They go to the CPU with those of other batches: on a GPU, each time waits for all that was asked of it before.
+        """
+        self._recent.append((logits, labels))
+        if len(self._recent) == AT_ONCE:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        if self._recent:
+            logits, labels = zip(*self._recent, strict=True)
+            self.logits.append(torch.cat(logits).cpu())
+            self.labels.append(torch.cat(labels).cpu())
+            self._recent.clear()
 
     def state(self) -> dict:
         """For a checkpoint: what a new window is made from."""
         state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": self.dedup.state()}
         if not self.steps:
             return state
+        self._fetch()
         return state | {"logits": torch.cat(self.logits), "labels": torch.cat(self.labels)}
 
     def record(self) -> dict:
         """Loss, AUC, sizes, seconds of each of ``PARTS``, and what was deduplicated."""
+        self._fetch()
         logits, labels, seconds = torch.cat(self.logits), torch.cat(self.labels), self._all_seconds()
         return {
             "steps": self.steps,
