@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,6 +17,19 @@ from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.table_file import TableFile
 from rec_kernels.nn.tables import zeros
+
+
+def holds_rows(lookup: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method whose rows, where they are in a file, stay in memory to its end: other threads' calls wait."""
+
+    @functools.wraps(lookup)
+    def held(self: CachedTables, *args: object, **options: object) -> Tensor:
+        if self._file is None:
+            return lookup(self, *args, **options)
+        with self._file.held():
+            return lookup(self, *args, **options)
+
+    return held
 
 
 class CachedTables(Layout):
@@ -176,10 +191,11 @@ class CachedTables(Layout):
             self.row_cache.flush(*arguments)
             self._wait()
             return
-        for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
-            self._file.load(rows, rows)
-            self.row_cache.flush(*arguments, first, count)
-        self._file.flush()
+        with self._file.held():
+            for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
+                self._file.load(rows, rows)
+                self.row_cache.flush(*arguments, first, count)
+            self._file.flush()
 
     def _check_generation(self, state_dict: dict, prefix: str) -> None:
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]

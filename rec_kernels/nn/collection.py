@@ -15,7 +15,7 @@ from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.assigned import allocate, assigns, copied
-from rec_kernels.nn.cached_tables import CachedTables
+from rec_kernels.nn.cached_tables import CachedTables, holds_rows
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
@@ -278,6 +278,7 @@ class TableCollection(CachedTables):
             raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
         return self._fused_optimizer
 
+    @holds_rows
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         if not torch.compiler.is_compiling():
             refuse_replaced(self._tied)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ from rec_kernels.nn.tables import Storage, StoredTable
 class TableFile:
     """The flat tensor of a collection's tables, in a row file (docs/row_file.md).
 
-    Rows are named by their linear numbers. Only those that were loaded may be looked up or updated.
+    Rows are named by their linear numbers. Only those that the last load named may be looked up or updated: of
+    several threads, each loads and reads within ``held()``.
 
     Args:
         path: of the file. One that is there is opened and must have the same tables; else it is made, of zeros.
@@ -63,6 +66,14 @@ class TableFile:
         self.loads = 0
         #: Whether rows were written, or were about to be, since the file had its generation.
         self.has_changed = False
+        self._turn = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block, what this thread has loaded stays in memory: the blocks of other threads wait."""
+        _ = self.file.closed  # RuntimeError in a forked process, where nobody may be there to end another block
+        with self._turn:
+            yield
 
     @staticmethod
     def _layout(storage: Storage, stored: list[StoredTable]) -> str:
