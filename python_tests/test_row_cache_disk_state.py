@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import torch
 from row_cache_disk_cases import (
     LFU,
     LRU,
+    NONE,
     OPTIMIZERS,
     TABLES,
     assert_alike,
@@ -124,6 +126,29 @@ def test_states_with_tables_are_refused(tmp_path) -> None:
     ):
         disk.load_state_dict(memory.state_dict())
     assert_alike(memory, disk)
+
+
+@pytest.mark.parametrize("call", ["flush", "state_dict"])
+def test_an_update_after_a_flush_that_failed(call: str, tmp_path) -> None:
+    """The disk is full between a lookup and its update, which reaches the file with the next flush."""
+    memory, disk = pair(NONE, tmp_path / "rows")
+    for c in (memory, disk):
+        train(c, steps=12)
+    outputs = [c(batch(c, 100, size=8)).values() for c in (memory, disk)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    most = disk._file.file.stats()["log_bytes"] + 4 * 4096  # some blocks more
+    resource.setrlimit(resource.RLIMIT_FSIZE, (most, limits[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large.*rows\.log"):
+            getattr(disk, call)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for output in outputs:
+        output.square().sum().backward()
+    disk.flush()
+    disk.close()
+    again = make(on_disk(NONE, tmp_path / "rows"))
+    assert all(torch.equal(t, tables_of(again)[n]) for n, t in tables_of(memory).items())
 
 
 def test_a_state_inside_a_model(tmp_path) -> None:

@@ -104,8 +104,8 @@ constexpr char kCancelPrefetch[] =
 constexpr char kFlush[] =
     R"(Makes all changes durable as the next generation, and returns its number.
 
-Nobody may write to the window meanwhile. All blocks count as unchanged after it: what is written later to blocks that
-are still pinned needs ``mark_dirty`` or another ``load(write=True)``.
+Nobody may write to the window meanwhile. All blocks count as unchanged after it, and some may after an OSError: what is
+written later to blocks that are still pinned needs ``mark_dirty`` or another ``load(write=True)``.
 
 Args:
     apply: False leaves the generation in the log and the one before it in the file, so that ``open`` can choose, until

@@ -140,8 +140,8 @@ class TableFile:
 
     def flush(self) -> None:
         """Makes the file's next generation durable; the one before can be opened until more is written."""
+        self.loads += 1  # also if it fails: blocks may count as unchanged all the same
         self.file.flush(apply=False)
-        self.loads += 1
         self.has_changed = False
 
     def __deepcopy__(self, _: dict) -> TableFile:
