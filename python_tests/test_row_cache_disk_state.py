@@ -76,7 +76,10 @@ def test_a_new_collection_goes_on(cache: rk.RowCache, optimizer, tmp_path) -> No
 
 
 def test_the_generation_of_the_checkpoint(tmp_path) -> None:
-    """A flush that no checkpoint followed: the file is opened as it was before, by number."""
+    """A flush that no checkpoint followed: the file is opened as it was before, by number.
+
+    Also once it was opened without, and had the state refused.
+    """
     path, memory = tmp_path / "rows", make(LFU)
     expected = train(memory, 0, 12)
     first = make(on_disk(LFU, path))
@@ -86,12 +89,15 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     train(first, 6, 3)
     first.flush()
     crashed = copied_files(path, "crashed")
-    last = make(on_disk(LFU, copied_files(path, "last")))
-    message = rf"file_generation is {given} and .*last has generation {given + 1}: .*generation={given}\)"
+    again = copied_files(path, "again")
+    last = make(on_disk(LFU, crashed))
+    message = rf"file_generation is {given} and .*crashed has generation {given + 1}: .*generation={given}\)"
     before = held(last)
     with pytest.raises(RuntimeError, match=message):
         last.load_state_dict(state)
     assert all(same_bits(t, held(last)[n]) for n, t in before.items())
+    with torch.no_grad():
+        last(batch(last, 6))
     last.close()
     second = make(on_disk(LFU, crashed, generation=given))
     second.load_state_dict(state)
@@ -100,7 +106,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
     memory.row_cache.stats.copy_(second.row_cache.stats)
     assert_alike(memory, second)
     with pytest.raises(ValueError, match=r"generation.*99"):
-        make(on_disk(LFU, copied_files(path, "again"), generation=99))
+        make(on_disk(LFU, again, generation=99))
 
 
 def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
