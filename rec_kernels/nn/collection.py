@@ -95,10 +95,15 @@ class TableCollection(CachedTables):
         self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
         self._file, self._ahead = self._open_file(cache, device), Ahead()
-        self._make_weights(device)
-        self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+        try:
+            self._make_weights(device)
+            self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+        except BaseException:
+            self.close()  # whoever keeps the error keeps the collection, and would have the file locked
+            raise
         if self._file is not None:
             self.register_buffer("file_generation", torch.tensor(self._file.file.generation))
+            self.register_buffer("file_identity", torch.tensor(self._file.identity))
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")

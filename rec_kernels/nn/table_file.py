@@ -60,12 +60,16 @@ class TableFile:
         else:
             options = {"layout": layout, "memory_budget": memory_budget, "generation": generation}
             self.file = row_file.open(self.path, **options)
+        #: The file's own number, as an int64.
+        self.identity = int(np.uint64(self.file.identity).astype(np.int64))
         #: Whether its tables have no rows yet: whoever made the file may have been stopped before they were written.
         self.is_new = self.file.generation == 0
         #: Counts loads and flushes: who has seen another number has rows that may be gone, or count as unchanged.
         self.loads = 0
         #: Whether rows were written, or were about to be, since the file had its generation.
         self.has_changed = False
+        #: Whether slots of the cache may have changed since the last flush; their owner says so.
+        self.is_behind = False
         self._turn = threading.RLock()
 
     @contextlib.contextmanager
@@ -142,7 +146,7 @@ class TableFile:
         """Makes the file's next generation durable; the one before can be opened until more is written."""
         self.loads += 1  # also if it fails: blocks may count as unchanged all the same
         self.file.flush(apply=False)
-        self.has_changed = False
+        self.has_changed = self.is_behind = False
 
     def __deepcopy__(self, _: dict) -> TableFile:
         raise TypeError(f"tables in a file ({self.path}) cannot be copied")
