@@ -105,8 +105,13 @@ def check_budget(collection) -> None:
 
 def held(collection) -> dict[str, Tensor]:
     """A copy of everything but the tables: slots, their counters, and the optimizer's state."""
-    skipped = ("_weights", "file_generation")
+    skipped = ("_weights", "file_generation", "file_identity")
     return {n: t.detach().clone() for n, t in collection.named_buffers() if n not in skipped}
+
+
+def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state that nobody changes any more."""
+    return {name: t.clone() for name, t in state.items()}
 
 
 def tables_of(collection) -> dict[str, Tensor]:

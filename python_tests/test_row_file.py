@@ -142,6 +142,16 @@ def test_arguments_from_torch_and_numpy(path):
         assert file.stats()["hits"] == 4
 
 
+def test_every_file_has_a_number_of_its_own(path):
+    with create(path) as file, create(path.with_name("other")) as other:
+        number = file.identity
+        assert 0 <= number < 2**64
+        assert number != other.identity
+    assert struct.unpack_from("<Q", path.read_bytes(), 40) == (number,)
+    with reopen(path) as file:
+        assert file.identity == number
+
+
 def test_statistics(path):
     with create(path, blocks=8, budget=4) as file:
         fill(file, 0, noise(3, 4 * BLOCK))

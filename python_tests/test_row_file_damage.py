@@ -49,14 +49,17 @@ def two_states(tmp_path):
 
 def test_a_committed_log_leaves_the_choice(two_states):
     path, first, second = two_states
-    assert_holds(copied(path, "newest"), 2, second)
-    assert_holds(copied(path, "two"), 2, second, generation=2)
+    for options in ({}, {"generation": 2}):  # which leave it, as long as nothing is written
+        assert_holds(path, 2, second, **options)
+        assert_holds(copied(path, "other"), 1, first, generation=1)
     one = copied(path, "one")
     assert_holds(one, 1, first, generation=1)
     assert_holds(one, 1, first)  # the other is gone
     for generation in (0, 3, -1):
         with pytest.raises(ValueError, match=rf"generation is {generation}, but .*file has 1 and, in its log, 2"):
             open_file(path, generation=generation)
+    with open_file(path) as file:
+        file.apply()
     assert_holds(path, 2, second)
     with pytest.raises(ValueError, match=r"generation is 1, but .*file has 2 only"):
         open_file(path, generation=1)
@@ -79,6 +82,27 @@ def test_apply_and_the_next_spill_settle_the_choice(two_states):
         with pytest.raises(ValueError, match="has 4 only"):
             open_file(copied(path, "copy"), generation=3)
     assert_holds(path, 4, second)
+
+
+def test_a_generation_in_the_log_goes_on_from_there(two_states):
+    """Opened, read, changed: by a spill and by a flush, either of which settles the choice."""
+    path, first, second = two_states
+    for written in (4, 8):
+        copy = copied(path, f"written{written}")
+        with open_file(copy, memory_budget=5 * BLOCK) as file:
+            assert file.generation == 2
+            fill(file, 0, first[: written * BLOCK])
+            if written == 4:
+                assert_holds(copied(copy, f"unwritten{written}"), 1, first, generation=1)
+                file.flush(apply=False)
+                with pytest.raises(ValueError, match="has 2 and, in its log, 3"):
+                    open_file(copied(copy, "flushed"), generation=1)
+            else:
+                with pytest.raises(ValueError, match="has 2 only"):
+                    open_file(copied(copy, "spilled"), generation=1)
+                assert_holds(copied(copy, "back"), 2, second)
+        expected = np.concatenate([first[: 4 * BLOCK], second[4 * BLOCK :]]) if written == 4 else second
+        assert_holds(copy, 3 if written == 4 else 2, expected)
 
 
 def test_what_was_not_flushed_is_discarded(two_states):
@@ -111,12 +135,16 @@ def test_logs_cut_short(two_states):
 
 
 def test_damaged_logs(two_states):
-    path, first, _ = two_states
+    path, first, second = two_states
     index = SLOTS + 3 * BLOCK
-    for place in (0, 9, 12, 16, 24, 32, 40, 48, 63):  # the commit: as if it had never been
+    for place in (9, 12, 16, 24, 32, 40, 48, 63):  # the commit: as if it had never been
         copy = copied(path, f"commit{place}")
         flip(log_of(copy), place)
         assert_holds(copy, 1, first)
+    torn = copied(path, "torn")
+    with log_of(torn).open("r+b") as log:
+        log.write(b"RKRO" + bytes(60))
+    assert_holds(torn, 1, first)
     for place in (index, index + 8, index + 47):
         copy = copied(path, f"index{place}")
         flip(log_of(copy), place)
@@ -126,14 +154,35 @@ def test_damaged_logs(two_states):
     for slot, block in enumerate((0, 1, 5)):
         copy = copied(path, f"slot{slot}")
         flip(log_of(copy), SLOTS + slot * BLOCK + 7)
-        for _ in range(2):  # and again: the copying had begun, which can only go on
-            place = SLOTS + slot * BLOCK
+        place = SLOTS + slot * BLOCK
+        for _ in range(2):
             with pytest.raises(OSError, match=rf"block {block} .*, at byte {place} of the file, is damaged"):
                 open_file(copy)
-        with pytest.raises(ValueError, match="has 2 only, in its log"):
-            open_file(copy, generation=1)
-        flip(log_of(copy), SLOTS + slot * BLOCK + 7)
-        open_file(copy).close()
+        assert_holds(copied(copy, "before"), 1, first, generation=1)
+        flip(log_of(copy), place + 7)
+        assert_holds(copy, 2, second)
+
+
+@pytest.mark.parametrize("found", [b"my notes", b"RKROWFIL", b"\0\0\0!", b"r", b"RKROWLOg" + bytes(8192)])
+def test_files_that_have_the_name_of_the_log(found, two_states, tmp_path):
+    """They stay as they are, whether the row file is made or opened."""
+    path, first, _ = two_states
+    log = log_of(path)
+    kept = log.read_bytes()
+    log.write_bytes(found)
+    with pytest.raises(
+        ValueError, match=r"file\.log is not the log of a row file .* that of the log of .*file; move it"
+    ):
+        open_file(path)
+    assert log.read_bytes() == found
+    new = tmp_path / "new"
+    log_of(new).write_bytes(found)
+    with pytest.raises(ValueError, match=r"new\.log is not the log of a row file"):
+        RowFile.create(new, BLOCK, layout=LAYOUT, memory_budget=BLOCK)
+    assert log_of(new).read_bytes() == found
+    assert not new.exists()
+    log.write_bytes(kept)
+    assert_holds(path, 1, first, generation=1)
 
 
 def test_logs_of_other_files(two_states, tmp_path):
@@ -214,7 +263,8 @@ def test_damage_in_front_of_the_blocks(place, kind, message, two_states):
 
 def test_damaged_states(two_states):
     path, _, second = two_states
-    open_file(path).close()
+    with open_file(path) as file:
+        file.apply()
     whole, begun = STATES
     for offset in range(0, 48, 5):
         copy = copied(path, f"begun{offset}")

@@ -188,6 +188,12 @@ uint64_t BlockFile::digest_with(const std::vector<LogEntry>& entries) const {
   return digest;
 }
 
+void BlockFile::check_digest(const std::vector<LogEntry>& entries, uint64_t digest) const {
+  if (digest_with(entries) != digest)
+    throw corrupted(join("the checksums of the blocks (from byte ", checksum_offset_, ") are damaged: wrong digest"),
+                    path());
+}
+
 void BlockFile::read(int64_t first, int64_t count, uint8_t* to) const {
   file_.read(to, count * block_bytes_, offset(first));
 }
@@ -216,11 +222,9 @@ void BlockFile::begin_overwriting(int64_t generation) {
 }
 
 void BlockFile::end_overwriting(const std::vector<LogEntry>& entries, uint64_t digest) {
-  digest_ = digest_with(entries);
+  check_digest(entries, digest);
+  digest_ = digest;
   for (const LogEntry& e : entries) checksums_[static_cast<size_t>(e.block)] = e.checksum;
-  if (digest_ != digest)
-    throw corrupted(join("the checksums of the blocks (from byte ", checksum_offset_, ") are damaged: wrong digest"),
-                    path());
   write_checksums(entries);
   file_.sync();
   write_state(false, generation_, digest_);

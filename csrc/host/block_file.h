@@ -52,6 +52,8 @@ class BlockFile {
   int64_t bookkeeping_bytes() const { return static_cast<int64_t>(checksums_.capacity() * sizeof(uint32_t)); }
   // The digest of the checksums with those of the log in their places.
   uint64_t digest_with(const std::vector<LogEntry>& entries) const;
+  // An exception if it is another one.
+  void check_digest(const std::vector<LogEntry>& entries, uint64_t digest) const;
 
   // Neighbouring blocks; any number of threads at once. The checksums are the caller's to compare.
   void read(int64_t first, int64_t count, uint8_t* to) const;

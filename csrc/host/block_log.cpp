@@ -38,7 +38,19 @@ BlockLog::BlockLog(const BlockFile& main)
       num_blocks_(main.num_blocks()),
       identity_(main.identity()) {
   static_assert(sizeof(Commit) == 64 && sizeof(Entry) == 16);
+  refuse_another_kind();
   file_.sync_folder();
+}
+
+// Whoever has a file of this name is to keep it: a log will be emptied. One that a crash has left has the magic, zeros
+// where that was not written yet, or, if it was torn, both.
+void BlockLog::refuse_another_kind() const {
+  char found[sizeof Commit::magic] = {};
+  file_.read(found, std::min<int64_t>(file_.size(), sizeof found), 0);
+  for (size_t i = 0; i < sizeof found; ++i)
+    check_value(found[i] == 0 || found[i] == kMagic[i], path(),
+                " is not the log of a row file (it does not begin with RKROWLOG), and its name is that of the log of ",
+                path().substr(0, path().size() - 4), "; move it away, or the row file");
 }
 
 int64_t BlockLog::offset(int64_t slot) const { return kSlotOffset + slot * block_bytes_; }

@@ -27,6 +27,7 @@ namespace rec_kernels::host {
 // rest of the file by one.
 class BlockLog {
  public:
+  // ValueError for a file of another kind that has the log's name.
   explicit BlockLog(const BlockFile& main);
 
   const std::string& path() const { return file_.path(); }
@@ -74,6 +75,7 @@ class BlockLog {
   };
   struct Commit;
 
+  void refuse_another_kind() const;
   std::vector<Entry> read_index(const Commit& commit) const;
   void rewrite();
   void grow();

@@ -186,6 +186,7 @@ void define_row_file(py::module_& module) {
       .def("stats", &stats, row_file_docs::kStats)
       .def_property_readonly("closed", &RowFile::closed)
       .def_property_readonly("generation", &RowFile::generation, row_file_docs::kGeneration)
+      .def_property_readonly("identity", &RowFile::identity, row_file_docs::kIdentity)
       .def_property_readonly(
           "path", [](const RowFile& f) { return py::module_::import("os").attr("fsdecode")(py::bytes(f.path())); })
       .def_property_readonly("num_bytes", &RowFile::num_bytes)

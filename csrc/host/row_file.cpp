@@ -87,14 +87,15 @@ void RowFile::recover(std::optional<int64_t> generation) {
               next    ? join(" and, in its log, ", in_main + 1)
               : begun ? " only, in its log"
                       : " only");
-  Lock lock(mutex_);
-  if (begun || (next && generation != in_main)) {
-    log_.adopt();
+  const bool newest = next && generation != in_main;
+  if (begun || newest) log_.adopt();
+  else log_.discard();
+  if (newest) check_log();  // it stays in the log: whoever has opened it may find that the other one is wanted
+  if (begun) {
+    Lock lock(mutex_);
     copy_log_to_main(lock);
-  } else {
-    log_.discard();
   }
-  generation_ = main_.generation();
+  generation_ = log_.committed() ? log_.generation() : main_.generation();
   usable_ = true;
 }
 

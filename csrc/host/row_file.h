@@ -66,6 +66,7 @@ class RowFile {
   RowFileStats stats() const;
   const std::shared_ptr<Window>& window() const { return window_; }
   const std::string& path() const { return main_.path(); }
+  uint64_t identity() const { return main_.identity(); }
   int64_t num_bytes() const { return main_.num_bytes(); }
   int64_t block_bytes() const { return main_.block_bytes(); }
   int64_t memory_budget() const { return memory_budget_; }
@@ -101,9 +102,12 @@ class RowFile {
   void note_written(const Move& move);
   SystemError damaged(const Move& read) const;
 
+  std::exception_ptr in_chunks(int64_t count, const std::function<void(int64_t, int64_t)>& work);
   void write_dirty(Lock& lock);
+  void check_log();
   void copy_log_to_main(Lock& lock);
   void copy_entries(const LogEntry* entries, int64_t count) const;
+  void read_entry(const LogEntry& entry, uint8_t* to) const;
   uint8_t* address(int64_t block) const { return window_->data() + block * block_bytes_; }
 
   BlockFile main_;

@@ -11,7 +11,8 @@ only those whose blocks were loaded: ``load`` brings in the blocks of rows and h
 is written reaches the file with ``flush``; a crash at any time leaves the state of one flush or the next.
 
 A block is ``block_bytes`` of the window and of the file. At any time at most ``memory_budget`` bytes of blocks have
-memory. For room, blocks are dropped that were not used lately; changed ones are first written to ``<path>.log``.
+memory. For room, blocks are dropped that were not used lately; changed ones are first written to ``<path>.log``. The two
+files belong together: the file without its log is of the generation before, or, while it was being written, of none.
 
 Any thread may call; calls take turns, and what is pinned is what the last ``load`` asked for. A file can be open once
 at a time, in all processes of the machine. A process that is forked from this one cannot use the object (RuntimeError),
@@ -35,7 +36,7 @@ Args:
 Raises:
     FileExistsError: there is a file at the path.
     OSError: it cannot be written; nothing is left of it.
-    ValueError: a number is out of its range.)";
+    ValueError: a number is out of its range, or ``<path>.log`` is something else than what a row file has left.)";
 
 constexpr char kOpen[] =
     R"(The file that ``create`` made, as the last flush left it.
@@ -45,13 +46,15 @@ Args:
     layout: that of its creation.
     memory_budget: bytes, at least a block.
     threads: as in ``create``.
-    generation: the one to open. After ``flush(apply=False)`` and a crash the file has two: the one flushed last, which
-        None takes, and the one before it, which forgets the last. Otherwise it must be the one there is.
+    generation: the one to open. After ``flush(apply=False)`` the file has two: the one flushed last, which None takes,
+        and which is left in the log as ``flush`` left it; and the one before it, which forgets the last. Otherwise it
+        must be the one there is.
 
 Raises:
     FileNotFoundError: there is none.
     BlockingIOError: it is open already.
-    ValueError: it is not a row file, has another version, layout or generation, or a number is out of its range.
+    ValueError: it is not a row file, has another version, layout or generation, a number is out of its range, or
+        ``<path>.log`` is something else.
     OSError: it cannot be read, is cut short or damaged (``errno.EBADMSG``).)";
 
 constexpr char kWindow[] =
@@ -104,8 +107,8 @@ constexpr char kCancelPrefetch[] =
 constexpr char kFlush[] =
     R"(Makes all changes durable as the next generation, and returns its number.
 
-Nobody may write to the window meanwhile. All blocks count as unchanged after it: what is written later to blocks that
-are still pinned needs ``mark_dirty`` or another ``load(write=True)``.
+Nobody may write to the window meanwhile. All blocks count as unchanged after it, and some may after an OSError: what is
+written later to blocks that are still pinned needs ``mark_dirty`` or another ``load(write=True)``.
 
 Args:
     apply: False leaves the generation in the log and the one before it in the file, so that ``open`` can choose, until
@@ -117,6 +120,8 @@ Raises:
 
 constexpr char kApply[] =
     R"(Copies what ``flush(apply=False)`` left in the log into the file; there may be nothing to do.
+
+Until something is written again, the file is whole without its log.
 
 Raises:
     OSError: the disk is full or refuses. The generation is safe in the log, and this may be tried again.)";
@@ -137,5 +142,7 @@ resident at the same time, 16 more for each that is held, 32 to 64 for each in t
 
 constexpr char kGeneration[] =
     "The number of the last flush, from 0 for a new file; that of the open file, not of its unflushed changes.";
+
+constexpr char kIdentity[] = "A random number below 2**64 of the file's creation, which its copies share.";
 
 }  // namespace rec_kernels::host::row_file_docs

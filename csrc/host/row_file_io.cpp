@@ -143,6 +143,21 @@ void RowFile::note_written(const Move& move) {
   ++counts_.blocks_written;
 }
 
+// Work on entries `first` to `last` - 1, on all threads; the first exception.
+std::exception_ptr RowFile::in_chunks(int64_t count, const std::function<void(int64_t, int64_t)>& work) {
+  std::exception_ptr error;
+  const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
+  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
+    try {
+      work(chunk * per_chunk, std::min(count, (chunk + 1) * per_chunk));
+    } catch (...) {
+      const Lock guard(mutex_);
+      if (!error) error = std::current_exception();
+    }
+  });
+  return error;
+}
+
 // All dirty blocks into the log; those that could not be written stay dirty.
 void RowFile::write_dirty(Lock& lock) {
   std::vector<Move> moves;
@@ -151,20 +166,12 @@ void RowFile::write_dirty(Lock& lock) {
     moves.back().slot = log_.assign(b);
   }
   lock.unlock();
-  std::exception_ptr error;
-  const auto count = static_cast<int64_t>(moves.size());
-  const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
-  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
-    try {
-      for (int64_t i = chunk * per_chunk; i < std::min(count, (chunk + 1) * per_chunk); ++i) {
-        Move& move = moves[static_cast<size_t>(i)];
-        move.checksum = checksum_of_(address(move.block));
-        log_.write(move.slot, address(move.block));
-        move.done = true;
-      }
-    } catch (...) {
-      const Lock guard(mutex_);
-      if (!error) error = std::current_exception();
+  const std::exception_ptr error = in_chunks(static_cast<int64_t>(moves.size()), [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      Move& move = moves[static_cast<size_t>(i)];
+      move.checksum = checksum_of_(address(move.block));
+      log_.write(move.slot, address(move.block));
+      move.done = true;
     }
   });
   lock.lock();
@@ -203,16 +210,8 @@ void RowFile::copy_log_to_main(Lock& lock) {
   const std::vector<LogEntry> entries = log_.sorted_entries();
   lock.unlock();
   main_.begin_overwriting(log_.generation());
-  std::exception_ptr error;
-  const auto count = static_cast<int64_t>(entries.size());
-  const int64_t per_chunk = std::max<int64_t>(1, kChunkBytes / block_bytes_);
-  pool_->run(chunks_of(count, per_chunk), [&](int64_t chunk) {
-    try {
-      copy_entries(entries.data() + chunk * per_chunk, std::min(per_chunk, count - chunk * per_chunk));
-    } catch (...) {
-      const Lock guard(mutex_);
-      if (!error) error = std::current_exception();
-    }
+  const std::exception_ptr error = in_chunks(static_cast<int64_t>(entries.size()), [&](int64_t first, int64_t last) {
+    copy_entries(entries.data() + first, last - first);
   });
   if (error) std::rethrow_exception(error);
   main_.end_overwriting(entries, log_.digest());
@@ -221,14 +220,29 @@ void RowFile::copy_log_to_main(Lock& lock) {
   log_.forget();
 }
 
+void RowFile::read_entry(const LogEntry& entry, uint8_t* to) const {
+  log_.read(entry.slot, to);
+  if (checksum_of_(to) != entry.checksum) throw damaged({entry.block, -1, entry.slot});
+}
+
+// Before anything depends on a log that was found: a damaged one leaves the main file to whoever asks for it.
+void RowFile::check_log() {
+  const std::vector<LogEntry> entries = log_.sorted_entries();
+  main_.check_digest(entries, log_.digest());
+  const std::exception_ptr error = in_chunks(static_cast<int64_t>(entries.size()), [&](int64_t first, int64_t last) {
+    std::vector<uint8_t> block(static_cast<size_t>(block_bytes_));
+    for (int64_t i = first; i < last; ++i) read_entry(entries[static_cast<size_t>(i)], block.data());
+  });
+  if (error) std::rethrow_exception(error);
+}
+
 // Neighbours are written at once.
 void RowFile::copy_entries(const LogEntry* entries, int64_t count) const {
   std::vector<uint8_t> buffer(static_cast<size_t>(count * block_bytes_));
   for (int64_t i = 0, first = 0; i < count; ++i) {
     const LogEntry& entry = entries[i];
     uint8_t* const block = buffer.data() + i * block_bytes_;
-    log_.read(entry.slot, block);
-    if (checksum_of_(block) != entry.checksum) throw damaged({entry.block, -1, entry.slot});
+    read_entry(entry, block);
     if (i + 1 < count && entries[i + 1].block == entry.block + 1) continue;
     main_.write(entries[first].block, i + 1 - first, buffer.data() + first * block_bytes_);
     first = i + 1;

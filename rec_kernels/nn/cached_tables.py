@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -17,14 +19,28 @@ from rec_kernels.nn.table_file import TableFile
 from rec_kernels.nn.tables import zeros
 
 
+def holds_rows(lookup: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A method whose rows, where they are in a file, stay in memory to its end: other threads' calls wait."""
+
+    @functools.wraps(lookup)
+    def held(self: CachedTables, *args: object, **options: object) -> Tensor:
+        if self._file is None:
+            return lookup(self, *args, **options)
+        with self._file.held():
+            return lookup(self, *args, **options)
+
+    return held
+
+
 class CachedTables(Layout):
     """A module with tables, a ``row_cache`` or None, and the file that the tables are in or None.
 
-    ``file_generation`` is that of the file's state which ``state_dict()`` goes with.
+    ``file_generation`` is that of the file's state which ``state_dict()`` goes with, ``file_identity`` the file's own.
     """
 
     row_cache: CacheState | None
     file_generation: Tensor
+    file_identity: Tensor
     _file: TableFile | None
     _ahead: Ahead
     _pending: Pending | None
@@ -83,6 +99,7 @@ class CachedTables(Layout):
             return slots
         jagged = bags[:2]
         if self._file is not None:
+            self._file.is_behind |= inserts
             rows, written = self.row_cache.plan(jagged, layout, self._seed, inserts=inserts)
             self._file.load(rows, written if torch.is_grad_enabled() else written[:0])
             self._file.forget_prefetched()
@@ -116,10 +133,12 @@ class CachedTables(Layout):
 
     def _load_for_update(self, bags: tuple[Tensor, Tensor], bag_starts: Tensor | None) -> None:
         """Has an update's rows that are not cached in memory."""
+        self._file.is_behind = True
         self._file.load(*self.row_cache.plan(bags, self._layout(bag_starts), self._seed, inserts=False))
 
     def _load_again(self, loads: int, bags: tuple[Tensor, Tensor], bag_starts: Tensor | None, _: Tensor) -> None:
         """The same before a backward, if others were loaded since its lookup; a hook of the lookup's output."""
+        self._file.is_behind = True
         if self._file.loads != loads:
             self._load_for_update(bags, bag_starts)
 
@@ -155,10 +174,22 @@ class CachedTables(Layout):
         self._ahead.announce((*bags, starts))
         self._insert_ahead()
 
-    def close(self) -> None:
-        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost."""
-        if self._file is not None:
-            self._file.file.close()
+    def close(self, *, apply: bool = False) -> None:
+        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost.
+
+        Args:
+            apply: first copies into the file what the last ``flush()`` has left in ``<path>.log``: the file is whole
+                without it then, and has no generation but the last.
+
+        Raises:
+            OSError: the copying failed; nothing is closed or lost, and it may be tried again. ValueError: it is closed
+            already, and was to be applied.
+        """
+        if self._file is None:
+            return
+        if apply:
+            self._file.file.apply()
+        self._file.file.close()
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -166,7 +197,8 @@ class CachedTables(Layout):
 
         They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
         of ``embedding_bags[name].weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
-        is the state of the last ``flush()``, or the next one.
+        is the state of the last ``flush()``, or the next one. Where nothing was trained or loaded since the last, the
+        file keeps its generation.
         """
         if self.row_cache is None:
             return
@@ -176,15 +208,24 @@ class CachedTables(Layout):
             self.row_cache.flush(*arguments)
             self._wait()
             return
-        for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
-            self._file.load(rows, rows)
-            self.row_cache.flush(*arguments, first, count)
-        self._file.flush()
+        if not (self._file.is_behind or self._file.has_changed):
+            return  # states that name the generation still go with the file
+        with self._file.held():
+            for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
+                self._file.load(rows, rows)
+                self.row_cache.flush(*arguments, first, count)
+            self._file.flush()
 
     def _check_generation(self, state_dict: dict, prefix: str) -> None:
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
         if tables:
             raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self._file.path}")
+        name, own = f"{prefix}file_identity", self._file.identity
+        if int(state_dict.setdefault(name, torch.tensor(own))) != own:  # states of before have none
+            raise RuntimeError(
+                f"{name} is {int(state_dict[name])} and that of {self._file.path} is {own}: the state is of tables in "
+                "another file; nothing was changed"
+            )
         given, own = state_dict.get(f"{prefix}file_generation"), self._file.file.generation
         if given is not None and (int(given) != own or self._file.has_changed):
             changed = ", whose rows have changed since" if self._file.has_changed else ""
@@ -192,6 +233,7 @@ class CachedTables(Layout):
                 f"{prefix}file_generation is {int(given)} and {self._file.path} has generation {own}{changed}: open "
                 f"the file anew with rk.RowCache(generation={int(given)}), if it still has it; nothing was changed"
             )
+        self._file.is_behind = True  # slots are to be loaded
 
     def memory_report(self) -> list[dict[str, object]]:
         """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.

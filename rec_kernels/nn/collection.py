@@ -15,7 +15,7 @@ from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.assigned import allocate, assigns, copied
-from rec_kernels.nn.cached_tables import CachedTables
+from rec_kernels.nn.cached_tables import CachedTables, holds_rows
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
@@ -95,10 +95,15 @@ class TableCollection(CachedTables):
         self.optimizer, self.rounding = optimizer, rounding
         self.embedding_bags = Tables(names)
         self._file, self._ahead = self._open_file(cache, device), Ahead()
-        self._make_weights(device)
-        self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+        try:
+            self._make_weights(device)
+            self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+        except BaseException:
+            self.close()  # whoever keeps the error keeps the collection, and would have the file locked
+            raise
         if self._file is not None:
             self.register_buffer("file_generation", torch.tensor(self._file.file.generation))
+            self.register_buffer("file_identity", torch.tensor(self._file.identity))
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
@@ -278,6 +283,7 @@ class TableCollection(CachedTables):
             raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
         return self._fused_optimizer
 
+    @holds_rows
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         if not torch.compiler.is_compiling():
             refuse_replaced(self._tied)

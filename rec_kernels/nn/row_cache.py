@@ -47,11 +47,13 @@ class RowCache:
             memory, which is page-locked when the collection is on a GPU, whose kernels read and write there what is in
             no slot; "disk", in a file, of which blocks come into host memory as batches need them (the collection is on
             the CPU then).
-        path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'.
+        path: of the file, with backing "disk". One that is there is opened, and its rows are the tables'. It belongs
+            together with ``<path>.log``, which lies beside it: the two are copied and moved together.
         memory_budget: with backing "disk", bytes of rows that are in memory at a time, at most: those in slots, with
             tags and counts, and encoded ones. State of the optimizer comes on top.
         generation: with backing "disk", which state of an existing file to open, as ``state_dict()`` names it; None:
-            the last one that is whole. After a crash there may be two; the one that is not opened is gone then.
+            the last one that is whole. After a crash there may be two: as long as nothing was written, the last one can
+            be left for the one before it, and is gone then.
 
     Tables of several parts (``rk.QuotientRemainder``, ``rk.Partitions``) are not cached, and have no fraction but 0.
 

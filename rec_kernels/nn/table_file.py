@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,8 @@ from rec_kernels.nn.tables import Storage, StoredTable
 class TableFile:
     """The flat tensor of a collection's tables, in a row file (docs/row_file.md).
 
-    Rows are named by their linear numbers. Only those that were loaded may be looked up or updated.
+    Rows are named by their linear numbers. Only those that the last load named may be looked up or updated: of
+    several threads, each loads and reads within ``held()``.
 
     Args:
         path: of the file. One that is there is opened and must have the same tables; else it is made, of zeros.
@@ -57,12 +60,24 @@ class TableFile:
         else:
             options = {"layout": layout, "memory_budget": memory_budget, "generation": generation}
             self.file = row_file.open(self.path, **options)
+        #: The file's own number, as an int64.
+        self.identity = int(np.uint64(self.file.identity).astype(np.int64))
         #: Whether its tables have no rows yet: whoever made the file may have been stopped before they were written.
         self.is_new = self.file.generation == 0
         #: Counts loads and flushes: who has seen another number has rows that may be gone, or count as unchanged.
         self.loads = 0
         #: Whether rows were written, or were about to be, since the file had its generation.
         self.has_changed = False
+        #: Whether slots of the cache may have changed since the last flush; their owner says so.
+        self.is_behind = False
+        self._turn = threading.RLock()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Within the block, what this thread has loaded stays in memory: the blocks of other threads wait."""
+        _ = self.file.closed  # RuntimeError in a forked process, where nobody may be there to end another block
+        with self._turn:
+            yield
 
     @staticmethod
     def _layout(storage: Storage, stored: list[StoredTable]) -> str:
@@ -129,9 +144,9 @@ class TableFile:
 
     def flush(self) -> None:
         """Makes the file's next generation durable; the one before can be opened until more is written."""
+        self.loads += 1  # also if it fails: blocks may count as unchanged all the same
         self.file.flush(apply=False)
-        self.loads += 1
-        self.has_changed = False
+        self.has_changed = self.is_behind = False
 
     def __deepcopy__(self, _: dict) -> TableFile:
         raise TypeError(f"tables in a file ({self.path}) cannot be copied")
