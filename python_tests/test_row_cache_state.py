@@ -209,6 +209,45 @@ def test_slots_of_one_shape_for_other_rows(cache: rk.RowCache) -> None:
         assert same_bits(rows, looked_up(pair[0], name))
 
 
+@pytest.mark.parametrize("names", [("b", "a"), ("a", "c")])
+def test_tables_of_one_shape_in_another_order(names: tuple[str, str]) -> None:
+    """Their slots are of the same shapes and places, and hold rows of other tables: the cache begins empty."""
+    pair = []
+    for each in (("a", "b"), names):
+        tables = [rk.EmbeddingBagConfig(20, 6, name=n, feature_names=[n], format="int8") for n in each]
+        pair.append(rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5), cache=SMALL))
+    original, other = pair
+    train(original)
+    state = copied(original.state_dict())
+    renamed = {n.replace("_bags.b.", f"_bags.{names[1 - names.index('a')]}."): t for n, t in state.items()}
+    train(other, first=50)
+    other.load_state_dict(renamed)
+    assert (other.row_cache.tags == -1).all()
+    for mine, theirs in (("a", "a"), ("b", names[1 - names.index("a")])):
+        assert same_bits(read(other)[theirs], looked_up(original, mine)), mine
+    again = copied(other.state_dict())
+    assert all(same_bits(again[n], t) for n, t in renamed.items() if "_bags." in n)
+    assert not differing({n: again[n] for n in ("row_cache.tags", "row_cache.rows")}, _empty(other))
+
+
+def _empty(collection) -> dict[str, torch.Tensor]:
+    cache = collection.row_cache
+    tags, rows = torch.full_like(cache.tags, -1), torch.zeros_like(cache.rows)
+    return {"row_cache.tags": tags, "row_cache.rows": rows}
+
+
+def test_a_state_without_names_of_tables() -> None:
+    """One of before they were part of it: nothing says which tables its slots are of, so the cache begins empty."""
+    original, other = make(ADAM), make(ADAM)
+    train(original)
+    state = copied(original.state_dict())
+    state["row_cache.geometry"][0, 2] = 0
+    other.load_state_dict(state)
+    assert (other.row_cache.tags == -1).all()
+    for name, rows in read(other).items():
+        assert same_bits(rows, looked_up(original, name)), name
+
+
 def test_a_state_without_some_of_the_tables() -> None:
     """strict=False: the others stay as they are, cached rows included; those of the state come from it."""
     original, other = make(ADAM), make(ADAM)
