@@ -94,11 +94,57 @@ def test_training_goes_on_after_a_flush(cache: rk.RowCache, optimizer) -> None:
     assert not differing(*map(everything, pair))
 
 
+@pytest.mark.parametrize("way", ["in place", "state"])
+@pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
+def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
+    """Lookups read what was written, also of rows that were cached, and no flush writes over it."""
+    collection = make(ADAM, cache)
+    train(collection)
+    wanted = read(collection) | {"t0": torch.full((20, 6), 9.0)}
+    assert len(cached(collection, "t0"))
+    rows = rk.quantize_rows(wanted["t0"], "int8")
+    if way == "state":
+        state = {n: t for n, t in copied(collection.state_dict()).items() if not n.startswith("row_cache.")}
+        collection.load_state_dict(state | {"embedding_bags.t0.weight": rows})
+    else:
+        collection.flush()
+        with torch.no_grad():
+            collection.embedding_bags["t0"].weight.copy_(rows)
+        clock = int(collection.row_cache.clock)
+        collection.reset_cache_states()
+        assert collection.row_cache.clock == clock > 0
+    assert all(t["cached_rows"] == t["lookups"] == 0 for t in collection.memory_report())
+    assert not differing(read(collection), {name: looked_up(collection, name) for name in wanted})
+    assert same_bits(read(collection)["t0"], wanted["t0"])
+    before = everything(collection)
+    collection.flush()
+    assert not differing(everything(collection), before)
+    train(collection, first=5)
+    assert len(cached(collection, "t0"))
+
+
+def test_what_was_not_flushed_stays() -> None:
+    """RuntimeError that says since when, and nothing has changed."""
+    collection = make(ADAM)
+    collection.reset_cache_states()
+    for when in ("there was no flush", "the last flush.. was at 4"):
+        train(collection)
+        before = everything(collection)
+        with pytest.raises(RuntimeError, match=rf"step is [48], and {when}.*nothing was changed"):
+            collection.reset_cache_states()
+        assert not differing(everything(collection), before)
+        collection.flush()
+    collection.reset_cache_states()
+    assert (collection.row_cache.tags == -1).all()
+
+
 def test_flush_without_a_cache() -> None:
     """Nothing happens."""
+    make(device="meta").reset_cache_states()
     collection = make(cache=None)
     before = everything(collection)
     collection.flush()
+    collection.reset_cache_states()
     assert not differing(everything(collection), before)
 
 

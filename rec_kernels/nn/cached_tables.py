@@ -24,10 +24,12 @@ class CachedTables(Layout):
     """
 
     row_cache: CacheState | None
+    step: Tensor
     file_generation: Tensor
     _file: TableFile | None
     _ahead: Ahead
     _pending: Pending | None
+    _flushed_step: Tensor | None = None  # at the last flush()
 
     def _rounding(self) -> dict[str, object]:
         """How rows are encoded: arguments of the ops."""
@@ -175,11 +177,37 @@ class CachedTables(Layout):
         if self._file is None:
             self.row_cache.flush(*arguments)
             self._wait()
+        else:
+            for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
+                self._file.load(rows, rows)
+                self.row_cache.flush(*arguments, first, count)
+            self._file.flush()
+        self._flushed_step = self.step.clone()
+
+    @torch.no_grad()
+    def reset_cache_states(self) -> None:
+        """Empties the row cache, so that rows are read in their tables until they come in anew; else it does nothing.
+
+        For tables that are written in place, which the cache does not hear of: ``flush()``, write, then this. Uses and
+        counters begin anew, too.
+
+        Raises:
+            RuntimeError: there were updates since the last ``flush()``; nothing was changed.
+        """
+        cache = self.row_cache
+        if cache is None or cache.tags.is_meta:
             return
-        for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
-            self._file.load(rows, rows)
-            self.row_cache.flush(*arguments, first, count)
-        self._file.flush()
+        self._ahead.refuse("reset_cache_states()")
+        flushed = -1 if self._flushed_step is None else int(self._flushed_step)
+        if int(self.step) != flushed and any(table["dirty_rows"] for table in self.memory_report()):
+            when = "there was no flush()" if flushed < 0 else f"the last flush() was at {flushed}"
+            raise RuntimeError(
+                f"step is {int(self.step)}, and {when}: cached rows hold updates that their tables do not; call "
+                "flush() before a table is written, and reset_cache_states() after it; nothing was changed"
+            )
+        clock = cache.clock.clone()  # noise of rounding depends on it
+        cache.clear()
+        cache.clock.copy_(clock)
 
     def _check_generation(self, state_dict: dict, prefix: str) -> None:
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
