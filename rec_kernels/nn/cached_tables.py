@@ -71,7 +71,7 @@ class CachedTables(Layout):
 
     def _in_place(self, weights: Tensor, device: torch.device) -> Tensor:
         """Weights as kernels on a device read them."""
-        return pinned(weights) if self._in_host and device.type == "cuda" else weights
+        return pinned(weights, device) if self._in_host and device.type == "cuda" else weights
 
     def _wait(self) -> None:
         """Before the CPU looks at weights that kernels of a GPU read and write, too."""
