@@ -149,6 +149,44 @@ def test_an_update_must_not_come_between() -> None:
     assert not differing(before, everything(c))
 
 
+class Stream:
+    """As much of a GPU's stream as waits."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.waited_for: list[object] = []
+
+    def wait_event(self, event: object) -> None:
+        self.waited_for.append(event)
+
+
+@pytest.mark.parametrize("what", ["lookup", "memory_report", "tier_report", "compiled lookup"])
+def test_what_others_read_waits(what: str, monkeypatch) -> None:
+    """Served lookups and reports may come between, and their stream waits for the one beside."""
+    plain, ahead = pair(LFU)
+    for c in (plain, ahead):
+        step(c, batch(c, 0))
+    served = ahead.for_serving()
+    if what == "compiled lookup":
+        served = torch.compile(served, backend="aot_eager")
+    stream, event = Stream(), object()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    for waits in (False, True):
+        if waits:
+            ahead.prefetch(batch(ahead, 1))
+            ahead._ahead._stream, ahead._ahead._event = stream, event  # those of a GPU
+        if "lookup" in what:
+            served(batch(ahead, 9))
+        else:
+            getattr(ahead, what)()
+        assert stream.waited_for == [event] * waits
+    ahead._ahead._event = None
+    for c in (plain, ahead):
+        step(c, batch(c, 1))
+    assert not differing(everything(plain), everything(ahead))
+
+
 def test_a_batch_that_was_written_to() -> None:
     """Its slots are those of other ids."""
     c = make(cache=in_host(SMALL))

@@ -229,6 +229,7 @@ class CachedTables(Layout):
         row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
         evicted, those of them that had to be encoded, rows that found no slot).
         """
+        self._ahead.wait()
         cached = None if self.row_cache is None else self.row_cache.report()
         return [
             {
@@ -251,6 +252,7 @@ class CachedTables(Layout):
         without one; index_bytes: what is kept in memory of the file's blocks; moved_bytes: encoded rows that went into
         slots or came back; read_bytes and written_bytes: of the file.
         """
+        self._ahead.wait()
         cache, file = self.row_cache, self._file
         stats = {} if file is None else file.file.stats()
         counters = cache.counters() if cache else {}
