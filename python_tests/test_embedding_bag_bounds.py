@@ -28,6 +28,7 @@ FUSED = OPTIMIZERS[1:]
 OPS = (
     *("embedding_bag", "embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
     *("embedding_bag_backward_dense", "embedding_bag_backward_sparse", "embedding_bag_backward_per_sample_weights"),
+    *("row_cache_insert_", "row_cache_lookup"),
 )
 LATER = "; found on the GPU, in an earlier lookup of this collection"
 KEYS = ["f", "g", "h"]
@@ -165,6 +166,20 @@ def test_bad_offsets_are_told_in_every_mode(offsets: list[int], bounds_check: st
         assert message(lambda: step(found), ValueError) == text + LATER
         step(found)
         assert_same(found, expected)
+
+
+@pytest.mark.parametrize("expands", [False, True])
+def test_the_lookup_that_tells_changes_nothing(late, expands: bool) -> None:
+    """No row of its batch has come into a row cache, nothing is counted; made again, it goes on."""
+    found = make(cache=rk.RowCache(0.5, ways=2, policy="lfu"))
+    given = rk.InverseKeyedJaggedTensor.from_kjt(batch(), [KEYS]) if expands else batch()
+    step(found, batch((0, 5)))
+    before = {name: t.clone() for name, t in found.named_buffers()}
+    assert message(lambda: step(found, given)).startswith("values[0] = 5")
+    assert all(same_bits(t, before[name]) for name, t in found.named_buffers())
+    step(found, given)
+    found.check()
+    assert found.row_cache.clock == before["row_cache.clock"] + 1
 
 
 def test_ignored_ids_are_no_error(late) -> None:

@@ -38,7 +38,7 @@ def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
         t.name: torch.randint(0, draw.choice([3, 1000]), (t.num_embeddings,), generator=generator) for t in tables
     }
     budget = draw.randint(0, 30_000)
-    placed = rk.place_tables(tables, counts, cache_bytes=budget, policy="lru")
+    placed = rk.place_tables(tables, counts, cache_bytes=budget, policy="lru", ways=1)
     assert list(placed) == [t.name for t in tables]
     assert sum(p.slot_bytes for p in placed.values()) <= budget
     rows, bar = greedy(tables, counts, budget)
@@ -56,7 +56,7 @@ def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
 def test_everything_fits() -> None:
     """Rows that nobody uses need no slot."""
     counts = torch.tensor([5, 0, 1, 0])
-    placed = rk.place_tables([table("a", 4, 8)], {"a": counts}, cache_bytes=10**6)
+    placed = rk.place_tables([table("a", 4, 8)], {"a": counts}, cache_bytes=10**6, ways=1)
     assert placed["a"] == type(placed["a"])(0.5, "device", 1.0, 4 * 16, 2 * (32 + 19) + 4)
 
 
@@ -76,7 +76,7 @@ def test_parts() -> None:
     """Hashed ids add up in their rows; tables of several parts get no slots, and count with all their parts."""
     tables = [table("h", 10, 8, compression=rk.Hash(4)), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
     counts = {"h": torch.arange(10), "q": torch.ones(100, dtype=torch.int64)}
-    placed = rk.place_tables(tables, counts, cache_bytes=10**6)
+    placed = rk.place_tables(tables, counts, cache_bytes=10**6, ways=4)
     assert placed["h"].slot_bytes == 4 * (32 + 19) + 4
     assert placed["h"].fraction == 1.0
     assert placed["h"].hit_rate == 1.0
@@ -88,7 +88,7 @@ def test_narrow_rows() -> None:
     """Slots of rows that are projected are as wide as the rows that are kept, and not as the table."""
     tables = [table("m", 100, 64, compression=rk.MixedDimension(8)), table("w", 100, 8)]
     counts = dict.fromkeys("mw", torch.arange(1, 101))
-    placed = rk.place_tables(tables, counts, cache_bytes=10**6)
+    placed = rk.place_tables(tables, counts, cache_bytes=10**6, ways=4)
     assert placed["m"].slot_bytes == placed["w"].slot_bytes == 100 * (32 + 19) + 100
     cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4, policy="lfu")
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(), cache=cache)
@@ -111,7 +111,7 @@ def test_a_collection_takes_it() -> None:
     """Fractions are those of rk.RowCache, and tiers its backings."""
     tables = [table("a", 400, 16), table("b", 300, 16)]
     counts = {"a": torch.arange(400), "b": torch.zeros(300, dtype=torch.int64)}
-    placed = rk.place_tables(tables, counts, cache_bytes=10_000, device_bytes=0)
+    placed = rk.place_tables(tables, counts, cache_bytes=10_000, device_bytes=0, ways=4)
     assert {p.tier for p in placed.values()} == {"host"}
     cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=4, backing=placed["a"].tier)
     module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache)
@@ -119,6 +119,49 @@ def test_a_collection_takes_it() -> None:
     assert placed["b"].fraction == 0
     assert module.tier_report()["cache_bytes"] <= 10_000 + 4 * (64 + 19)  # sets are whole
     assert module.tier_report()["host_bytes"] >= sum(p.encoded_bytes for p in placed.values())
+
+
+def taken(tables: list, placed: dict, ways: int, policy: str) -> int:
+    """Bytes of the cache that a collection of the tables makes of it."""
+    cache = rk.RowCache({name: p.fraction for name, p in placed.items()}, ways=ways, policy=policy)
+    module = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=cache, device="meta")
+    return module.tier_report()["cache_bytes"]
+
+
+@pytest.mark.parametrize(("rows", "budget", "cached"), [(3, 40_000, 2), (33, 400_000, 11), (33, 679_680 + 660, 20)])
+def test_sets_of_their_own_are_whole(rows: int, budget: int, cached: int) -> None:
+    """Small tables, and those with all rows in slots, take more slots than they have rows: that is in the budget."""
+    tables = [table(f"t{i}", rows, 128) for i in range(20)]
+    counts = {t.name: torch.full((rows,), 5) for t in tables}
+    placed = rk.place_tables(tables, counts, cache_bytes=budget)
+    assert sum(p.fraction == 1 for p in placed.values()) == cached
+    assert sum(p.slot_bytes for p in placed.values()) <= budget
+    assert taken(tables, placed, 32, "lfu") <= budget + 31 * (512 + 19)
+    if cached < 20:
+        whole = -(-rows // 32) * 32 * (512 + 19)
+        assert budget - sum(p.slot_bytes for p in placed.values()) < whole, "there was room for another one"
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("ways", [1, 5, 32])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
+    """Whatever the sizes: but for what rounds up the slots that tables of a width share."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    sizes = [draw.choice([1, 3, ways, ways + 1, 2 * ways - 1, draw.randint(1, 300)]) for _ in range(12)]
+    tables = [table(f"t{i}", rows, draw.choice([4, 16, 64])) for i, rows in enumerate(sizes)]
+    counts = {t.name: torch.randint(0, 9, (t.num_embeddings,), generator=generator) for t in tables}
+    for budget in (0, 700, 3_000, draw.randint(0, 60_000), 10**7):
+        placed = rk.place_tables(tables, counts, cache_bytes=budget, ways=ways, policy=policy)
+        planned = sum(p.slot_bytes for p in placed.values())
+        assert planned <= budget
+        found = taken(tables, placed, ways, policy)
+        widths = {t.embedding_dim for t in tables if 0 < placed[t.name].fraction < 1}
+        more = sum((ways - 1) * (4 * dim + 18 + (policy == "lfu")) for dim in widths)
+        counted = sum(sizes) if policy == "lfu" and not planned else 0
+        assert planned <= found <= planned + more + counted, (budget, placed)
+        small = [placed[t.name].fraction for t in tables if t.num_embeddings <= ways]
+        assert set(small) <= {0.0, 1.0}
 
 
 @pytest.mark.parametrize(
@@ -129,6 +172,7 @@ def test_a_collection_takes_it() -> None:
         ({"counts": {"a": torch.tensor([1, 2, -1, 0])}}, "none negative"),
         ({"cache_bytes": -1}, "cache_bytes = -1"),
         ({"host_bytes": -5}, "host_bytes = -5"),
+        ({"ways": 0}, "ways must be"),
         ({"policy": "fifo"}, "policy must be 'lru' or 'lfu', got 'fifo'"),
     ],
 )

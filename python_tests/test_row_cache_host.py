@@ -18,6 +18,7 @@ from rec_kernels.nn import host_memory
 from rec_kernels.testing import same_bits
 
 HOST = in_host(SMALL)
+GPU_0 = torch.device("cuda")
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
@@ -60,6 +61,7 @@ class Runtime:
 
     def __init__(self, error: int = 0) -> None:
         self.error, self.pinned = error, {}
+        self.waited_for: list[int] = []
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:  # noqa: N802
         assert address % 4096 == num_bytes % 4096 == 0
@@ -69,6 +71,7 @@ class Runtime:
         return self.error
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        assert self.waited_for
         del self.pinned[address]
         return 0
 
@@ -78,7 +81,7 @@ def runtime(monkeypatch) -> Runtime:
     found = Runtime()
     monkeypatch.setattr(torch.cuda, "cudart", lambda: found)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", found.waited_for.append)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda t: t.data_ptr() in found.pinned)
     return found
 
@@ -88,7 +91,7 @@ def test_memory_is_pinned_where_it_is(runtime) -> None:
     flat = host_memory.host_zeros(5_000, torch.float32)
     assert not flat.any()
     assert flat.data_ptr() % 4096 == 0
-    assert host_memory.pinned(flat) is flat is host_memory.pinned(flat)
+    assert host_memory.pinned(flat, GPU_0) is flat is host_memory.pinned(flat, GPU_0)
     assert runtime.pinned == {flat.data_ptr(): 20_480}
     row, flat = flat[7:9], None
     gc.collect()
@@ -99,21 +102,33 @@ def test_memory_is_pinned_where_it_is(runtime) -> None:
     assert not runtime.pinned
 
 
+def test_every_gpu_is_waited_for(runtime) -> None:
+    """Tables that went from one to another are let go of when the kernels of both have ended."""
+    flat = host_memory.host_zeros(5_000, torch.float32)
+    for device in (GPU_0, torch.device("cuda", 3), torch.device("cuda", 3)):
+        assert host_memory.pinned(flat, device) is flat
+    assert not runtime.waited_for
+    flat = None
+    gc.collect()
+    assert not runtime.pinned
+    assert sorted(runtime.waited_for) == [0, 3]
+
+
 def test_other_memory_is_copied(runtime) -> None:
     """What torch has made lies anywhere."""
     given = torch.arange(3_000, dtype=torch.uint8)
-    found = host_memory.pinned(given)
+    found = host_memory.pinned(given, GPU_0)
     assert found is not given
     assert same_bits(found, given)
     assert list(runtime.pinned) == [found.data_ptr()]
-    assert host_memory.pinned(torch.empty(0)).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
+    assert host_memory.pinned(torch.empty(0), GPU_0).numel() == host_memory.host_zeros(0, torch.uint8).numel() == 0
 
 
 def test_memory_that_cannot_be_pinned(runtime) -> None:
     """RuntimeError with how much it was."""
     runtime.error = 2
     with pytest.raises(RuntimeError, match="4000 bytes of tables in host memory cannot be page-locked: CUDA error 2"):
-        host_memory.pinned(host_memory.host_zeros(1_000, torch.float32))
+        host_memory.pinned(host_memory.host_zeros(1_000, torch.float32), GPU_0)
 
 
 def test_collections_that_move(runtime, monkeypatch) -> None:

@@ -94,11 +94,57 @@ def test_training_goes_on_after_a_flush(cache: rk.RowCache, optimizer) -> None:
     assert not differing(*map(everything, pair))
 
 
+@pytest.mark.parametrize("way", ["in place", "state"])
+@pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
+def test_tables_that_are_written(cache: rk.RowCache, way: str) -> None:
+    """Lookups read what was written, also of rows that were cached, and no flush writes over it."""
+    collection = make(ADAM, cache)
+    train(collection)
+    wanted = read(collection) | {"t0": torch.full((20, 6), 9.0)}
+    assert len(cached(collection, "t0"))
+    rows = rk.quantize_rows(wanted["t0"], "int8")
+    if way == "state":
+        state = {n: t for n, t in copied(collection.state_dict()).items() if not n.startswith("row_cache.")}
+        collection.load_state_dict(state | {"embedding_bags.t0.weight": rows})
+    else:
+        collection.flush()
+        with torch.no_grad():
+            collection.embedding_bags["t0"].weight.copy_(rows)
+        clock = int(collection.row_cache.clock)
+        collection.reset_cache_states()
+        assert collection.row_cache.clock == clock > 0
+    assert all(t["cached_rows"] == t["lookups"] == 0 for t in collection.memory_report())
+    assert not differing(read(collection), {name: looked_up(collection, name) for name in wanted})
+    assert same_bits(read(collection)["t0"], wanted["t0"])
+    before = everything(collection)
+    collection.flush()
+    assert not differing(everything(collection), before)
+    train(collection, first=5)
+    assert len(cached(collection, "t0"))
+
+
+def test_what_was_not_flushed_stays() -> None:
+    """RuntimeError that says since when, and nothing has changed."""
+    collection = make(ADAM)
+    collection.reset_cache_states()
+    for when in ("there was no flush", "the last flush.. was at 4"):
+        train(collection)
+        before = everything(collection)
+        with pytest.raises(RuntimeError, match=rf"step is [48], and {when}.*nothing was changed"):
+            collection.reset_cache_states()
+        assert not differing(everything(collection), before)
+        collection.flush()
+    collection.reset_cache_states()
+    assert (collection.row_cache.tags == -1).all()
+
+
 def test_flush_without_a_cache() -> None:
     """Nothing happens."""
+    make(device="meta").reset_cache_states()
     collection = make(cache=None)
     before = everything(collection)
     collection.flush()
+    collection.reset_cache_states()
     assert not differing(everything(collection), before)
 
 
@@ -207,6 +253,45 @@ def test_slots_of_one_shape_for_other_rows(cache: rk.RowCache) -> None:
     assert (pair[1].row_cache.tags == -1).all()
     for name, rows in read(pair[1]).items():
         assert same_bits(rows, looked_up(pair[0], name))
+
+
+@pytest.mark.parametrize("names", [("b", "a"), ("a", "c")])
+def test_tables_of_one_shape_in_another_order(names: tuple[str, str]) -> None:
+    """Their slots are of the same shapes and places, and hold rows of other tables: the cache begins empty."""
+    pair = []
+    for each in (("a", "b"), names):
+        tables = [rk.EmbeddingBagConfig(20, 6, name=n, feature_names=[n], format="int8") for n in each]
+        pair.append(rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5), cache=SMALL))
+    original, other = pair
+    train(original)
+    state = copied(original.state_dict())
+    renamed = {n.replace("_bags.b.", f"_bags.{names[1 - names.index('a')]}."): t for n, t in state.items()}
+    train(other, first=50)
+    other.load_state_dict(renamed)
+    assert (other.row_cache.tags == -1).all()
+    for mine, theirs in (("a", "a"), ("b", names[1 - names.index("a")])):
+        assert same_bits(read(other)[theirs], looked_up(original, mine)), mine
+    again = copied(other.state_dict())
+    assert all(same_bits(again[n], t) for n, t in renamed.items() if "_bags." in n)
+    assert not differing({n: again[n] for n in ("row_cache.tags", "row_cache.rows")}, _empty(other))
+
+
+def _empty(collection) -> dict[str, torch.Tensor]:
+    cache = collection.row_cache
+    tags, rows = torch.full_like(cache.tags, -1), torch.zeros_like(cache.rows)
+    return {"row_cache.tags": tags, "row_cache.rows": rows}
+
+
+def test_a_state_without_names_of_tables() -> None:
+    """One of before they were part of it: nothing says which tables its slots are of, so the cache begins empty."""
+    original, other = make(ADAM), make(ADAM)
+    train(original)
+    state = copied(original.state_dict())
+    state["row_cache.geometry"][0, 2] = 0
+    other.load_state_dict(state)
+    assert (other.row_cache.tags == -1).all()
+    for name, rows in read(other).items():
+        assert same_bits(rows, looked_up(original, name)), name
 
 
 def test_a_state_without_some_of_the_tables() -> None:

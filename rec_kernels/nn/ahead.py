@@ -110,13 +110,23 @@ class Ahead:
             self.refuse("a lookup in eval() mode or without gradients")
         if not self._is(bags):
             self.refuse("a lookup of another one")
-        slots, event = self._slots, self._event
+        slots = self._slots
+        if self._event is not None:
+            self._wait()
+            slots.record_stream(torch.cuda.current_stream(slots.device))
         self.forget()
-        if event is not None:
-            current = torch.cuda.current_stream(slots.device)
-            current.wait_event(event)
-            slots.record_stream(current)
         return slots
+
+    def wait(self) -> None:
+        """Has the current stream wait until the rows are in the cache, which others read, too."""
+        if not self.is_empty:
+            from rec_kernels.nn.graph_breaks import take_ahead
+
+            take_ahead(self._wait)
+
+    def _wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def forget(self) -> None:
         """No batch is announced; what is in the cache stays there."""

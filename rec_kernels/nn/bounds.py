@@ -28,9 +28,9 @@ def reports_late(status: Tensor) -> bool:
     return status.is_cuda and type(status) is Tensor
 
 
-def cannot_copy(status: Tensor) -> bool:
-    """Whether nothing on the host sees this lookup's ``status``: it is being compiled, or captured in a CUDA graph."""
-    return torch.compiler.is_compiling() or (status.is_cuda and torch.cuda.is_current_stream_capturing())
+def cannot_copy(t: Tensor) -> bool:
+    """Whether nothing on the host sees a lookup's ``status``, of ``t``'s device: it is compiled, or captured."""
+    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _copied(device: torch.device) -> torch.cuda.Event | None:
@@ -78,24 +78,32 @@ class Reports:
         bag_starts: Tensor | None = None,
         shared: SharedBags | None = None,
     ) -> None:
-        """Takes up a lookup, after raising what earlier ones have found as far as it has arrived. Never waits.
+        """Takes up a lookup. Never waits, and raises nothing: the lookup may have changed a row cache.
 
         Args:
             status: [2] int64. unseen: as ``check``'s, of lookups whose status the host does not see.
             given: the bags; None: rows were handed out to samples, no bags looked up. bag_starts: [F + 1], or None for
                 B bags of each feature. shared: which of them samples have, or None. Tensors other than ``status`` are
                 read if there is an error to tell.
-
-        Raises:
-            IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
         """
         if cannot_copy(status):
             unseen.copy_(torch.minimum(unseen, status[0]))
             return
-        self._raise_arrived(wait=False)
         # torch makes the target of a copy that does not block page-locked, without which it would block.
         host = status.to("cpu", non_blocking=True)
         self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts, shared))
+
+    def raise_arrived(self, unseen: Tensor) -> None:
+        """Raises what earlier lookups have found as far as it has arrived: before a lookup. Never waits.
+
+        Args:
+            unseen: as ``add``'s.
+
+        Raises:
+            IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
+        """
+        if self._lookups and not cannot_copy(unseen):
+            self._raise_next(wait=False)
 
     def check(self, position: Tensor) -> None:
         """Waits for all lookups and raises the first error that has not been told.
@@ -105,9 +113,9 @@ class Reports:
                 set back before it is told.
 
         Raises:
-            IndexError, ValueError: as in ``add``.
+            IndexError, ValueError: as in ``raise_arrived``.
         """
-        self._raise_arrived(wait=True)
+        self._raise_next(wait=True)
         if type(position) is not Tensor or position.is_meta:
             return
         if position.is_cuda:
@@ -117,7 +125,7 @@ class Reports:
             position.fill_(NOTHING_BAD)
             raise _error_of_unseen(found)
 
-    def _raise_arrived(self, *, wait: bool) -> None:
+    def _raise_next(self, *, wait: bool) -> None:
         while (lookup := self._next(wait=wait)) is not None:
             position = int(lookup.status[0])
             if self._is_error(position):

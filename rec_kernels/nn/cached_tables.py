@@ -39,11 +39,13 @@ class CachedTables(Layout):
     """
 
     row_cache: CacheState | None
+    step: Tensor
     file_generation: Tensor
     file_identity: Tensor
     _file: TableFile | None
     _ahead: Ahead
     _pending: Pending | None
+    _flushed_step: Tensor | None = None  # at the last flush()
 
     def _rounding(self) -> dict[str, object]:
         """How rows are encoded: arguments of the ops."""
@@ -85,7 +87,7 @@ class CachedTables(Layout):
 
     def _in_place(self, weights: Tensor, device: torch.device) -> Tensor:
         """Weights as kernels on a device read them."""
-        return pinned(weights) if self._in_host and device.type == "cuda" else weights
+        return pinned(weights, device) if self._in_host and device.type == "cuda" else weights
 
     def _wait(self) -> None:
         """Before the CPU looks at weights that kernels of a GPU read and write, too."""
@@ -207,14 +209,38 @@ class CachedTables(Layout):
         if self._file is None:
             self.row_cache.flush(*arguments)
             self._wait()
+        elif self._file.is_behind or self._file.has_changed:  # else the states that name its generation stay good
+            with self._file.held():
+                for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
+                    self._file.load(rows, rows)
+                    self.row_cache.flush(*arguments, first, count)
+                self._file.flush()
+        self._flushed_step = self.step.clone()
+
+    @torch.no_grad()
+    def reset_cache_states(self) -> None:
+        """Empties the row cache, so that rows are read in their tables until they come in anew; else it does nothing.
+
+        For tables that are written in place, which the cache does not hear of: ``flush()``, write, then this. Uses and
+        counters begin anew, too.
+
+        Raises:
+            RuntimeError: there were updates since the last ``flush()``; nothing was changed.
+        """
+        cache = self.row_cache
+        if cache is None or cache.tags.is_meta:
             return
-        if not (self._file.is_behind or self._file.has_changed):
-            return  # states that name the generation still go with the file
-        with self._file.held():
-            for first, count, rows in self.row_cache.dirty_slots(self._file.scattered_rows_at_once()):
-                self._file.load(rows, rows)
-                self.row_cache.flush(*arguments, first, count)
-            self._file.flush()
+        self._ahead.refuse("reset_cache_states()")
+        flushed = -1 if self._flushed_step is None else int(self._flushed_step)
+        if int(self.step) != flushed and any(table["dirty_rows"] for table in self.memory_report()):
+            when = "there was no flush()" if flushed < 0 else f"the last flush() was at {flushed}"
+            raise RuntimeError(
+                f"step is {int(self.step)}, and {when}: cached rows hold updates that their tables do not; call "
+                "flush() before a table is written, and reset_cache_states() after it; nothing was changed"
+            )
+        clock = cache.clock.clone()  # noise of rounding depends on it
+        cache.clear()
+        cache.clock.copy_(clock)
 
     def _check_generation(self, state_dict: dict, prefix: str) -> None:
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]
@@ -243,6 +269,7 @@ class CachedTables(Layout):
         row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
         evicted, those of them that had to be encoded, rows that found no slot).
         """
+        self._ahead.wait()
         cached = None if self.row_cache is None else self.row_cache.report()
         return [
             {
@@ -265,6 +292,7 @@ class CachedTables(Layout):
         without one; index_bytes: what is kept in memory of the file's blocks; moved_bytes: encoded rows that went into
         slots or came back; read_bytes and written_bytes: of the file.
         """
+        self._ahead.wait()
         cache, file = self.row_cache, self._file
         stats = {} if file is None else file.file.stats()
         counters = cache.counters() if cache else {}

@@ -287,6 +287,7 @@ class TableCollection(CachedTables):
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         if not torch.compiler.is_compiling():
             refuse_replaced(self._tied)
+            self._reports.raise_arrived(self._bad_position)  # before anything changes
         bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))

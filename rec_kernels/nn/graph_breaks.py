@@ -12,7 +12,7 @@ import torch
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
 def take_ahead(take: Callable, *args: object) -> object:
-    """``take(*args)``: the slots of a batch that was announced."""
+    """``take(*args)``: what is to be done for a batch that was announced, as finding its slots."""
     return take(*args)
 
 

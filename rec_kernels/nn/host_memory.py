@@ -16,6 +16,8 @@ _PAGE = 4096
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 # What the tensors of `host_zeros` lie in, by address. torch's own page-locked memory is as large as a power of two.
 _memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
+# The GPUs whose kernels read and write what is pinned there, by address.
+_gpus: dict[int, set[int]] = {}
 
 
 def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
@@ -32,13 +34,17 @@ def host_zeros(size: int, dtype: torch.dtype) -> Tensor:
     return flat.zero_()
 
 
-def pinned(flat: Tensor) -> Tensor:
-    """The tensor in page-locked memory: where it is if ``host_zeros`` made it, else a copy.
+def pinned(flat: Tensor, device: torch.device) -> Tensor:
+    """The tensor in page-locked memory, for kernels of a GPU: where it is if ``host_zeros`` made it, else a copy.
 
     Raises:
         RuntimeError: the system does not let so much memory be locked.
     """
-    if type(flat) is not Tensor or flat.numel() == 0 or flat.is_pinned():
+    if type(flat) is not Tensor or flat.numel() == 0:
+        return flat
+    gpu = torch.cuda.current_device() if device.index is None else device.index
+    if flat.is_pinned():
+        _gpus.get(flat.data_ptr(), set()).add(gpu)  # several GPUs may be at work on it, one after the other
         return flat
     if flat.data_ptr() not in _memory:
         flat = host_zeros(flat.numel(), flat.dtype).copy_(flat)
@@ -46,12 +52,14 @@ def pinned(flat: Tensor) -> Tensor:
     error = int(runtime.cudaHostRegister(address, _whole_pages(num_bytes), _PORTABLE_AND_MAPPED))
     if error:
         raise RuntimeError(f"{num_bytes} bytes of tables in host memory cannot be page-locked: CUDA error {error}")
-    weakref.finalize(_memory[address], _unpin, runtime, address, torch.cuda.current_device()).atexit = False
+    _gpus[address] = {gpu}
+    weakref.finalize(_memory[address], _unpin, runtime, address).atexit = False
     return flat
 
 
-def _unpin(runtime: Any, address: int, device: int) -> None:
-    torch.cuda.synchronize(device)  # kernels that have been launched may still read and write there
+def _unpin(runtime: Any, address: int) -> None:
+    for gpu in _gpus.pop(address):
+        torch.cuda.synchronize(gpu)  # kernels that have been launched may still read and write there
     runtime.cudaHostUnregister(address)
 
 
@@ -61,12 +69,13 @@ def _whole_pages(num_bytes: int) -> int:
 
 def staying(weights: Tensor, fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """``fn`` of ``torch.nn.Module._apply``, except that ``weights`` are pinned where ``fn`` moves tensors to a GPU."""
-    if fn(torch.empty(0, dtype=torch.uint8, device=weights.device)).device.type != "cuda":
+    device = fn(torch.empty(0, dtype=torch.uint8, device=weights.device)).device
+    if device.type != "cuda":
         return fn
 
     def moved(t: Tensor) -> Tensor:
         if t is not weights:
             return fn(t)
-        return pinned(host_zeros(t.numel(), t.dtype) if t.is_meta else t)
+        return pinned(host_zeros(t.numel(), t.dtype) if t.is_meta else t, device)
 
     return moved

@@ -17,6 +17,7 @@ from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage, checked_tables
 
 if TYPE_CHECKING:
+    from rec_kernels.nn.ahead import Ahead
     from rec_kernels.nn.cached_tables import CachedTables
     from rec_kernels.nn.row_cache import CacheState
 
@@ -203,6 +204,7 @@ class ServedTables(Layout):
     """
 
     row_cache: CacheState | None
+    _ahead: Ahead
 
     def __init__(self, source: CachedTables) -> None:
         if source._file is not None:
@@ -222,6 +224,7 @@ class ServedTables(Layout):
         )
         self.register_buffer("_weights", source._weights)
         self.row_cache = None if source.row_cache is None else source.row_cache.shared()
+        self._ahead = source._ahead  # whose rows come into the same slots
         for table in self.tables:
             if table.projection:
                 self.register_buffer(f"_projection_{table.name}", source._projection(table).detach())
@@ -239,6 +242,7 @@ class ServedTables(Layout):
         layout = self._layout(starts, shared)
         cache = {}
         if self.row_cache is not None:
+            self._ahead.wait()
             slots = self.row_cache.lookup((given.values, given.offsets), self._layout(starts))
             cache = self.row_cache.arguments(slots)
         layout |= self._output() | cache

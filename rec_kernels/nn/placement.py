@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.row_cache import BACKINGS, POLICIES, slot_bytes
+from rec_kernels.nn.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
 from rec_kernels.nn.tables import EmbeddingConfig
 
 #: Of ``rk.RowCache``, near ones first.
@@ -25,7 +25,8 @@ class Placement:
         tier: where its encoded rows go, "device", "host" or "disk": the ``backing`` of the ``rk.RowCache`` of a
             collection of all tables of this tier.
         hit_rate: of the uses that were counted, the share that the rows in slots have; 0 without uses.
-        encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts.
+        encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts; of a table with
+            slots of its own, of its whole sets.
     """
 
     fraction: float
@@ -43,6 +44,7 @@ def place_tables(
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     policy: str = "lfu",
+    ways: int = 32,
 ) -> dict[str, Placement]:
     """Chooses fractions and tiers of tables for given amounts of memory.
 
@@ -52,26 +54,32 @@ def place_tables(
     Args:
         tables: of one collection or several. Those of several parts get no slots.
         counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
-        cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables, a
-            cache may take ``ways`` - 1 slots more.
+        cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
+            share slots, a cache may take ``ways`` - 1 slots more.
         device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
         policy: of the cache; "lfu" keeps a byte for each row of all tables.
+        ways: of the cache. Tables with slots for all rows, and those of at most ``ways`` rows, which get slots for all
+            or none, have whole sets of their own.
 
     Returns:
         name -> Placement, in the order of ``tables``.
 
     Raises:
-        ValueError: counts of a table are missing, negative or not [E]; a budget is negative.
+        ValueError: counts of a table are missing, negative or not [E]; a budget is negative; a bad ``ways``.
     """
+    RowCache(ways=ways)  # refuses what a cache would
     check_choice("policy", policy, POLICIES)
     for name, budget in (("cache_bytes", cache_bytes), ("device_bytes", device_bytes), ("host_bytes", host_bytes)):
         if budget is not None and budget < 0:
             raise ValueError(f"{name} = {budget} must not be negative")
     sorted_counts = [_sorted_counts(t, counts) for t in tables]
     slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
-    whole = [len(t.stored) == 1 for t in tables]
     stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
-    chosen = _choose_rows(sorted_counts, slot, whole, cache_bytes - (sum(stored) if policy == "lfu" else 0))
+    candidates = [
+        _Candidate(uses, rows, slot_bytes=b, is_whole=len(t.stored) == 1, ways=ways)
+        for t, uses, rows, b in zip(tables, sorted_counts, stored, slot, strict=True)
+    ]
+    chosen = _choose_rows(candidates, cache_bytes - (sum(stored) if policy == "lfu" else 0))
     counted = policy == "lfu" and any(chosen)
     hits = [int(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
     encoded = [sum(s.num_bytes for s in t.stored) for t in tables]
@@ -83,7 +91,7 @@ def place_tables(
             tier=tiers[i],
             hit_rate=hits[i] / uses[i] if uses[i] else 0.0,
             encoded_bytes=encoded[i],
-            slot_bytes=chosen[i] * slot[i] + (stored[i] if counted else 0),
+            slot_bytes=candidates[i].cost(chosen[i]) + (stored[i] if counted else 0),
         )
         for i, t in enumerate(tables)
     }
@@ -93,7 +101,7 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
     """Uses of a table's rows, the most first."""
     if table.name not in counts:
         raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
-    given = torch.as_tensor(counts[table.name]).long().cpu()
+    given = torch.as_tensor(counts[table.name], device="cpu").long()
     if given.shape != (table.num_embeddings,) or (len(given) and int(given.min()) < 0):
         raise ValueError(
             f"counts of table {table.name!r} must be [{table.num_embeddings}], none negative, got shape "
@@ -101,33 +109,68 @@ def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tens
         )
     if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
         # Hashed: ids share rows.
-        rows = torch.arange(len(given)) % table.stored[0].num_embeddings
-        given = torch.zeros(table.stored[0].num_embeddings, dtype=torch.int64).index_add_(0, rows, given)
+        rows = torch.arange(len(given), device=given.device) % table.stored[0].num_embeddings
+        given = given.new_zeros(table.stored[0].num_embeddings).index_add_(0, rows, given)
     return given.sort(descending=True).values
 
 
-def _choose_rows(counts: list[Tensor], slot: list[int], whole: list[bool], budget: int) -> list[int]:
+class _Candidate:
+    """A table whose rows may get slots, in the order of their uses.
+
+    Args:
+        uses: of its rows, the most first; rows: how many. is_whole: whether it can be cached at all.
+        slot_bytes: of a slot. ways: slots of a set.
+    """
+
+    def __init__(self, uses: Tensor, rows: int, *, slot_bytes: int, is_whole: bool, ways: int) -> None:
+        self._rows, self._slot_bytes = rows, slot_bytes
+        self._whole_sets = -(-rows // ways) * ways
+        # Small ones get slots for all rows, or none.
+        self._step = rows if rows <= ways else 1
+        self._negated = -(uses.sum(0, keepdim=True) if rows <= ways else uses)  # ascending
+        self._step_bytes = (self._whole_sets if rows <= ways else 1) * slot_bytes
+        self.used = self._step * int((self._negated < 0).sum()) if is_whole else 0
+
+    @property
+    def most(self) -> float:
+        """A bound of the uses for a byte."""
+        return -float(self._negated[0]) / self._step_bytes
+
+    def above(self, least: float) -> int:
+        """How many rows have more uses for a byte than this."""
+        bar = torch.tensor(-least * self._step_bytes, dtype=torch.float64, device=self._negated.device)
+        return min(self._step * int(torch.searchsorted(self._negated, bar)), self.used)
+
+    def cost(self, rows: int) -> int:
+        """In bytes, of so many rows in slots: all of them have sets of their own."""
+        return (self._whole_sets if rows == self._rows else rows) * self._slot_bytes
+
+    def most_within(self, rows: int, budget: int) -> int:
+        """At most so many rows, which cost no more than the budget."""
+        rows = min(rows, max(0, budget // self._step_bytes) * self._step)
+        return rows if self.cost(rows) <= budget else max(0, rows - self._step)
+
+
+def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
     """Of each table, how many of its most used rows get slots: those above one number of uses for a byte."""
-    used = [int((c > 0).sum()) if w else 0 for c, w in zip(counts, whole, strict=True)]
 
     def rows_above(least: float) -> list[int]:
-        """With more uses for a byte."""
-        bars = [torch.tensor(-least * b) for b in slot]
-        above = [int(torch.searchsorted(-c, bar)) for c, bar in zip(counts, bars, strict=True)]
-        return [min(n, u) for n, u in zip(above, used, strict=True)]
+        return [t.above(least) for t in tables]
 
     def cost(rows: list[int]) -> int:
-        return sum(n * b for n, b in zip(rows, slot, strict=True))
+        return sum(t.cost(n) for t, n in zip(tables, rows, strict=True))
 
+    used = [t.used for t in tables]
     if cost(used) <= budget:
         return used
-    low, high = 0.0, 1.0 + max(float(c.max()) / b for c, b in zip(counts, slot, strict=True))
+    low, high = 0.0, 1.0 + max(t.most for t in tables)
     for _ in range(100):
         middle = (low + high) / 2
         low, high = (low, middle) if cost(rows_above(middle)) <= budget else (middle, high)
     rows = rows_above(high)
     for i, most in enumerate(rows_above(low)):  # rows that are used as much as the last that is in
-        rows[i] += max(0, min(most - rows[i], (budget - cost(rows)) // slot[i]))
+        left = budget - cost(rows) + tables[i].cost(rows[i])
+        rows[i] = max(rows[i], tables[i].most_within(most, left))
     return rows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -190,11 +191,17 @@ class CacheState(nn.Module):
         return other
 
     def _geometry(self) -> list[list[int]]:
-        """[T + 1, 4]: what says which slots a row can be in, and what is kept of it. Part of a state."""
+        """[T + 1, 4]: what says which slots a row can be in, and what is kept of it. Part of a state.
+
+        Tags number the rows of all tables, so that names are of it, in their order.
+        """
         of = {i: group for group in self._groups for i in group.tables}
         places = [(of[i].sets, of[i].first_set) if i in of else (0, 0) for i in range(len(self._stored))]
         tables = [[t.num_embeddings, t.embedding_dim, *p] for t, p in zip(self._stored, places, strict=True)]
-        return [[self.cache.ways, POLICIES.index(self.cache.policy), 0, 0], *tables]
+        names = ".".join(t.name for t in self._stored)  # no name has a dot
+        digest = hashlib.blake2b(names.encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little", signed=True)
+        return [[self.cache.ways, POLICIES.index(self.cache.policy), number, 0], *tables]
 
     def _make_groups(self) -> list[_Group]:
         ways, groups = self.cache.ways, []
