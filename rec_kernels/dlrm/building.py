@@ -1,16 +1,17 @@
-"""The model of a run, made from its config."""
+"""The model of a run, made from its config, or from a checkpoint that fits it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import rec_kernels as rk
-from rec_kernels.dlrm import devices
-from rec_kernels.dlrm.caches import row_cache
+from rec_kernels.dlrm import checkpoint, devices
+from rec_kernels.dlrm.caches import generation_of, row_cache
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import interaction_of
+from rec_kernels.dlrm.runs import CONFIG
 
 
 def build_model(
@@ -33,6 +34,54 @@ def build_model(
         raise DataError(f"tables on disk: {error} (memory_budget is {config.memory_budget!r})") from error
     except (OSError, ImportError) as error:
         raise DataError(f"tables on disk: {error}") from error
+
+
+def identity(data: DataSet) -> dict:
+    """What a checkpoint remembers of its data: a run goes on with no other."""
+    rows = {split: data.num_rows(split) for split in ("train", "test")}
+    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    return about | {"fingerprint": getattr(data, "fingerprint", None)}
+
+
+def read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict:
+    """The checkpoint of a run with this config and data.
+
+    Raises:
+        DataError: it is missing, damaged, of other data, of another format or of another model.
+    """
+    state = checkpoint.load(directory)
+    path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
+    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
+        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
+    if found != expected:
+        raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    kind = state.get("network", "dlrm")  # as below
+    if kind != config.model:
+        raise DataError(
+            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
+            f"run with --model {config.model}"
+        )
+    format = state.get("row_format", "fp32")  # there were no others before this was written
+    if format != config.format:
+        raise DataError(
+            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
+            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
+        )
+    if not isinstance(state.get("model"), dict):
+        raise DataError(f"{path} does not fit the run: it has no model")
+    return state
+
+
+def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
+    """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
+    model = build_model(config, data, directory, generation_of(state["model"]))
+    try:
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        model.close()
+        reason = " ".join(str(error).split())
+        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {reason}") from error
+    return model
 
 
 def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLRM:

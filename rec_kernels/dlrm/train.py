@@ -17,16 +17,14 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, machines, report, roofline, runs
-from rec_kernels.dlrm.building import build_model
-from rec_kernels.dlrm.caches import HitRates, generation_of
+from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
+from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
-from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.predictions import check_labels, predict
-from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
@@ -44,54 +42,6 @@ def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
         return HeldOut(data, config.batch_size, config.valid_fraction)
     except ValueError as error:
         raise DataError(str(error)) from error
-
-
-def identity(data: DataSet) -> dict:
-    """What a checkpoint remembers of its data: a run goes on with no other."""
-    rows = {split: data.num_rows(split) for split in ("train", "test")}
-    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
-    return about | {"fingerprint": getattr(data, "fingerprint", None)}
-
-
-def _read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict:
-    """The checkpoint of a run with this config and data.
-
-    Raises:
-        DataError: it is missing, damaged, of other data, of another format or of another model.
-    """
-    state = checkpoint.load(directory)
-    path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
-    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
-        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
-    if found != expected:
-        raise DataError(f"{path} was made with other data: {found}, here are {expected}")
-    kind = state.get("network", "dlrm")  # as below
-    if kind != config.model:
-        raise DataError(
-            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
-            f"run with --model {config.model}"
-        )
-    format = state.get("row_format", "fp32")  # there were no others before this was written
-    if format != config.format:
-        raise DataError(
-            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
-            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
-        )
-    if not isinstance(state.get("model"), dict):
-        raise DataError(f"{path} does not fit the run: it has no model")
-    return state
-
-
-def _restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
-    """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
-    model = build_model(config, data, directory, generation_of(state["model"]))
-    try:
-        model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        model.close()
-        reason = " ".join(str(error).split())
-        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {reason}") from error
-    return model
 
 
 def train(
@@ -216,7 +166,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = _restored_model(config, data, directory, _read_checkpoint(directory, config, data))
+    model = restored_model(config, data, directory, read_checkpoint(directory, config, data))
     try:
         return score(*predict(model, data, split))
     finally:
@@ -236,9 +186,9 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        state = _read_checkpoint(directory, config, data) if resume else None
+        state = read_checkpoint(directory, config, data) if resume else None
         self.model = (
-            build_model(config, data, directory) if state is None else _restored_model(config, data, directory, state)
+            build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
         )
         self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
