@@ -51,8 +51,8 @@ class Experiment:
         lists: the flags that are lists, by their names: "format", "rounding", "embedding", "model".
         options: those of all configurations that are not at their default.
         seeds: how many.
-        minutes, quick_minutes: of the processor, with one thread, beside other work: one seed of it times the seeds
-            (of "formats": the runs that it shares with "formats32"), and all runs of `--quick`.
+        minutes, quick_minutes: of the processor, with one thread, beside other work: all of its runs, and those of
+            `--quick`.
         claims: what it answers.
         needs_path: whether the user must say where the data is.
     """
@@ -129,7 +129,7 @@ EXPERIMENTS = (
         shows="tables trained in every row format, with both roundings",
         lists={"format": "fp32,bf16,fp16,int8,int4,mx9,mx6,mx4", "rounding": "stochastic,nearest"},
         seeds=8,
-        minutes=19,
+        minutes=11,
         quick_minutes=1.5,
         claims=(
             Claim(
@@ -159,7 +159,7 @@ EXPERIMENTS = (
         shows="what three formats cost, over 32 seeds",
         lists={"format": "fp32,bf16,int8,mx9", "rounding": "stochastic"},
         seeds=32,
-        minutes=21,
+        minutes=12,
         quick_minutes=0.5,
         claims=(
             Claim(
@@ -189,7 +189,7 @@ EXPERIMENTS = (
         ),
         options={"lr": 1e-5},
         seeds=8,
-        minutes=8,
+        minutes=4.5,
         quick_minutes=0.8,
         claims=(
             Claim(
@@ -225,7 +225,7 @@ EXPERIMENTS = (
             "qradd60:embedding=qr_add,collisions=60",
         ),
         seeds=8,
-        minutes=10,
+        minutes=6,
         quick_minutes=1.1,
         claims=(
             *_quotients(GROCERIES),
@@ -247,7 +247,7 @@ EXPERIMENTS = (
             "qr15-int8:embedding=qr,collisions=15,format=int8",
         ),
         seeds=8,
-        minutes=13,
+        minutes=8,
         quick_minutes=1.2,
         claims=(
             Claim(
@@ -282,7 +282,7 @@ EXPERIMENTS = (
             ),
         ),
         seeds=8,
-        minutes=15,
+        minutes=8,
         quick_minutes=1.4,
         claims=(
             Claim(
@@ -314,7 +314,7 @@ EXPERIMENTS = (
         shows="equal histories of a batch looked up once: the scores",
         configurations=("on:dedup=on", "off:dedup=off"),
         seeds=4,
-        minutes=1.4,
+        minutes=0.9,
         quick_minutes=0.3,
         claims=(Claim("deduplication costs no quality", RECD, Auc("on", ("off",)), NO_WORSE),),
     ),
@@ -324,7 +324,7 @@ EXPERIMENTS = (
         configurations=("off:dedup=off", "on:dedup=on", "windows:dedup=windows"),
         options={"embedding_dim": 64, "history": 200},
         seeds=4,
-        minutes=4,
+        minutes=2.2,
         quick_minutes=0.6,
         claims=(
             Claim(
@@ -344,7 +344,7 @@ EXPERIMENTS = (
         shows="DLRM, DCN V2 and Wukong on the same tables",
         lists={"model": "dlrm,dcnv2,wukong"},
         seeds=8,
-        minutes=7,
+        minutes=6,
         quick_minutes=0.7,
         claims=(
             Claim("DCN V2 is better than DLRM", DCN, Auc("dcnv2", ("dlrm",)), 0.0, UNMATCHED, strictly=True),
@@ -357,7 +357,7 @@ EXPERIMENTS = (
         shows="the dense side in bfloat16, and with activations in shared microexponents",
         configurations=("fp32", "bf16:precision=bf16", *(f"{f}:activations={f}" for f in ("mx9", "mx6", "mx4"))),
         seeds=8,
-        minutes=5,
+        minutes=4,
         quick_minutes=0.6,
         claims=(
             Claim(
@@ -394,7 +394,7 @@ EXPERIMENTS = (
         options={"data": "movielens", "batch_size": 512, "epochs": 2},
         needs_path=True,
         seeds=8,
-        minutes=7,
+        minutes=4.5,
         quick_minutes=3.1,
         claims=(
             *_quotients(MOVIES),
