@@ -11,7 +11,7 @@ from jagged_cases import INT64_MAX, INTEGERS, NOTHING_BAD
 
 import rec_kernels as rk
 from rec_kernels.reference import expand as reference
-from rec_kernels.testing import assert_same_sum, same_bits
+from rec_kernels.testing import assert_same_sum, same_bits, use_threads
 
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
 DTYPES = [*FLOATS, torch.int32, torch.int64]
@@ -185,3 +185,17 @@ def test_bad_gradient(args: tuple, message: str) -> None:
 def test_x_without_dimensions() -> None:
     with pytest.raises(ValueError, match="got a tensor without dimensions"):
         rk.expand(torch.tensor(1.0), INVERSE)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 1000, 200_000])
+@pytest.mark.parametrize("order", ["random", "rising", "one row"])
+def test_numbers_that_several_threads_sort(rows: int, order: str) -> None:
+    """Sums of whole numbers are exact, whoever adds them up."""
+    count = 150_000
+    inverse = {"random": torch.randint(rows, (count,)), "one row": torch.full((count,), rows - 1)}
+    inverse["rising"] = inverse["random"].sort().values
+    grad = torch.randint(-4, 5, (count, 2)).float()
+    expected = torch.zeros(rows, 2).index_add_(0, inverse[order], grad)
+    for threads in (1, 2, 3):
+        with use_threads(threads):
+            assert torch.equal(ops.expand_backward(grad, inverse[order], rows), expected)

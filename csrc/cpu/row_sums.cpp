@@ -1,6 +1,8 @@
 #include "cpu/row_sums.h"
 
 #include <algorithm>
+#include <atomic>
+#include <numeric>
 #include <vector>
 
 #include "core/parallel.h"
@@ -11,24 +13,66 @@
 namespace rec_kernels {
 namespace {
 
-// A counting sort, which is stable. Samples of a clustered batch need none.
+// Numbers that are worth a worker: it reads all of them, and waits for memory where one of its own rows is touched.
+constexpr int64_t kNumbersPerWorker = 1 << 15;
+
+template <class Integer>
+bool rises(const Integer* numbers, int64_t count, int64_t workers) {
+  std::atomic<bool> so_far{true};
+  parallel_workers(workers, [&](int64_t w) {
+    bool here = true;
+    for (int64_t i = std::max<int64_t>(count * w / workers, 1), end = count * (w + 1) / workers; i < end; ++i)
+      here &= numbers[i] >= numbers[i - 1];
+    if (!here) so_far.store(false, std::memory_order_relaxed);
+  });
+  return so_far.load(std::memory_order_relaxed);
+}
+
+// Where the runs of numbers that rise begin.
+template <class Integer>
+void starts_of_runs(const Integer* numbers, int64_t count, int64_t rows, int64_t workers, int64_t* starts) {
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t begin = count * w / workers, end = count * (w + 1) / workers;
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t u = i == 0 ? 0 : int64_t{numbers[i - 1]} + 1; u <= int64_t{numbers[i]}; ++u) starts[u] = i;
+  });
+  std::fill(starts + (count == 0 ? 0 : int64_t{numbers[count - 1]} + 1), starts + rows + 1, count);
+}
+
+// A counting sort, which is stable. Samples of a clustered batch need none. A worker has a range of the rows.
 template <class Integer>
 RowOrder sort_by_row(const Integer* numbers, int64_t count, int64_t rows) {
   RowOrder out{Scratch<int64_t>(rows + 2), {}};
   int64_t* starts = out.starts.get();
-  std::fill_n(starts, rows + 2, int64_t{0});
-  bool rises = true;
-  for (int64_t i = 0; i < count; ++i) {
-    rises &= i == 0 || numbers[i] >= numbers[i - 1];
-    ++starts[int64_t{numbers[i]} + 2];
-  }
-  for (int64_t u = 2; u < rows + 2; ++u) starts[u] += starts[u - 1];
-  if (rises) {
-    std::copy(starts + 1, starts + rows + 2, starts);
+  const int64_t workers = std::min(workers_for(count, kNumbersPerWorker), std::max<int64_t>(rows, 1));
+  if (rises(numbers, count, workers)) {
+    starts_of_runs(numbers, count, rows, workers, starts);
     return out;
   }
   out.order = Scratch<int64_t>(count);
-  for (int64_t i = 0; i < count; ++i) out.order[starts[int64_t{numbers[i]} + 1]++] = i;
+  std::vector<int64_t> first_places(static_cast<size_t>(workers) + 1);  // of a range
+  const auto first_row = [&](int64_t w) { return rows * w / workers; };
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t first = first_row(w), end = first_row(w + 1);
+    int64_t own = 0;
+    std::fill(starts + first + 2, starts + end + 2, int64_t{0});
+    for (int64_t i = 0; i < count; ++i) {
+      if (numbers[i] < first || numbers[i] >= end) continue;
+      ++starts[int64_t{numbers[i]} + 2];
+      ++own;
+    }
+    first_places[static_cast<size_t>(w) + 1] = own;
+  });
+  std::partial_sum(first_places.begin(), first_places.end(), first_places.begin());
+  starts[0] = 0;
+  // starts[u + 1] is where the next number u goes, in the end where the next row begins; starts[u + 2] was its count.
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t first = first_row(w), end = first_row(w + 1);
+    starts[first + 1] = first_places[static_cast<size_t>(w)];
+    for (int64_t u = first + 1; u < end; ++u) starts[u + 1] += starts[u];
+    for (int64_t i = 0; i < count; ++i)
+      if (numbers[i] >= first && numbers[i] < end) out.order[starts[int64_t{numbers[i]} + 1]++] = i;
+  });
   return out;
 }
 
