@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import random
 
 import pytest
 import torch
@@ -43,6 +44,24 @@ def check(given: Given, backends: Backends = every_backend) -> None:
             assert apply(case, done, state, backend.ops) == done.slots, where
             assert not case.differing(state, done.state), (*where, case.differing(state, done.state))
             assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.held, where
+
+
+@pytest.mark.parametrize("slots", [0, 40, 3_000])
+def test_stats_of_any_ranges(slots: int) -> None:
+    """Those that overlap, are empty, or end where int64 does."""
+    most, draw = 2**63 - 1, random.Random(slots)
+    tags = [draw.choice([-1, -7, 0, most, most - 1, *range(40)]) for _ in range(slots)]
+    dirty = [draw.choice([0, 0, 1, 255]) for _ in tags]
+    ranges = [(0, 10), (5, 10), (5, 1), (30, 0), (3, -2), (-4, 9), (20, most), (most, 1), (most - 1, most), (-9, 3)]
+    expected = []
+    for first, rows in ranges:
+        held = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]
+        expected.append([len(held), sum(held)])
+    given = [torch.tensor(numbers, dtype=torch.int64) for numbers in (tags, *zip(*ranges, strict=True))]
+    for backend in every_backend():
+        op = backend.ops.row_cache_stats
+        assert op(given[0], torch.tensor(dirty, dtype=torch.uint8), *given[1:]).tolist() == expected, backend.name
+        assert not op(given[0], torch.tensor(dirty, dtype=torch.uint8), given[1][:0], given[2][:0]).numel()
 
 
 @settings(max_examples=200)

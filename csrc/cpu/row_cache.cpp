@@ -2,6 +2,8 @@
 #include "cpu/row_cache.h"
 
 #include <algorithm>
+#include <cstdint>
+#include <vector>
 
 #include "cpu/for_bags.h"
 #include "cpu/occurrences.h"
@@ -92,20 +94,67 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   });
 }
 
+// T ranges of linear rows, any that there are, cut into pieces that do not overlap: a row is searched for once.
+class Ranges {
+ public:
+  Ranges(const int64_t* first, const int64_t* rows, int64_t count) : first_(first), rows_(rows) {
+    for (int64_t t = 0; t < count; ++t) {
+      if (rows[t] <= 0) continue;
+      cuts_.push_back(first[t]);
+      if (has_end(t)) cuts_.push_back(first[t] + rows[t]);
+    }
+    std::sort(cuts_.begin(), cuts_.end());
+    cuts_.erase(std::unique(cuts_.begin(), cuts_.end()), cuts_.end());
+  }
+
+  int64_t num_pieces() const { return static_cast<int64_t>(cuts_.size()) + 1; }
+  // How many cuts are not behind a row. Without branches, which rows in any order would mispredict.
+  int64_t piece_of(int64_t row) const {
+    const int64_t* from = cuts_.data();
+    int64_t left = static_cast<int64_t>(cuts_.size());
+    for (; left > 1; left -= left / 2) from += left / 2 * (from[left / 2 - 1] <= row);
+    return from - cuts_.data() + (left && *from <= row);
+  }
+  // The pieces of range t: the first, and the one behind the last.
+  int64_t begin(int64_t t) const { return rows_[t] <= 0 ? 0 : piece_of(first_[t]); }
+  int64_t end(int64_t t) const {
+    return rows_[t] <= 0 ? 0 : has_end(t) ? piece_of(first_[t] + rows_[t]) : num_pieces();
+  }
+
+ private:
+  bool has_end(int64_t t) const { return first_[t] < 0 || rows_[t] <= INT64_MAX - first_[t]; }
+
+  const int64_t* first_;
+  const int64_t* rows_;
+  std::vector<int64_t> cuts_;
+};
+
 Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
              const Tensor& num_embeddings) {
   check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
-  const int64_t parts = row_offsets.numel(), *first = row_offsets.const_data_ptr<int64_t>();
-  const int64_t *rows = num_embeddings.const_data_ptr<int64_t>(), *tags = cache_tags.const_data_ptr<int64_t>();
+  const int64_t parts = row_offsets.numel(), slots = cache_tags.numel(), *tags = cache_tags.const_data_ptr<int64_t>();
   const uint8_t* dirty = cache_dirty.const_data_ptr<uint8_t>();
   Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
-  int64_t* counts = out.mutable_data_ptr<int64_t>();
-  for (int64_t slot = 0; slot < cache_tags.numel(); ++slot)
-    for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
-      if (!is_row_of(tags[slot], first[p], rows[p])) continue;
-      ++counts[2 * p];
-      counts[2 * p + 1] += dirty[slot] != 0;
+  const Ranges ranges(row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), parts);
+  const int64_t workers = workers_for(slots, kSlotsAtOnce), size = 2 * ranges.num_pieces();
+  std::vector<int64_t> found(workers * size);  // by worker and piece: slots, and dirty ones of them
+  parallel_pieces(slots, kSlotsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+    int64_t* counts = found.data() + worker * size;
+    for (int64_t slot = begin; slot < end; ++slot) {
+      if (tags[slot] < 0) continue;
+      const int64_t piece = ranges.piece_of(tags[slot]);
+      ++counts[2 * piece];
+      counts[2 * piece + 1] += dirty[slot] != 0;
     }
+  });
+  std::vector<int64_t> before(size + 2);  // of all pieces before one
+  for (int64_t i = 0; i < size; ++i) {
+    before[i + 2] = before[i];
+    for (int64_t worker = 0; worker < workers; ++worker) before[i + 2] += found[worker * size + i];
+  }
+  int64_t* counts = out.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < 2 * parts; ++i)
+    counts[i] = before[2 * ranges.end(i / 2) + i % 2] - before[2 * ranges.begin(i / 2) + i % 2];
   return out;
 }
 

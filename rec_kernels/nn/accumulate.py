@@ -138,7 +138,8 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
             "their own, or of distinct bags with the same groups"
         )
     bags = [_bags_of_features(lookup, num_features) for lookup in lookups]
-    bounds = [lookup.offsets[torch.tensor(b)].tolist() for lookup, b in zip(lookups, bags, strict=True)]
+    places = [torch.tensor(b, device=lookup.offsets.device) for lookup, b in zip(lookups, bags, strict=True)]
+    bounds = [lookup.offsets[place].tolist() for lookup, place in zip(lookups, places, strict=True)]
 
     def by_feature(parts: list[Tensor], places: list[list[int]]) -> Tensor:
         pairs = [(f, part, place) for f in range(num_features) for part, place in zip(parts, places, strict=True)]

@@ -102,8 +102,8 @@ class TableCollection(CachedTables):
             self.close()  # whoever keeps the error keeps the collection, and would have the file locked
             raise
         if self._file is not None:
-            self.register_buffer("file_generation", torch.tensor(self._file.file.generation))
-            self.register_buffer("file_identity", torch.tensor(self._file.identity))
+            self.register_buffer("file_generation", torch.tensor(self._file.file.generation, device="cpu"))
+            self.register_buffer("file_identity", torch.tensor(self._file.identity, device="cpu"))
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
@@ -178,7 +178,7 @@ class TableCollection(CachedTables):
             self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        if self._file is not None and fn(torch.empty(0, dtype=torch.uint8)).device.type != "cpu":
+        if self._file is not None and fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
             raise NotImplementedError(
                 f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory"
             )
@@ -344,7 +344,8 @@ class TableCollection(CachedTables):
         if self._pending is not None:
             raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
         self._frozen_features, self._passes_frozen = features, True
-        self._frozen.copy_(torch.tensor([f in features for f in self.feature_names], dtype=torch.bool))
+        flags = [f in features for f in self.feature_names]
+        self._frozen.copy_(torch.tensor(flags, dtype=torch.bool, device="cpu"))
 
     def check(self) -> None:
         """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.

@@ -48,7 +48,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
     num_blocks = positive_integer("num_blocks", num_blocks)
     order = torch.argsort(exact, descending=True, stable=True)
     ranks = torch.empty_like(order)
-    ranks[order] = torch.arange(len(order))
+    ranks[order] = torch.arange(len(order), device=order.device)
     return ranks.to(counts.device), _block_sizes(exact[order], num_blocks)
 
 
@@ -58,7 +58,7 @@ def _block_sizes(counts: Tensor, num_blocks: int) -> list[int]:
     sizes: list[int] = []
     if shares[-1] == 0:
         return [len(counts)]
-    wanted = shares[-1] * torch.arange(1, num_blocks, dtype=torch.float64) / num_blocks
+    wanted = shares[-1] * torch.arange(1, num_blocks, dtype=torch.float64, device=shares.device) / num_blocks
     # Block k ends with the id whose share reaches (k + 1) / num_blocks; the last one with the last id.
     for end in [*(torch.searchsorted(shares, wanted) + 1).tolist(), len(counts)]:
         size = max(end - start, sizes[-1] if sizes else 1)
@@ -199,12 +199,12 @@ class MixedDimensionEmbeddingBag(OneTable):
         # Behind the blocks one of ids out of range. A sort of bytes is several times as fast as one of larger numbers.
         block = sum((ranks >= end for end in self._ends), torch.zeros_like(ranks, dtype=self._sorts_by))
         order = torch.argsort(block, stable=True)
-        bag = torch.repeat_interleave(torch.arange(batch), offsets.diff())
+        bag = torch.repeat_interleave(torch.arange(batch, device=ranks.device), offsets.diff())
         lengths = torch.bincount(block.long() * batch + bag, minlength=(blocks + 1) * batch)[: blocks * batch]
         order = order[: int(lengths.sum())]
         return KeyedJaggedTensor(
             self.blocks.feature_names,
-            ranks[order] - torch.tensor(self._starts)[block[order].long()],
+            ranks[order] - torch.tensor(self._starts, device=ranks.device)[block[order].long()],
             lengths=lengths,
             weights=None if weights is None else weights[order],
         )

@@ -291,7 +291,7 @@ class CacheState(nn.Module):
         for name, tensor in self._buffers.items():
             if not name.startswith("_") and name != "geometry":
                 tensor.fill_(-1 if name == "tags" else 0)
-        self.geometry.copy_(torch.tensor(self._geometry()))
+        self.geometry.copy_(torch.tensor(self._geometry(), device="cpu"))
 
     def arguments(self, slots: Tensor) -> dict[str, object]:
         """Of a lookup whose ids' rows are in ``slots``."""

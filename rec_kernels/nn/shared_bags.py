@@ -12,7 +12,7 @@ from torch import Tensor
 def starts_on(sizes: list[int], device: torch.device) -> Tensor:
     """[F + 1] int64: where the bags of each feature start. A GPU is not waited for, as a copy of a list would."""
     if device.type == "cpu":
-        return torch.tensor([0, *itertools.accumulate(sizes)])
+        return torch.tensor([0, *itertools.accumulate(sizes)], device=device)
     runs = [(size, len(list(run))) for size, run in itertools.groupby(sizes)]
     of_features = [torch.full((count,), size, dtype=torch.int64, device=device) for size, count in runs]
     zero = torch.zeros(1, dtype=torch.int64, device=device)
@@ -88,7 +88,7 @@ class SharedBags(NamedTuple):
 
 def join(batches: list[SharedBags]) -> SharedBags:
     """That of micro-batches of the same groups, whose bags follow each other feature by feature."""
-    sizes = [torch.tensor(b.group_sizes(), dtype=torch.int64) for b in batches]
+    sizes = [torch.tensor(b.group_sizes(), dtype=torch.int64, device="cpu") for b in batches]
     before = torch.stack([torch.zeros_like(sizes[0]), *sizes[:-1]]).cumsum(0)
     moved = [b.inverse + start.to(b.inverse.device)[:, None] for b, start in zip(batches, before, strict=True)]
     together = [sum(each) for each in zip(*(b.sizes for b in batches), strict=True)]

@@ -140,7 +140,7 @@ def _microscaling(x: Tensor, element: _Element, round_up: bool) -> Tensor:
     """[N, blocks, 32]."""
     largest = x.abs().amax(2, keepdim=True)
     if round_up:
-        bits = _magnitude(largest * torch.tensor(1 / element.largest, dtype=torch.float32).item())
+        bits = _magnitude(largest * torch.tensor(1 / element.largest, dtype=torch.float32, device="cpu").item())
         # The smallest scale, 2^-127, is a denormal: its mantissa is not 0 although nothing is to be rounded up.
         exact = torch.where(bits < 1 << 23, 1 << 22, 0)
         scale = (bits >> 23) + ((bits & 0x7FFFFF) > exact)
