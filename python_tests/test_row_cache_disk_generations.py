@@ -152,9 +152,12 @@ def test_an_update_after_a_flush_that_failed(call: str, tmp_path) -> None:
 
 
 def test_a_file_without_its_log(tmp_path) -> None:
-    """Whole, if it was asked for; else of the generation before."""
+    """Whole when it is new, and if it was asked for; else of the generation before."""
     path = tmp_path / "rows"
     c = make(on_disk(LRU, path))
+    shutil.copyfile(path, tmp_path / "new")
+    new = make(on_disk(LRU, tmp_path / "new"), init=lambda weight: weight.zero_())
+    assert_alike(c, new)
     train(c)
     state = copied(c.state_dict())
     given = int(state["file_generation"])

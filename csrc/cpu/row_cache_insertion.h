@@ -59,12 +59,20 @@ class Insertion {
         num_tables_(num_tables),
         found_(num_tables) {}
 
-  // From here on no row is moved and no use of a row counted, while `memory`, but for row_counts, is a copy: the rows
-  // are listed whose bytes in the tables would change, or may have to by the time of the insertion: those that leave,
-  // and those that are left out, which are updated where they are. `halves`: counts of rows first.
-  void only_plan(bool halves) {
+  // After prepare(), from here on no row is moved and no use of a row counted: the rows are listed whose bytes in the
+  // tables would change, or may have to by the time of the insertion: those that leave, and those that are left out,
+  // which are updated where they are. `memory`, but for row_counts, is a copy of the slots of missing_sets() alone, in
+  // their order, and `slots` of run() are numbers there, or -1. `halves`: counts of rows first.
+  void only_plan(const Memory& memory, bool halves) {
+    memory_ = memory;
     plans_ = true;
     halves_ = halves;
+  }
+  // Those that rows are missing in, ascending.
+  std::vector<int64_t> missing_sets() const {
+    std::vector<int64_t> numbers;
+    for (int64_t i = 0; i < sets(); ++i) numbers.push_back(at(start(i)).set);
+    return numbers;
   }
   const std::vector<int64_t>& written() const { return written_; }
 
@@ -96,7 +104,7 @@ class Insertion {
                       Worker& w = workers_[static_cast<size_t>(worker)];
                       for (int64_t i = begin; i < end; ++i) {
                         read_candidates(start(i), start(i + 1), &w.candidates);
-                        take_in(slots, &w);
+                        take_in(slots, plans_ ? (i - at(start(i)).set) * cache_.ways : 0, &w);
                       }
                     });
     for (const Worker& w : workers_) {
@@ -224,10 +232,11 @@ class Insertion {
                        [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
   }
 
-  void take_in(int64_t* slots, Worker* worker) const {
+  // `shift`: how far behind the cache's slots those of the set lie in `memory_`.
+  void take_in(int64_t* slots, int64_t shift, Worker* worker) const {
     Counters* counters = &worker->counters;
     for (const Candidate& c : worker->candidates) {
-      const int64_t slot = slot_for(c);
+      const int64_t slot = slot_for(c, shift);
       if (slot < 0) {
         counters->add(table_of_row(c.row), kLeftOut);
         if (plans_) worker->written.push_back(c.row);
@@ -246,15 +255,15 @@ class Insertion {
   }
 
   // An empty slot of the row's set, or that of the victim, or -1.
-  int64_t slot_for(const Candidate& c) const {
-    const int64_t first = at(c.first).set * cache_.ways;
+  int64_t slot_for(const Candidate& c, int64_t shift) const {
+    const int64_t first = at(c.first).set * cache_.ways + shift;
     int64_t victim = -1;
     const auto priority = [&](int64_t slot) {
       return std::make_pair(memory_.counts ? memory_.counts[slot] : uint8_t{0}, memory_.stamps[slot]);
     };
     for (int64_t slot = first; slot < first + cache_.ways; ++slot) {
       if (memory_.tags[slot] < 0) return slot;
-      if (memory_.stamps[slot] == clock_ || tables_.part_at(slot, memory_.tags[slot]) < 0) continue;
+      if (memory_.stamps[slot] == clock_ || tables_.part_at(slot - shift, memory_.tags[slot]) < 0) continue;
       if (victim < 0 || priority(slot) < priority(victim)) victim = slot;
     }
     return victim >= 0 && memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;

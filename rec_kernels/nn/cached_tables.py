@@ -247,7 +247,7 @@ class CachedTables(Layout):
         if tables:
             raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self._file.path}")
         name, own = f"{prefix}file_identity", self._file.identity
-        if int(state_dict.setdefault(name, torch.tensor(own))) != own:  # states of before have none
+        if int(state_dict.setdefault(name, torch.tensor(own, device="cpu"))) != own:  # states of before have none
             raise RuntimeError(
                 f"{name} is {int(state_dict[name])} and that of {self._file.path} is {own}: the state is of tables in "
                 "another file; nothing was changed"

@@ -103,7 +103,6 @@ class TableCollection(CachedTables):
             raise
         if self._file is not None:
             self.register_buffer("file_generation", torch.tensor(self._file.file.generation, device="cpu"))
-            self.register_buffer("file_identity", torch.tensor(self._file.identity, device="cpu"))
         self._pending, self._convert = None, False
         rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
         self._reports = bounds.Reports(rows, bounds_check == "error")
@@ -111,6 +110,8 @@ class TableCollection(CachedTables):
     def _make_weights(self, device: torch.device | str | None) -> None:
         storage, file = self._storage, self._file
         self.register_buffer("_weights", self._new_weights(device), persistent=False)
+        if file is not None:
+            self.register_buffer("file_identity", torch.tensor(file.identity, device="cpu"))
         trains = self.optimizer is None and not storage.is_bytes
         for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
@@ -150,7 +151,7 @@ class TableCollection(CachedTables):
             elif file.is_new:
                 initialize(weight, table, file.rows_at_once(i), functools.partial(file.load_table, i))
         if file is not None and file.is_new:
-            file.flush()
+            file.flush(apply=True)  # nobody asks for the file before it had rows
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         return self.embedding_bags[table.name].projection

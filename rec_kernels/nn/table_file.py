@@ -142,10 +142,10 @@ class TableFile:
         sizes = self._sizes[table]
         return self._starts[table] + (linear - self._first_rows[table]) * sizes, sizes
 
-    def flush(self) -> None:
-        """Makes the file's next generation durable; the one before can be opened until more is written."""
+    def flush(self, *, apply: bool = False) -> None:
+        """Makes the next generation durable; the one before can be opened until more is written, unless ``apply``."""
         self.loads += 1  # also if it fails: blocks may count as unchanged all the same
-        self.file.flush(apply=False)
+        self.file.flush(apply=apply)
         self.has_changed = self.is_behind = False
 
     def __deepcopy__(self, _: dict) -> TableFile:
