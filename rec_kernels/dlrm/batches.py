@@ -65,5 +65,5 @@ class CompleteJourney:
         offsets = self.prepared.history_offsets[first : last + 2]
         products = torch.from_numpy(self.prepared.history_products[offsets[0] : offsets[-1]].copy())
         bags = torch.from_numpy(offsets - offsets[0])
-        values, offsets = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
-        return rk.KeyedJaggedTensor([HISTORY], values, offsets=offsets)
+        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
+        return rk.KeyedJaggedTensor([HISTORY], values, offsets=ends)

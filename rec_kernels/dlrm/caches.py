@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import rec_kernels as rk
 from rec_kernels.dlrm.config import TrainConfig, parse_size
@@ -24,13 +25,13 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
     """
     if not config.cache and config.backing == "device":
         return None
-    options = {"fraction": config.cache, "policy": config.policy, "decay_every": config.decay_every}
+    options: dict[str, Any] = {"fraction": config.cache, "policy": config.policy, "decay_every": config.decay_every}
     if config.backing != "disk":
         return rk.RowCache(**options, backing=config.backing)
     if directory is None:
         raise DataError("backing 'disk' is for runs, whose folder has the tables' file")
     budget = parse_size(config.memory_budget)
-    file = {"path": directory / FILE, "memory_budget": budget, "generation": generation}
+    file: dict[str, Any] = {"path": directory / FILE, "memory_budget": budget, "generation": generation}
     return rk.RowCache(**options, backing="disk", **file)
 
 

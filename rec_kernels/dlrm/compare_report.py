@@ -21,7 +21,7 @@ from rec_kernels.dlrm.page import number
 
 ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
 CONFIDENCE = 0.95
-COLORS = colormaps["tab20"].colors[::2] + colormaps["tab20"].colors[1::2]  # the usual ten, then their light kin
+COLORS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]  # the usual ten, then their light kin
 SCORES = (("auc", "test AUC", 1), ("log_loss", "test log loss", -1))  # 1: more is better
 
 

@@ -33,7 +33,7 @@ OPTIONS_OF = {
 }
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
     "rowwise_adagrad": lambda lr: rk.RowwiseAdagrad(lr=lr, eps=1e-8),
     "sgd": lambda lr: rk.SGD(lr=lr),
     "adagrad": lambda lr: rk.Adagrad(lr=lr, eps=1e-8),
@@ -341,7 +341,8 @@ class TrainConfig:
         unknown = sorted(set(values) - set(options))
         if unknown:
             raise ValueError(f"unknown option(s) {', '.join(unknown)}")
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
+        return cls(**given)
 
     @classmethod
     def read(cls, directory: Path) -> TrainConfig:

@@ -164,7 +164,7 @@ def _prepare(folder: Path, files: list[Path], rows: int | None, table_rows: int 
             raise DataError(f"{where} has {total} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
         _write_array(folder / "label.npy", (total,), _parts(columns / "label", np.float32))
         _write_array(folder / "dense.npy", (total, len(INTEGERS)), _parts(columns / "dense", np.float32))
-        num_embeddings = []
+        num_embeddings: list[int] = []
         ids = _ids(columns, total, table_rows, num_embeddings, progress)
         _write_array(folder / "ids.npy", (len(CATEGORIES), total), ids)
         np.save(folder / "num_embeddings.npy", np.array(num_embeddings), allow_pickle=False)
@@ -178,7 +178,7 @@ def _write_columns(columns: Path, files: list[Path], rows: int | None, progress:
         for block in read_rows(files, progress=progress):
             keep = len(block.label) if rows is None else min(len(block.label), rows - total)
             for output, values in zip(outputs, (block.label, block.dense, *block.categories), strict=True):
-                output.write(values[:keep])
+                output.write(values[:keep].data)
             total += keep
             if total == rows:
                 break
@@ -218,6 +218,7 @@ def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
 
 def _parts(raw: Path, dtype: type) -> Iterator[np.ndarray]:
     with raw.open("rb") as file:
+        part: np.ndarray
         while len(part := np.fromfile(file, dtype=dtype, count=PART)):
             yield part
     raw.unlink()
@@ -230,4 +231,4 @@ def _write_array(path: Path, shape: tuple[int, ...], parts: Iterator[np.ndarray]
         header = {"descr": npy.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
         npy.write_array_header_1_0(file, header)
         for part in chain([first], parts):
-            file.write(part)
+            file.write(part.data)

@@ -7,8 +7,9 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack
+from io import BufferedIOBase
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -148,7 +149,7 @@ def _explain(file: Path, done: int, error: Exception) -> DataError:
     return DataError(f"{file} cannot be read after line {done}: {error}")
 
 
-def _open_lines(file: Path) -> BinaryIO:
+def _open_lines(file: Path) -> BufferedIOBase:
     return gzip.open(file, "rb") if _is_gzip(file) else file.open("rb")
 
 

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -59,11 +59,13 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same on another device."""
-        return Batch(*(None if part is None else part.to(device, non_blocking=non_blocking) for part in self))
+        parts: list[Any] = [None if p is None else p.to(device, non_blocking=non_blocking) for p in self]
+        return Batch(*parts)
 
     def pin_memory(self) -> Batch:
         """The same in page-locked host memory."""
-        return Batch(*(None if part is None else part.pin_memory() for part in self))
+        parts: list[Any] = [None if p is None else p.pin_memory() for p in self]
+        return Batch(*parts)
 
     def joined(self) -> Batch:
         """The same with all features in ``features``, the shared ones first: one lookup has them all.
@@ -71,7 +73,7 @@ class Batch(NamedTuple):
         Where some have weights, ids of the others weigh 1.
         """
         shared, features = self.shared, self.features
-        if shared is None:
+        if shared is None or isinstance(features, rk.InverseKeyedJaggedTensor):  # joined already
             return self
         if isinstance(shared, rk.InverseKeyedJaggedTensor):
             kept = shared.bags()
@@ -117,7 +119,11 @@ class DataSet(Protocol):
 
     name: str  # letters, digits, "-", "_", "."
     num_dense: int
-    features: Sequence[Feature]
+
+    @property
+    def features(self) -> Sequence[Feature]:
+        """What the bags are of, in the order of a batch."""
+        ...
 
     def num_rows(self, split: str) -> int:
         """Rows of "train" or "test"."""
@@ -130,6 +136,12 @@ class DataSet(Protocol):
         them on a thread of its own.
         """
         ...
+
+
+class Sized(DataSet, Protocol):
+    """A data set whose batches of the training have a size."""
+
+    batch_size: int
 
 
 class HeldOut:
@@ -196,7 +208,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
     That thread computes alone: helpers of its own would take the cores of the training's, which wait for each other.
     No other thread's number of helpers changes, also where ``items`` are themselves made ahead.
     """
-    end = object()
+    end: Any = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as pool:
         pool.submit(_compute_alone).result()
         coming = pool.submit(next, items, end)

@@ -182,7 +182,7 @@ def _count(
     if isinstance(given, rk.KeyedJaggedTensor):
         bounds = zip(given.keys(), itertools.pairwise(given.offset_per_key()), strict=True)
         return {key: (last - first, stored[key]) for key, (first, last) in bounds}
-    counts = {}
+    counts: dict[str, tuple[int, int]] = {}
     for group, keys in enumerate(kept.groups()):
         before = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
         counts |= {key: (ids, stored[key]) for key, ids in zip(keys, before, strict=True)}

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -97,7 +98,7 @@ class DLRM(nn.Module):
         ordered = sorted(features, key=lambda f: not f.shared)  # as Batch.joined() has them
         tables, skipped = _tables(ordered, embedding_dim, format, compressions, init, generator)
         noise = seed % 2**63
-        options = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
+        options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
         # Of tables without an init, and of the interaction. Not torch.manual_seed, which reseeds GPUs, too; counted
         # down, because counted up it would be the generator's stream.
@@ -109,7 +110,8 @@ class DLRM(nn.Module):
         if init is None:
             _skip(generator, skipped)
         self.bottom = _mlp([num_dense, *bottom, embedding_dim], generator, final_relu=True)
-        self.top = _mlp([self.interaction.out_features, *top, 1], generator, final_relu=False)
+        width: Any = self.interaction.out_features
+        self.top = _mlp([width, *top, 1], generator, final_relu=False)
         if activations != "fp32":
             layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
             quantize_inputs([self.interaction, *layers], activations)
@@ -149,7 +151,7 @@ class DLRM(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
-        return self.top[0].weight.device
+        return next(self.top.parameters()).device
 
     def check(self) -> None:
         """Raise IndexError or ValueError if a batch before had bad ids or offsets: a GPU does not tell at once."""
@@ -187,8 +189,8 @@ def _tables(
     for f in features:
         given, size = compressions.get(f.name), f.num_embeddings * embedding_dim
         start = None if given else init or _UniformInit(generator, skipped, f.num_embeddings)
-        names = {"name": f.name, "feature_names": [f.name]}
-        more = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
+        names: dict[str, Any] = {"name": f.name, "feature_names": [f.name]}
+        more: dict[str, Any] = {"pooling": f.pooling, "format": format, "compression": given, "init": start}
         tables.append(rk.EmbeddingBagConfig(f.num_embeddings, embedding_dim, **names, **more))
         skipped = skipped + size if given else 0
     return tables, skipped

@@ -133,7 +133,8 @@ class MovieLens:
         movie = data.movie[rows]
         ends, genres = _bags(data.genre_offsets[movie], data.genre_offsets[movie + 1], data.genres)
         offsets = np.concatenate([np.arange(len(ids)), len(ids) + ends])
-        past_ends, past = _bags(*data.past[:, rows], data.seen)
+        begin, end = data.past[:, rows]
+        past_ends, past = _bags(begin, end, data.seen)
         return Batch(
             dense=torch.from_numpy(data.dense[rows].copy()),
             features=rk.KeyedJaggedTensor(

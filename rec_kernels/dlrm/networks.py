@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +55,12 @@ class WukongInteraction(nn.Module):
         self, num_features: int, embedding_dim: int, num_layers: int, features: int, factors: int, hidden: Sequence[int]
     ):
         super().__init__()
-        blocks = {"fm_features": features, "linear_features": features, "factors": factors, "hidden": hidden}
+        blocks: dict[str, Any] = {
+            "fm_features": features,
+            "linear_features": features,
+            "factors": factors,
+            "hidden": hidden,
+        }
         self.stack = rk.Wukong(num_features + 1, embedding_dim, num_layers, **blocks)
         self.out_features = self.stack.out_features * embedding_dim
 
@@ -85,7 +91,7 @@ def flops_per_example(model: DLRM, features: Sequence[Feature], num_dense: int) 
         keys = [f.name for f in features if f.shared == shared]
         if shared and not keys:
             return None
-        return rk.KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(len(keys), dtype=int))
+        return rk.KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(len(keys)).long())
 
     row = Batch(torch.zeros(1, num_dense), without_ids(False), torch.zeros(1), without_ids(True)).to(model.device)
     eager = torch.compiler.set_stance("force_eager")  # what is compiled is not counted

@@ -6,14 +6,14 @@ import numpy as np
 import torch
 
 from rec_kernels.dlrm import devices
-from rec_kernels.dlrm.data import DataError, DataSet, ahead
+from rec_kernels.dlrm.data import DataError, DataSet, Sized, ahead
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.stopping import NotFiniteError
 
 TEST_BATCH_SIZE = 8192
 
 
-def predict(model: DLRM, data: DataSet, split: str) -> tuple[np.ndarray, np.ndarray]:
+def predict(model: DLRM, data: Sized, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:

@@ -99,8 +99,9 @@ def _name_above(axes: Axes, points: Sequence[tuple[str, float]]) -> None:
     for name, x in points:
         axes.axvline(x, color="gray", linewidth=0.6, linestyle=":")
         if x > last * 2**0.1:
-            last, style = x, {"rotation": 45, "rotation_mode": "anchor", "fontsize": 8}
-            axes.text(x, 1.01, name, transform=axes.get_xaxis_transform(), **style)
+            last = x
+            place = axes.get_xaxis_transform()
+            axes.text(x, 1.01, name, transform=place, rotation=45, rotation_mode="anchor", fontsize=8)
 
 
 def _is_comparable(result: dict | None) -> bool:

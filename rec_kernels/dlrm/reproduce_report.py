@@ -188,7 +188,9 @@ def _status(entry: dict) -> str:
 
 
 def _scores(result: dict) -> list[tuple[str, ...]]:
-    rows = [("configuration", "runs", "test AUC", "difference", "95 % interval", "MiB", "examples/s")]
+    rows: list[tuple[str, ...]] = [
+        ("configuration", "runs", "test AUC", "difference", "95 % interval", "MiB", "examples/s")
+    ]
     for c in result["configurations"]:
         apart = c["auc"]["difference"] or {"mean": None, "low": None}
         ended = sum(run["outcome"] == "test" for run in c["runs"])

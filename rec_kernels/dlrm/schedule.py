@@ -21,7 +21,7 @@ class Schedule:
         self.config = config
         self._optimizers = list(optimizers)
         self._base = [float(group["lr"]) for group in self._groups()]
-        self._factor = None
+        self._factor: float | None = None
 
     def factor(self, step: int) -> float:
         """What step number ``step``, from 0, multiplies the learning rates with."""

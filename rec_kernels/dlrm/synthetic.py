@@ -111,8 +111,8 @@ class Synthetic:
             raise DataError(f"history is {history}, allowed are 1 or more")
         self._session, self._unchanged, self._history = samples_per_session, unchanged, history
         # Other sessions are other rows, and so another data set.
-        parts = (("session", samples_per_session, MEAN_SESSION), ("unchanged", unchanged, UNCHANGED))
-        parts += (("history", history, MEAN_HISTORY),)
+        parts: list[tuple[str, float, float]] = [("session", samples_per_session, MEAN_SESSION)]
+        parts += [("unchanged", unchanged, UNCHANGED), ("history", history, MEAN_HISTORY)]
         self.name = "-".join(["synthetic", *(f"{name}{value:g}" for name, value, usual in parts if value != usual)])
         self._rows = {"train": rows, "test": rows // TEST_SHARE}
         self.features = [Feature(name, max(table_rows // divisor, 2)) for name, divisor in DIVISORS.items()]

@@ -7,7 +7,7 @@ import math
 import shutil
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext, suppress
 from itertools import islice
 from pathlib import Path
@@ -199,7 +199,8 @@ class Run:
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
-        self.progress, self._sample = True, ()
+        self.progress = True
+        self._sample: tuple[Batch, ...] = ()
         self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         if state is not None:
             self._restore(state)
@@ -306,7 +307,7 @@ class Run:
         rows, batches = self.data.num_rows("train"), steps * self.config.accumulate
         return epochs * rows + min(batches * self.config.batch_size, rows)
 
-    def _batches(self) -> Iterator[tuple[Batch, Batch | None]]:
+    def _batches(self) -> Generator[tuple[Batch, Batch | None]]:
         """The batches from step ``self.step`` on, each with the one after it in the epoch."""
         c = self.config
         while self.step < self.steps:
