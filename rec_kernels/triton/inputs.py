@@ -259,6 +259,8 @@ def check_update(a: SimpleNamespace) -> None:
         check(given == wanted, f'{name} must{"" if wanted else " not"} be given for optimizer "{a.optimizer}"')
     if a.sum is not None:
         check_tensor(a.sum, "sum", (torch.float32,), rank=1, contiguous=True)
+    good = 0 <= a.eps <= torch.finfo(torch.float32).max
+    check(good, f"eps = {a.eps:g} must be at least 0, and finite as float32")
     good = all(0 <= beta < 1 - 2**-25 for beta in (a.beta1, a.beta2))  # what is closer to 1 is 1 as float32
     check(good, f"beta1 and beta2 must be in [0, 1) as float32, got {a.beta1:g} and {a.beta2:g}")
     places = "they are for a layout and an optimizer with state for every element"
