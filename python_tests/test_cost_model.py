@@ -195,7 +195,7 @@ def test_page_has_what_was_held_out() -> None:
     page = (ROOT / "docs" / "benchmarks.md").read_text()
     fitted_to, held_out = (
         cost_model.read([str(RECORDED / f"{name}.json")], fastest=False)[0]
-        for name in ("tuning-2threads-xeon", "embedding_bag-workloads-2threads")
+        for name in ("tuning-2threads-xeon", "embedding_bag-workloads-2threads-xeon")
     )
     cost_model.refuse_fitted(fitted_to, held_out)
     errors = []
