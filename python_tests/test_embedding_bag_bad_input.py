@@ -424,9 +424,8 @@ def test_strided_inputs_are_read_as_they_are() -> None:
 def test_layout_arguments_without_embedding_dims() -> None:
     """A single table takes no layout."""
     message = "embedding_dims is missing: other layout arguments mean nothing without it"
-    number = torch.zeros(1).long()
-    partitions = [{name: number} for name in ("divisors", "moduli", "id_limits", "combine")]
-    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, {"row_offsets": number}, *partitions):
+    numbers = [{n: torch.zeros(1).long()} for n in ("row_offsets", "divisors", "moduli", "id_limits", "combine")]
+    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, *numbers):
         with pytest.raises(ValueError, match=message):
             ops.embedding_bag(torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1]), **extra)
 

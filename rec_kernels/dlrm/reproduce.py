@@ -184,7 +184,8 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 def _machine() -> dict:
     """Where this was measured."""
-    packages = {package: machines.versions()[package] for package in ("rec_kernels", "torch")}
+    versions = machines.versions()
+    packages = {package: versions[package] for package in ("rec_kernels", "torch")}
     return {"cpu": machines.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
