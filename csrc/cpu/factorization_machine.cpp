@@ -14,7 +14,7 @@ namespace rec_kernels {
 namespace {
 
 // Multiplications that a worker should have at the least: some ten microseconds.
-constexpr int64_t kWorkerProducts = 1 << 19;
+constexpr int64_t kLeastProducts = 1 << 19;
 // Numbers to round that are worth a thread's start.
 constexpr int64_t kFewNumbers = 1 << 15;
 
@@ -49,7 +49,7 @@ class Factors {
 // of scratch memory. `products` are the multiplications of a sample.
 template <class Body>
 void for_chunks(int64_t B, int64_t chunk, int64_t products, int64_t floats, const Body& body) {
-  const int64_t chunks = ceil_div(B, chunk), workers = workers_for(chunks, 1 + kWorkerProducts / (chunk * products));
+  const int64_t chunks = ceil_div(B, chunk), workers = workers_for(chunks, 1 + kLeastProducts / (chunk * products));
   // Whole cache lines for each worker.
   const int64_t each = ceil_div(floats, 16) * 16;
   const Scratch<float> memory(workers * each);

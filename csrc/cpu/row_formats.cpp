@@ -11,7 +11,7 @@ namespace rec_kernels {
 namespace {
 
 // Rows of a piece of work: about 256 KiB of floats, beside which fetching the next piece costs nothing.
-int64_t rows_per_piece(int64_t D) { return 1 + 65536 / D; }
+int64_t rows_of_piece(int64_t D) { return 1 + 65536 / D; }
 
 // Rows that are widened or encoded into scratch memory at once, which stays in the cache.
 int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::stri
                                              int64_t first_row, const std::optional<std::string>& scale_rule) {
   const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
   const Tensor x = as_contiguous(x_in);
-  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_per_piece(D);
+  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_of_piece(D);
   Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);
@@ -126,7 +126,7 @@ Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int
   const RowFormat f = read_dequantize(rows_in, format, embedding_dim);
   check_float_dtype(dtype, "dtype");
   const Tensor rows = as_contiguous(rows_in);
-  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_per_piece(D);
+  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_of_piece(D);
   Tensor out = new_tensor(rows, {N, D}, dtype);
   const RowDecoder decoder(f, D, out);
   const uint8_t* from = rows.const_data_ptr<uint8_t>();
@@ -142,7 +142,7 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
                          const std::optional<std::string>& scale_rule) {
   const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
   const Tensor x = as_contiguous(x_in);
-  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_per_piece(D);
+  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_of_piece(D);
   Tensor out = new_tensor(x, x.sizes(), x.scalar_type());
   const RowFormatKernels::EncodeRows encode = rows_encoder(options);
   const RowRounding how = row_rounding(options, seed, step);

@@ -14,8 +14,8 @@
 namespace rec_kernels::host {
 namespace {
 
-constexpr char kMagic[] = "RKROWFIL", kStateMagic[] = "RKROWSTA";
-constexpr uint32_t kVersion = 1;
+constexpr char kFileMagic[] = "RKROWFIL", kStateMagic[] = "RKROWSTA";
+constexpr uint32_t kFileVersion = 1;
 constexpr int64_t kPage = 4096, kStateOffset = kPage, kLayoutOffset = 3 * kPage;
 constexpr int64_t kMostBytes = int64_t{1} << 46, kMostBlockBytes = int64_t{1} << 26,
                   kMostLayoutBytes = int64_t{1} << 28;
@@ -36,13 +36,6 @@ struct State {
 };
 static_assert(sizeof(State) == 48);
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "the file's numbers are little-endian");
-
-// Without its own checksum.
-template <class Record>
-uint32_t checksum_of(Record record, const std::string& more = {}) {
-  record.checksum = 0;
-  return crc32c(more.data(), more.size(), crc32c(&record, sizeof record));
-}
 
 int64_t round_up(int64_t bytes, int64_t unit) { return (bytes + unit - 1) / unit * unit; }
 
@@ -105,8 +98,8 @@ BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t 
     created.file_.write(layout.data(), layout_bytes, kLayoutOffset);
     created.sequence_ = -1;
     created.write_state(false, 0, 0);
-    Header header{{}, kVersion, 0, num_bytes, block_bytes, layout_bytes, created.identity_, {}};
-    std::memcpy(header.magic, kMagic, sizeof header.magic);
+    Header header{{}, kFileVersion, 0, num_bytes, block_bytes, layout_bytes, created.identity_, {}};
+    std::memcpy(header.magic, kFileMagic, sizeof header.magic);
     header.checksum = checksum_of(header, layout);
     created.file_.write(&header, sizeof header, 0);
     created.file_.sync();
@@ -131,11 +124,11 @@ void BlockFile::read_header(const std::string& layout) {
   const int64_t size = file_.size();
   Header header{};
   if (size >= kLayoutOffset) file_.read(&header, sizeof header, 0);
-  check_value(std::memcmp(header.magic, kMagic, sizeof header.magic) == 0, path, " is not a row file: it ",
+  check_value(std::memcmp(header.magic, kFileMagic, sizeof header.magic) == 0, path, " is not a row file: it ",
               size < kLayoutOffset ? join("has ", size, " bytes, at least ", kLayoutOffset, " are expected")
                                    : "does not begin with RKROWFIL (or its creation was cut short)");
-  check_value(header.version == kVersion, path, " has version ", header.version,
-              " of the format of row files, expected ", kVersion);
+  check_value(header.version == kFileVersion, path, " has version ", header.version,
+              " of the format of row files, expected ", kFileVersion);
   const std::string wrong = wrong_sizes(header.num_bytes, header.block_bytes);
   const bool fits = header.layout_bytes >= 0 && header.layout_bytes <= std::min(size - kLayoutOffset, kMostLayoutBytes);
   std::string found(fits ? static_cast<size_t>(header.layout_bytes) : 0, 0);

@@ -9,16 +9,9 @@
 namespace rec_kernels::host {
 namespace {
 
-constexpr char kMagic[] = "RKROWLOG";
-constexpr uint32_t kVersion = 1;
+constexpr char kLogMagic[] = "RKROWLOG";
+constexpr uint32_t kLogVersion = 1;
 constexpr int64_t kSlotOffset = 4096;
-
-// Without its own checksum.
-template <class Record>
-uint32_t checksum_of(Record record) {
-  record.checksum = 0;
-  return crc32c(&record, sizeof record);
-}
 
 }  // namespace
 
@@ -48,7 +41,7 @@ void BlockLog::refuse_another_kind() const {
   char found[sizeof Commit::magic] = {};
   file_.read(found, std::min<int64_t>(file_.size(), sizeof found), 0);
   for (size_t i = 0; i < sizeof found; ++i)
-    check_value(found[i] == 0 || found[i] == kMagic[i], path(),
+    check_value(found[i] == 0 || found[i] == kLogMagic[i], path(),
                 " is not the log of a row file (it does not begin with RKROWLOG), and its name is that of the log of ",
                 path().substr(0, path().size() - 4), "; move it away, or the row file");
 }
@@ -65,10 +58,10 @@ std::optional<int64_t> BlockLog::find_commit() {
   if (file_.size() < kSlotOffset) return std::nullopt;
   Commit commit;
   file_.read(&commit, sizeof commit, 0);
-  if (std::memcmp(commit.magic, kMagic, sizeof commit.magic) != 0 || commit.checksum != checksum_of(commit))
+  if (std::memcmp(commit.magic, kLogMagic, sizeof commit.magic) != 0 || commit.checksum != checksum_of(commit))
     return std::nullopt;
-  check_value(commit.version == kVersion, path(), " has version ", commit.version,
-              " of the format of logs of row files, expected ", kVersion);
+  check_value(commit.version == kLogVersion, path(), " has version ", commit.version,
+              " of the format of logs of row files, expected ", kLogVersion);
   check_value(commit.identity == identity_, path(),
               " is the log of another row file; move it away to go on without it");
   return commit.generation;
@@ -163,8 +156,8 @@ void BlockLog::write_commit(int64_t generation, uint64_t digest) {
   file_.write(entries_.data(), static_cast<int64_t>(bytes), offset(num_entries()));
   doubtful_ = true;  // unless all goes well
   file_.sync();
-  Commit commit{{}, kVersion, 0, identity_, generation, num_entries(), crc32c(entries_.data(), bytes), 0, digest, 0};
-  std::memcpy(commit.magic, kMagic, sizeof commit.magic);
+  Commit commit{{}, kLogVersion, 0, identity_, generation, num_entries(), crc32c(entries_.data(), bytes), 0, digest, 0};
+  std::memcpy(commit.magic, kLogMagic, sizeof commit.magic);
   commit.checksum = checksum_of(commit);
   commit_uncertain_ = true;
   // Up to the first slot, so that a log without slots is whole, too.

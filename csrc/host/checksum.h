@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 namespace rec_kernels::host {
 
@@ -10,6 +11,13 @@ namespace rec_kernels::host {
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
 // The same without the instruction; here so that tests can compare the two.
 uint32_t crc32c_by_table(const void* data, size_t bytes, uint32_t before = 0);
+
+// The checksum of a record that holds it (as zero), and of the bytes behind it.
+template <class Record>
+uint32_t checksum_of(Record record, const std::string& more = {}) {
+  record.checksum = 0;
+  return crc32c(more.data(), more.size(), crc32c(&record, sizeof record));
+}
 
 // The checksum of a block: CRC32C of its bytes, exclusive-or CRC32C of as many zero bytes. A block of zeros has
 // checksum 0, so that the checksums of a new file are zeros, too, and take no space on the disk.
