@@ -36,24 +36,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   return {output, status};
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_cpu(
-    const Tensor& weights, const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, bool include_last_offset, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor&,
-    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
+                                             const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                                             const BagReading& reading, bool, bool include_last_offset,
+                                             std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
+                                             const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                             const OptionalTensor&, int64_t) {
+  const BagOptions options = parse_bag_options(reading);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset);
   return forward(weights, in, output_dtype,
                  read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
@@ -87,24 +77,15 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
 }
 
 // The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag_autograd.py.
-std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
-    const Tensor& weights, const std::vector<Tensor>& tables, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    bool, std::optional<ScalarType> output_dtype) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  check_value(embedding_dims.has_value(), "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  check_value(!formats, "formats must be None: embedding_bag_tables is for float32 tables");
+std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const std::vector<Tensor>& tables,
+                                                    const Tensor& values, const Tensor& offsets,
+                                                    const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                                                    const BagReading& reading, bool,
+                                                    std::optional<ScalarType> output_dtype) {
+  check_value(layout.embedding_dims.has_value(),
+              "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
+  const BagOptions options = parse_bag_options(reading);
+  check_value(!layout.formats, "formats must be None: embedding_bag_tables is for float32 tables");
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   check_tables(weights, tables, in);
   return forward(weights, in, output_dtype);
@@ -112,32 +93,16 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer, double eps, double beta1, double beta2, double weight_decay,
-    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-    const OptionalTensor& table_ids, std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
-    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  check_update(values, layout, {sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets}, step, lr,
-               parse_optimizer(optimizer), eps, beta1, beta2);
-  read_rounding(values, layout, rounding, seed, table_ids);
-  parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
+    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
+    const BagReading& reading, const UpdateArguments& fused, std::optional<ScalarType> output_dtype,
+    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
+    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+  const BagOptions options = parse_bag_options(reading);
+  check_update(values, layout, {sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets}, step,
+               lr, parse_optimizer(fused.optimizer), fused.eps, fused.beta1, fused.beta2);
+  read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  parse_gradient_step(fused);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   read_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
@@ -146,22 +111,11 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
                  read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
 }
 
-Tensor per_sample_weights_gradient(
-    const Tensor& grad_in, const Tensor& weights, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
+                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+                                   const OptionalTensor& cache_slots) {
+  const BagOptions options = parse_bag_options(reading);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
@@ -182,10 +136,10 @@ Tensor per_sample_weights_gradient(
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("embedding_bag", TORCH_BOX(&embedding_bag_cpu));
-  m.impl("embedding_bag_tables", TORCH_BOX(&embedding_bag_tables_cpu));
-  m.impl("embedding_bag_fused", TORCH_BOX(&embedding_bag_fused_cpu));
-  m.impl("embedding_bag_backward_per_sample_weights", TORCH_BOX(&per_sample_weights_gradient));
+  m.impl("embedding_bag", TORCH_BOX(flat<&embedding_bag_cpu>));
+  m.impl("embedding_bag_tables", TORCH_BOX(flat<&embedding_bag_tables_cpu>));
+  m.impl("embedding_bag_fused", TORCH_BOX(flat<&embedding_bag_fused_cpu>));
+  m.impl("embedding_bag_backward_per_sample_weights", TORCH_BOX(flat<&per_sample_weights_gradient>));
 }
 
 }  // namespace rec_kernels

@@ -237,23 +237,9 @@ BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& 
 }
 
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
-                      const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                      const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-                      const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-                      const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
-                      int64_t num_rows, int64_t max_embedding_dim,
-                      const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
-                      const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
-                      const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                      const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-                      int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+                      const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                      const BagReading& reading, const OptionalTensor& weights) {
+  const BagOptions options = parse_bag_options(reading);
   BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
@@ -267,22 +253,11 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(
-    const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& weights) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const std::vector<int64_t>& weights_shape,
+                                                   const Tensor& values, const Tensor& offsets,
+                                                   const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                                                   const BagReading& reading, const OptionalTensor& weights) {
+  const BagOptions options = parse_bag_options(reading);
   BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
   check_own_weights(weights, weights_shape, values, layout, in.multiplies);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
@@ -332,37 +307,21 @@ FinishRuns kernel_of(Optimizer optimizer) {
   return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
 }
 
-void backward_fused(
-    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
-    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
-    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts,
-    int64_t cache_ways) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const Optimizer optimizer = parse_optimizer(optimizer_name);
-  const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, eps, beta1, beta2);
-  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
-  const GradientStep gradient_step =
-      parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
+void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
+                    const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagReading& reading,
+                    const UpdateArguments& fused, const OptionalTensor& status, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
+                    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+                    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+  const BagOptions options = parse_bag_options(reading);
+  const Optimizer optimizer = parse_optimizer(fused.optimizer);
+  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
+  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
+  const UpdateRounding how = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  const GradientStep gradient_step = parse_gradient_step(fused);
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   set_table_ids(how.table_ids, in);
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
@@ -387,25 +346,25 @@ void backward_fused(
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
   target.state = state.pointers();
   target.lr = *lr.const_data_ptr<float>();
-  target.eps = static_cast<float>(eps);
+  target.eps = static_cast<float>(fused.eps);
   target.gradient_step = gradient_step;
-  if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, beta1, beta2, &target);
+  if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, fused.beta1, fused.beta2, &target);
   target.stochastic = how.stochastic;
   target.cache = cache.view;
   target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
   finish_all(in, o, grad, target.weights, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
   *step.mutable_data_ptr<int64_t>() = next_step;
-  if (!beta_powers) return;
-  beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;
-  beta_powers->mutable_data_ptr<float>()[1] = target.beta2_power;
+  if (!fused.beta_powers) return;
+  fused.beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;
+  fused.beta_powers->mutable_data_ptr<float>()[1] = target.beta2_power;
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("embedding_bag_backward_dense", TORCH_BOX(&backward_dense));
-  m.impl("embedding_bag_backward_sparse", TORCH_BOX(&backward_sparse));
-  m.impl("embedding_bag_backward_fused_", TORCH_BOX(&backward_fused));
+  m.impl("embedding_bag_backward_dense", TORCH_BOX(flat<&backward_dense>));
+  m.impl("embedding_bag_backward_sparse", TORCH_BOX(flat<&backward_sparse>));
+  m.impl("embedding_bag_backward_fused_", TORCH_BOX(flat<&backward_fused>));
 }
 
 }  // namespace rec_kernels

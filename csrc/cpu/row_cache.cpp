@@ -30,21 +30,8 @@ constexpr int64_t kSlotsAtOnce = 1024;
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
               const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& values, const Tensor& offsets,
-              const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-              const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-              const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-              int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-              const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
-              const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-              const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-              const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-              int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-              const std::string& bounds_check) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+              const TableLayout& layout, const BagReading& reading) {
+  const BagOptions options = parse_bag_options(reading);
   const OptionalTensor none;
   // The weights are not read: any table fits.
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
@@ -58,22 +45,10 @@ Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor&
 
 void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
            const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-           const Tensor& cache_clock, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-           const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-           const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-           int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats,
-           const OptionalTensor& format_of, int64_t embedding_dim, const OptionalTensor& bag_starts,
-           const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-           const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-           const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-           int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-           const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
-           const OptionalTensor& table_ids, int64_t first_slot, std::optional<int64_t> num_slots) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+           const Tensor& cache_clock, const TableLayout& layout, const BagReading& reading, const std::string& rounding,
+           const OptionalTensor& seed, const OptionalTensor& table_ids, int64_t first_slot,
+           std::optional<int64_t> num_slots) {
+  const BagOptions options = parse_bag_options(reading);
   const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
@@ -161,8 +136,8 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("row_cache_lookup", TORCH_BOX(&lookup));
-  m.impl("row_cache_flush_", TORCH_BOX(&flush));
+  m.impl("row_cache_lookup", TORCH_BOX(flat<&lookup>));
+  m.impl("row_cache_flush_", TORCH_BOX(flat<&flush>));
   m.impl("row_cache_stats", TORCH_BOX(&stats));
 }
 

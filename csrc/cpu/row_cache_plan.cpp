@@ -110,25 +110,14 @@ Tensor distinct(std::vector<int64_t> rows, const Tensor& like) {
   return out;
 }
 
-std::tuple<Tensor, Tensor> plan(
-    const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
-    const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
-    const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-    const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim, int64_t num_rows,
-    int64_t max_embedding_dim, const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-    int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
-    const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
-    const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
-    const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts, std::optional<bool> multiplies,
-    const std::string& pooling, int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& seed,
-    const std::string& policy, const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
-    int64_t decay_every, bool inserts) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_dirty,
+                                const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
+                                const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values,
+                                const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
+                                const OptionalTensor& seed, const std::string& policy,
+                                const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
+                                int64_t decay_every, bool inserts) {
+  const BagOptions options = parse_bag_options(reading);
   const bool lfu = parse_policy(policy);
   const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
   const OptionalTensor none, tags = cache_tags, marks = cache_marks, dirty = cache_dirty, sets = cache_sets,
@@ -159,6 +148,6 @@ std::tuple<Tensor, Tensor> plan(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", TORCH_BOX(&plan)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", TORCH_BOX(flat<&plan>)); }
 
 }  // namespace rec_kernels

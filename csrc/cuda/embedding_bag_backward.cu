@@ -201,23 +201,9 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
 }
 
 Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
-                      const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                      const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-                      const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims,
-                      const OptionalTensor& output_offsets, const OptionalTensor& mean, int64_t output_dim,
-                      int64_t num_rows, int64_t max_embedding_dim,
-                      const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-                      int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
-                      const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
-                      const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-                      const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine,
-                      int64_t max_parts, std::optional<bool> multiplies, const std::string& pooling,
-                      int64_t padding_idx, const std::string& bounds_check, const OptionalTensor& weights) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+                      const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                      const BagReading& reading, const OptionalTensor& weights) {
+  const BagOptions options = parse_bag_options(reading);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
@@ -258,22 +244,11 @@ __global__ void row_counts_kernel(SumArgs a, int64_t parts, int64_t* counts) {
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(
-    const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
-    const OptionalTensor& per_sample_weights, const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets,
-    const OptionalTensor& num_embeddings, const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets,
-    const OptionalTensor& mean, int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const OptionalTensor& weights) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const std::vector<int64_t>& weights_shape,
+                                                   const Tensor& values, const Tensor& offsets,
+                                                   const OptionalTensor& per_sample_weights, const TableLayout& layout,
+                                                   const BagReading& reading, const OptionalTensor& weights) {
+  const BagOptions options = parse_bag_options(reading);
   check_same_device(grad_in, values, "grad", "values");
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
@@ -314,38 +289,22 @@ Moments read_moments(const UpdateState& state, const Features& f) {
   return moments;
 }
 
-void backward_fused(
-    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor& grad_in,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-    const OptionalTensor& weight_offsets, const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-    const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-    int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-    const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of, int64_t embedding_dim,
-    const OptionalTensor& bag_starts, const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-    const OptionalTensor& frozen, const OptionalTensor& partition_starts, const OptionalTensor& divisors,
-    const OptionalTensor& moduli, const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-    std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx, const std::string& bounds_check,
-    const std::string& optimizer_name, double eps, double beta1, double beta2, double weight_decay,
-    const std::string& weight_decay_mode, std::optional<double> clip_grad_value, std::optional<double> clip_grad_norm,
-    const OptionalTensor& exp_avg, const OptionalTensor& exp_avg_sq, const OptionalTensor& beta_powers,
-    const OptionalTensor& moment_offsets, const std::string& rounding, const OptionalTensor& seed,
-    const OptionalTensor& table_ids, const OptionalTensor& status, const OptionalTensor& grad_scale,
-    const OptionalTensor& found_inf, const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-    const OptionalTensor& cache_slots, const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
-    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts,
-    int64_t cache_ways) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
-  const Optimizer optimizer = parse_optimizer(optimizer_name);
-  const UpdateState state{sum, exp_avg, exp_avg_sq, beta_powers, moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, eps, beta1, beta2);
+void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
+                    const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagReading& reading,
+                    const UpdateArguments& fused, const OptionalTensor& status, const OptionalTensor& grad_scale,
+                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
+                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
+                    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+                    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
+  const BagOptions options = parse_bag_options(reading);
+  const Optimizer optimizer = parse_optimizer(fused.optimizer);
+  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
+  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
   check_weights(weights, values, layout);
-  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
-  const GradientStep gradient_step =
-      parse_gradient_step(weight_decay, weight_decay_mode, clip_grad_value, clip_grad_norm);
+  const UpdateRounding how = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  const GradientStep gradient_step = parse_gradient_step(fused);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
@@ -370,7 +329,7 @@ void backward_fused(
   const UpdateArgs update{on_gpu(weights, values),
                           state.pointers(),
                           lr.const_data_ptr<float>(),
-                          static_cast<float>(eps),
+                          static_cast<float>(fused.eps),
                           gradient_step,
                           how.stochastic,
                           is_elementwise(optimizer),
@@ -378,20 +337,20 @@ void backward_fused(
                           counter,
                           elementwise_kind(optimizer),
                           moments,
-                          static_cast<float>(beta1),
-                          static_cast<float>(beta2),
-                          beta_powers ? beta_powers->const_data_ptr<float>() : nullptr};
+                          static_cast<float>(fused.beta1),
+                          static_cast<float>(fused.beta2),
+                          fused.beta_powers ? fused.beta_powers->const_data_ptr<float>() : nullptr};
   update_all(in, args, update, optimizer, cache, grad, stream);
   launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, counter,
-         beta_powers ? beta_powers->mutable_data_ptr<float>() : nullptr, update.beta1, update.beta2);
+         fused.beta_powers ? fused.beta_powers->mutable_data_ptr<float>() : nullptr, update.beta1, update.beta2);
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("embedding_bag_backward_dense", TORCH_BOX(&backward_dense));
-  m.impl("embedding_bag_backward_sparse", TORCH_BOX(&backward_sparse));
-  m.impl("embedding_bag_backward_fused_", TORCH_BOX(&backward_fused));
+  m.impl("embedding_bag_backward_dense", TORCH_BOX(flat<&backward_dense>));
+  m.impl("embedding_bag_backward_sparse", TORCH_BOX(flat<&backward_sparse>));
+  m.impl("embedding_bag_backward_fused_", TORCH_BOX(flat<&backward_fused>));
 }
 
 }  // namespace rec_kernels

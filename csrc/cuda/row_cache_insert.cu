@@ -316,24 +316,11 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
 Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
               const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
               const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
-              const Tensor& values, const Tensor& offsets, const OptionalTensor& weight_offsets,
-              const OptionalTensor& row_offsets, const OptionalTensor& num_embeddings,
-              const OptionalTensor& embedding_dims, const OptionalTensor& output_offsets, const OptionalTensor& mean,
-              int64_t output_dim, int64_t num_rows, int64_t max_embedding_dim,
-              const std::optional<std::vector<std::string>>& formats, const OptionalTensor& format_of,
-              int64_t embedding_dim, const OptionalTensor& bag_starts, const OptionalTensor& inverse,
-              const std::optional<std::vector<int64_t>>& groups, const OptionalTensor& frozen,
-              const OptionalTensor& partition_starts, const OptionalTensor& divisors, const OptionalTensor& moduli,
-              const OptionalTensor& id_limits, const OptionalTensor& combine, int64_t max_parts,
-              std::optional<bool> multiplies, const std::string& pooling, int64_t padding_idx,
-              const std::string& bounds_check, const std::string& rounding, const OptionalTensor& seed,
-              const OptionalTensor& table_ids, const std::string& policy, const OptionalTensor& cache_counts,
-              const OptionalTensor& row_counts, const OptionalTensor& cache_stats, int64_t decay_every) {
-  const TableLayout layout{
-      weight_offsets,    row_offsets, num_embeddings, embedding_dims, output_offsets, mean,      output_dim, num_rows,
-      max_embedding_dim, formats,     format_of,      embedding_dim,  bag_starts,     inverse,   groups,     frozen,
-      partition_starts,  divisors,    moduli,         id_limits,      combine,        max_parts, multiplies};
-  const BagOptions options = parse_bag_options(pooling, padding_idx, bounds_check);
+              const Tensor& values, const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
+              const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
+              const std::string& policy, const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
+              const OptionalTensor& cache_stats, int64_t decay_every) {
+  const BagOptions options = parse_bag_options(reading);
   const bool lfu = parse_policy(policy);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
@@ -372,6 +359,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", TORCH_BOX(&insert)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", TORCH_BOX(flat<&insert>)); }
 
 }  // namespace rec_kernels

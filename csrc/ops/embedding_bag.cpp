@@ -83,12 +83,13 @@ std::string layout_schema() {
          "str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
 }
 
-BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx, const std::string& bounds_check) {
+BagOptions parse_bag_options(const BagReading& reading) {
+  const std::string &pooling = reading.pooling, &bounds_check = reading.bounds_check;
   check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
   const bool raise = bounds_check == "error", ignore = bounds_check == "ignore";
   check_value(raise || ignore || bounds_check == "none",
               "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bounds_check, "\"");
-  return {pooling == "mean", padding_idx, raise || ignore, raise};
+  return {pooling == "mean", reading.padding_idx, raise || ignore, raise};
 }
 
 Optimizer parse_optimizer(const std::string& name) {
@@ -101,8 +102,9 @@ Optimizer parse_optimizer(const std::string& name) {
   throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
 }
 
-GradientStep parse_gradient_step(double weight_decay, const std::string& mode, std::optional<double> clip_value,
-                                 std::optional<double> clip_norm) {
+GradientStep parse_gradient_step(const UpdateArguments& fused) {
+  const std::string& mode = fused.weight_decay_mode;
+  const double weight_decay = fused.weight_decay;
   GradientStep step;
   const bool l2 = mode == "l2";
   check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
@@ -114,8 +116,8 @@ GradientStep parse_gradient_step(double weight_decay, const std::string& mode, s
     check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
     return clip ? static_cast<float>(*clip) : INFINITY;
   };
-  step.clip_value = limit(clip_value, "clip_grad_value");
-  step.clip_norm = limit(clip_norm, "clip_grad_norm");
+  step.clip_value = limit(fused.clip_grad_value, "clip_grad_value");
+  step.clip_norm = limit(fused.clip_grad_norm, "clip_grad_norm");
   return step;
 }
 

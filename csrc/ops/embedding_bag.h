@@ -47,6 +47,7 @@
 #include <vector>
 
 #include "core/stable.h"
+#include "ops/argument_groups.h"
 #include "ops/bags.h"
 #include "ops/row_formats.h"
 #include "optimizers/elementwise.h"
@@ -85,10 +86,31 @@ struct TableLayout {
   std::optional<bool> multiplies;  // whether a feature multiplies rows of its parts; none: not given
 };
 
+template <>
+struct ArgumentsOf<const TableLayout&> {
+  using types = Types<const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, const OptionalTensor&, int64_t, int64_t, int64_t,
+                      const std::optional<std::vector<std::string>>&, const OptionalTensor&, int64_t,
+                      const OptionalTensor&, const OptionalTensor&, const std::optional<std::vector<int64_t>>&,
+                      const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, const OptionalTensor&, int64_t, std::optional<bool>>;
+};
+
 // Of the elements of `weights`.
 inline int64_t element_bytes(const TableLayout& layout) { return layout.formats ? 1 : 4; }
 
-// How bags are read.
+// How bags are read, as it arrives.
+struct BagReading {
+  const std::string& pooling;
+  int64_t padding_idx;
+  const std::string& bounds_check;
+};
+template <>
+struct ArgumentsOf<const BagReading&> {
+  using types = Types<const std::string&, int64_t, const std::string&>;
+};
+
+// The same, read.
 struct BagOptions {
   bool mean;  // of every feature, unless TableLayout::mean says otherwise per feature
   int64_t padding_idx;
@@ -108,6 +130,23 @@ inline ElementwiseKind elementwise_kind(Optimizer o) {
   return static_cast<ElementwiseKind>(static_cast<int>(o) - static_cast<int>(Optimizer::kAdagrad));
 }
 
+// What a fused update is to do, as it arrives.
+struct UpdateArguments {
+  const std::string& optimizer;
+  double eps, beta1, beta2, weight_decay;
+  const std::string& weight_decay_mode;
+  std::optional<double> clip_grad_value, clip_grad_norm;
+  const OptionalTensor &exp_avg, &exp_avg_sq, &beta_powers, &moment_offsets;
+  const std::string& rounding;
+  const OptionalTensor &seed, &table_ids;
+};
+template <>
+struct ArgumentsOf<const UpdateArguments&> {
+  using types = Types<const std::string&, double, double, double, double, const std::string&, std::optional<double>,
+                      std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const OptionalTensor&, const std::string&, const OptionalTensor&, const OptionalTensor&>;
+};
+
 // State of a fused optimizer, as it arrives. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per
 // element; exp_avg_sq per element, for row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates.
 // Element-wise state of feature f's table starts at moment_offsets[f]; without a layout, at 0. It may be bfloat16.
@@ -120,8 +159,7 @@ struct UpdateState {
 };
 
 // The gradient's way to the optimizer, clipping and weight decay, as it arrives.
-RK_EXPORT GradientStep parse_gradient_step(double weight_decay, const std::string& mode,
-                                           std::optional<double> clip_value, std::optional<double> clip_norm);
+RK_EXPORT GradientStep parse_gradient_step(const UpdateArguments& fused);
 
 // Of the output's elements. Not exported: torch's name of the type would be in that of the function.
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
@@ -131,15 +169,14 @@ inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   return type;
 }
 
-// The layout arguments of a schema. The defaults describe one table, weights [E, D].
+// The arguments of TableLayout and BagReading in a schema. The defaults describe one table, weights [E, D].
 std::string layout_schema();
 // That `size` numbers, one for each feature or part, are there; `asks` says why they have to be.
 RK_EXPORT void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
                                    ScalarType dtype,
                                    const char* asks = "embedding_dims is given, so the layout of every feature");
 
-RK_EXPORT BagOptions parse_bag_options(const std::string& pooling, int64_t padding_idx,
-                                       const std::string& bounds_check);
+RK_EXPORT BagOptions parse_bag_options(const BagReading& reading);
 RK_EXPORT Optimizer parse_optimizer(const std::string& name);
 
 // Shapes, dtypes and devices of everything but `weights`; returns the number of features F.
