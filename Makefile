@@ -1,4 +1,5 @@
 # Everything a newcomer types. `make train` and `make test` set up what they need in .venv first.
+#   JOBS=8           run the tests in so many processes (2)
 #   SYSTEM_TORCH=1   use the torch that is already installed (the environment then goes to .venv-system)
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -7,13 +8,14 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 NATIVE := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh') $(wildcard python_tests/*.cu python_tests/*.cpp)
-# Everything a requirements file asks for; without torch when the system's is used.
-INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
+# Everything a requirements file asks for; without torch and the Triton it comes with when the system's is used.
+INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|triton==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
-# All tests: in two processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
-WHOLE = -n 2 --dist loadfile --durations 10
+# All tests: in JOBS processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
+JOBS ?= 2
+WHOLE = -n $(JOBS) --dist loadfile --durations 10
 
-.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean
+.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -105,12 +107,16 @@ $(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
 	touch $@
 
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
-	$(PIP) install -q --no-deps -r bench/requirements-peers.txt || echo "fbgemm-gpu-cpu cannot be installed here; the bench leaves its column out"
-	touch $@
+	$(PIP) install -q --no-deps -r bench/requirements-peers.txt && touch $@ || \
+	  echo "fbgemm-gpu-cpu cannot be installed here; the bench leaves its column out"
 
-$(VENV)/.built: $(NATIVE) $(VENV)/.env
+# Without _host, tables on disk are left out: every build asks anew whether what it needs is there by now.
+$(VENV)/.built: $(NATIVE) $(VENV)/.env $(if $(wildcard rec_kernels/_host*.so),,again)
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install -q --no-build-isolation --no-deps -e .
+	@ls rec_kernels/_host*.so >/dev/null 2>&1 || \
+	  echo "Tables on disk are left out: they need Python's headers (Debian: apt install python3-dev)." >&2
 	touch $@
+again:
 
 clean:
 	rm -rf build dist *.egg-info rec_kernels/*.so rec_kernels/cuda_architectures.txt $(VENV)/.built

@@ -76,4 +76,4 @@ def test_train(benchmark, subject: Lookups, name: str, rounds: int) -> None:
     """Forward, backward and update: row-wise Adagrad, of torch the element-wise one."""
     benchmark.group = f"train {subject.workload.name}"
     rounds = rounds if name != "torch" else max(rounds // 3, 3)
-    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.workload.forward_bytes())
+    time_calls(benchmark, subject.train(name), BATCHES, rounds, subject.moved("train"))

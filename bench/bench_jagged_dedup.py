@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import rec_kernels  # noqa: F401 -- registers the ops
 from bench.timing import time_calls, turned
 
 #: Inputs that the calls take in turn.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+import rec_kernels  # noqa: F401 -- registers the ops
 from bench.timing import time_calls, turned
 
 #: Inputs that the calls take in turn.

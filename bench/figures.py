@@ -6,6 +6,7 @@ were written before it kept every pass have rows without "passes_ms" and "bytes"
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import subprocess
@@ -21,7 +22,7 @@ OF_BYTES = ("limit", "bytes", "copy", "read")
 #: The names of those whose code is not this repository's.
 OTHERS = frozenset(LIMITS) | {
     *("torch", "compiled", "tuned", "bmm", "indexing", "index_select", "torch, whole batch"),
-    *("fbgemm", "fbgemm, whole batch"),
+    *("fbgemm", "fbgemm, huge pages", "fbgemm, whole batch"),
 }
 
 #: By what a document has.
@@ -51,13 +52,7 @@ def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
     Raises:
         FiguresError: it is missing, or of another kind.
     """
-    if Path(name).is_file():
-        text = Path(name).read_text(errors="replace")
-    else:
-        shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
-        if ":" not in name or shown.returncode:
-            raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
-        text = shown.stdout
+    text = Path(name).read_text(errors="replace") if Path(name).is_file() else _of_commit(name)
     try:
         document = json.loads(text)
     except ValueError as error:
@@ -65,6 +60,16 @@ def load(name: str, kinds: Sequence[str] = ("results",)) -> dict[str, object]:
     if not isinstance(document, dict) or not any(_is_kind(document, kind) for kind in kinds):
         raise FiguresError(f"{name}: not written by {' or '.join(WRITERS[kind] for kind in kinds)}")
     return document
+
+
+def _of_commit(name: str) -> str:
+    shown = None
+    if ":" in name:
+        with contextlib.suppress(FileNotFoundError):  # there is no git
+            shown = subprocess.run(["git", "show", name], cwd=ROOT, capture_output=True, text=True)
+    if shown is None or shown.returncode:
+        raise FiguresError(f"{name}: neither a file nor COMMIT:PATH of one that git has")
+    return shown.stdout
 
 
 def _is_kind(document: dict[str, object], kind: str) -> bool:

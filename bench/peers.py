@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import mmap
 from importlib import metadata
 
 import torch
@@ -13,6 +14,7 @@ import rec_kernels as rk
 from bench.shapes import Shape, Workload
 
 LR, EPS = 0.01, 1e-8
+HUGE_PAGE = 1 << 21
 
 
 # By name, as rec_kernels has them: what torch has for sparse gradients.
@@ -101,8 +103,28 @@ class Fbgemm:
         self.forward(ids).backward(grad)
 
 
+class FbgemmHugePages(Fbgemm):
+    """The same with its rows and state in huge pages, where ours ask for theirs to be: what else differs is kernels."""
+
+    def __init__(self, w: Shape) -> None:
+        super().__init__(w)
+        for name in ("weights_host", "momentum1_host"):
+            tensor = getattr(self.module, name)
+            tensor.data = in_huge_pages(tensor.data)
+
+
+def in_huge_pages(x: Tensor) -> Tensor:
+    """A copy in memory for which huge pages were asked, where the kernel grants them to those who ask."""
+    num_bytes = x.numel() * x.element_size()
+    memory = mmap.mmap(-1, num_bytes + 2 * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the memory
+    start = -whole.data_ptr() % HUGE_PAGE
+    return whole[start : start + num_bytes].view(x.dtype).view(x.shape).copy_(x)
+
+
 def fill(tables: torch.nn.Module) -> None:
-    """Gives FBGEMM's tables numbers: pages that nobody has written to are all one page of zeros, which stays cached."""
+    """Gives FBGEMM's tables numbers other than zeros, as ours have."""
     for weight in tables.split_embedding_weights():
         weight.uniform_(-0.01, 0.01)
 
@@ -175,4 +197,4 @@ def fbgemm_version() -> str | None:
 def available() -> dict[str, type]:
     """name -> implementation, ours first; FBGEMM only where it can be imported."""
     found: dict[str, type] = {"ours": Ours, "torch": TorchTables}
-    return found if fbgemm_ops() is None else found | {"fbgemm": Fbgemm}
+    return found if fbgemm_ops() is None else found | {"fbgemm": Fbgemm, "fbgemm, huge pages": FbgemmHugePages}

@@ -115,7 +115,10 @@ def table(groups: dict[str, dict[str, dict]]) -> str:
 def commit() -> dict[str, object]:
     """What is checked out: "commit", as `git describe` names it, and "dirty", whether files that git knows differ."""
     described = ["git", "describe", "--always", "--tags", "--dirty"]
-    name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    try:
+        name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except FileNotFoundError:  # no git: nobody knows
+        name = ""
     return {"commit": name.removesuffix("-dirty"), "dirty": name.endswith("-dirty")}
 
 

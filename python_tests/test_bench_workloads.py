@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,6 +133,15 @@ def test_peers_look_up_the_same(w) -> None:
             for own, weight in zip(theirs.module.split_embedding_weights(), torchs.weights, strict=True):
                 own.copy_(weight)
             torch.testing.assert_close(theirs.forward(ids), expected)
+            huge = peers.FbgemmHugePages(w)
+            for own, weight in zip(huge.module.split_embedding_weights(), torchs.weights, strict=True):
+                own.copy_(weight)
+            grad = torch.ones_like(expected)
+            with torch.enable_grad():
+                theirs.train(ids, grad)
+                huge.train(ids, grad)
+            assert torch.equal(huge.forward(ids), theirs.forward(ids))
+            assert huge.module.weights_host.data_ptr() % peers.HUGE_PAGE == 0
     if shutil.which(os.environ.get("CXX", "c++")) is not None:
         from bench.limits import limits
 
@@ -176,6 +186,23 @@ def test_bytes_are_of_the_rows_that_are_read(
     formats.test_formats(benchmark, subject, "int8", direction, name, rounds=1)
     assert benchmark.extra_info["bytes"] == subject.moved(direction, row_bytes)
     assert benchmark.extra_info["distinct_bytes"] == subject.moved(direction, row_bytes, distinct=True)
+
+
+FIRST = """
+import pytest, sys
+class First:
+    def pytest_collection_modifyitems(self, config, items):
+        del items[1:]
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--rounds=1", sys.argv[1]], plugins=[First()]))
+"""
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("bench_*.py")), ids=lambda path: path.stem)
+def test_each_benchmark_runs(path: Path) -> None:
+    """Its first case, in a process that has imported nothing else."""
+    ran = subprocess.run([sys.executable, "-c", FIRST, str(path)], cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout[-2000:]
+    assert "1 passed" in ran.stdout
 
 
 def test_benchmarks_take_named_workloads_only_when_asked() -> None:
