@@ -135,6 +135,18 @@ def test_large_batch() -> None:
         check((sample, [a for i, b in enumerate(batches) for a in (Action("insert", b), Action("update", Update(i)))]))
 
 
+@pytest.mark.parametrize("ways", [1, 32, 33, 100])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_rows_want_a_set(policy: str, ways: int) -> None:
+    """More of them than a warp has lanes, of tables that share it; named in another order than their rows have."""
+    tables = [(90, 4, "int8"), (200, 4, "fp32"), (60, 4, "bf16")]
+    features = [(2, "sum"), (0, "sum"), (1, "mean"), (0, "mean")]
+    options = {"policy": policy, "decay_every": 2 if policy == "lfu" else 0}
+    sample = CacheSample(tables, features, {4: 1}, ways, **options)
+    batches = [Batch([[40, 0, 5], [70, 1, 3], [100, 80, 2], [9, 1, 1]], seed=i) for i in range(3)]
+    check((sample, [a for i, b in enumerate(batches) for a in (Action("insert", b), Action("update", Update(i)))]))
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batch_is_ready_whatever_its_order(policy: str) -> None:
     """The ids of a batch in another order, or repeated, leave the same state but for what counts ids."""
