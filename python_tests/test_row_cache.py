@@ -46,13 +46,14 @@ def check(given: Given, backends: Backends = every_backend) -> None:
             assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.held, where
 
 
-@pytest.mark.parametrize("slots", [0, 40, 3_000])
-def test_stats_of_any_ranges(slots: int) -> None:
-    """Those that overlap, are empty, or end where int64 does."""
+@pytest.mark.parametrize(("slots", "more"), [(0, 0), (40, 0), (3_000, 0), (300, 1_600)])
+def test_stats_of_any_ranges(slots: int, more: int) -> None:
+    """Those that overlap, are empty, or end where int64 does; more than a block of a GPU has memory for."""
     most, draw = 2**63 - 1, random.Random(slots)
     tags = [draw.choice([-1, -7, 0, most, most - 1, *range(40)]) for _ in range(slots)]
     dirty = [draw.choice([0, 0, 1, 255]) for _ in tags]
     ranges = [(0, 10), (5, 10), (5, 1), (30, 0), (3, -2), (-4, 9), (20, most), (most, 1), (most - 1, most), (-9, 3)]
+    ranges += [(draw.randrange(50), draw.randrange(4)) for _ in range(more)]
     expected = []
     for first, rows in ranges:
         held = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]

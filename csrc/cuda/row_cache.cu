@@ -152,16 +152,73 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   }
 }
 
-// Slots of each part, and dirty ones of them.
-__global__ void __launch_bounds__(kThreads)
-    stats_kernel(const int64_t* tags, const uint8_t* dirty, int64_t slots, const int64_t* row_offsets,
-                 const int64_t* num_embeddings, int64_t parts, int64_t* counts) {
-  for (int64_t slot = Group<1>::first(); slot < slots; slot += Group<1>::stride())
-    for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
-      if (!is_row_of(tags[slot], row_offsets[p], num_embeddings[p])) continue;
-      atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p), 1ull);
-      if (dirty[slot]) atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p + 1), 1ull);
+// Ranges of linear rows, any that there are, and where they begin and end, ascending: that cuts them into pieces.
+struct RangeArgs {
+  const int64_t *tags, *row_offsets, *num_embeddings;
+  const uint8_t* dirty;
+  int64_t slots, parts;
+  int64_t* cuts;                 // [2 * parts], those that there are not being INT64_MAX
+  unsigned long long* in_piece;  // [2 * parts + 1, 2]: slots, and dirty ones of them
+  int64_t* counts;               // [parts, 2]
+
+  // Cut i: where a range begins (even) or ends.
+  __device__ int64_t cut(int64_t i) const {
+    const int64_t first = row_offsets[i / 2], rows = num_embeddings[i / 2];
+    if (rows <= 0) return INT64_MAX;
+    return i % 2 == 0 ? first : has_end(i / 2) ? first + rows : INT64_MAX;
+  }
+  __device__ bool has_end(int64_t p) const {
+    return row_offsets[p] < 0 || num_embeddings[p] <= INT64_MAX - row_offsets[p];
+  }
+  // How many cuts are not behind a row.
+  __device__ int64_t piece_of(int64_t row) const {
+    int64_t low = 0, high = 2 * parts;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (cuts[middle] <= row) low = middle + 1;
+      else high = middle;
     }
+    return low;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) sort_cuts_kernel(RangeArgs a) {
+  for (int64_t i = Group<1>::first(); i < 2 * a.parts; i += Group<1>::stride()) {
+    const int64_t mine = a.cut(i);
+    int64_t before = 0;
+    for (int64_t j = 0; j < 2 * a.parts; ++j) before += a.cut(j) < mine || (a.cut(j) == mine && j < i);
+    a.cuts[before] = mine;
+  }
+}
+
+// A block counts in shared memory, if there is enough, and adds up what it has found.
+__global__ void __launch_bounds__(kThreads) count_pieces_kernel(RangeArgs a, bool shares) {
+  const int64_t size = 2 * (2 * a.parts + 1);
+  auto* counts = shares ? shared_memory<unsigned long long>() : a.in_piece;
+  for (int64_t i = threadIdx.x; shares && i < size; i += kThreads) counts[i] = 0;
+  __syncthreads();
+  for (int64_t slot = Group<1>::first(); slot < a.slots; slot += Group<1>::stride()) {
+    if (a.tags[slot] < 0) continue;
+    const int64_t piece = a.piece_of(a.tags[slot]);
+    atomicAdd(counts + 2 * piece, 1ull);
+    if (a.dirty[slot]) atomicAdd(counts + 2 * piece + 1, 1ull);
+  }
+  __syncthreads();
+  for (int64_t i = threadIdx.x; shares && i < size; i += kThreads)
+    if (counts[i]) atomicAdd(a.in_piece + i, counts[i]);
+}
+
+__global__ void __launch_bounds__(kThreads) add_pieces_kernel(RangeArgs a) {
+  for (int64_t i = Group<1>::first(); i < 2 * a.parts; i += Group<1>::stride()) {
+    const int64_t first = a.row_offsets[i / 2], rows = a.num_embeddings[i / 2];
+    int64_t count = 0;
+    if (rows > 0) {
+      const int64_t behind = a.has_end(i / 2) ? a.piece_of(first + rows) : 2 * a.parts + 1;
+      for (int64_t piece = a.piece_of(first); piece < behind; ++piece)
+        count += static_cast<int64_t>(a.in_piece[2 * piece + i % 2]);
+    }
+    a.counts[i] = count;
+  }
 }
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
@@ -226,13 +283,27 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
              const Tensor& num_embeddings) {
   check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
   const OnDeviceOf device(cache_tags);
-  const int64_t parts = row_offsets.numel();
+  const int64_t parts = row_offsets.numel(), slots = cache_tags.numel(), numbers = 2 * (2 * parts + 1);
   Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
-  if (cache_tags.numel() > 0)
-    launch(stats_kernel, blocks_for(cache_tags.numel(), 1), dim3(kThreads), 0, device.stream(),
-           cache_tags.const_data_ptr<int64_t>(), cache_dirty.const_data_ptr<uint8_t>(), cache_tags.numel(),
-           row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), parts,
-           out.mutable_data_ptr<int64_t>());
+  if (parts == 0 || slots == 0) return out;
+  const Tensor cuts = new_tensor(cache_tags, {2 * parts}, ScalarType::Long),
+               in_piece = new_zeros(cache_tags, {numbers}, ScalarType::Long);
+  const RangeArgs args{cache_tags.const_data_ptr<int64_t>(),
+                       row_offsets.const_data_ptr<int64_t>(),
+                       num_embeddings.const_data_ptr<int64_t>(),
+                       cache_dirty.const_data_ptr<uint8_t>(),
+                       slots,
+                       parts,
+                       cuts.mutable_data_ptr<int64_t>(),
+                       static_cast<unsigned long long*>(in_piece.mutable_data_ptr()),
+                       out.mutable_data_ptr<int64_t>()};
+  constexpr int64_t kSharedBytes = 48 * 1024;  // of every GPU
+  const int64_t bytes = numbers * int64_t{sizeof(int64_t)};
+  const bool shares = bytes <= kSharedBytes;
+  const dim3 block(kThreads);
+  launch(sort_cuts_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
+  launch(count_pieces_kernel, blocks_for(slots, 1), block, shares ? bytes : 0, device.stream(), args, shares);
+  launch(add_pieces_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
   return out;
 }
 
