@@ -46,13 +46,14 @@ def check(given: Given, backends: Backends = every_backend) -> None:
             assert call("row_cache_stats", case.arguments | state, backend.ops).tolist() == done.held, where
 
 
-@pytest.mark.parametrize("slots", [0, 40, 3_000])
-def test_stats_of_any_ranges(slots: int) -> None:
-    """Those that overlap, are empty, or end where int64 does."""
+@pytest.mark.parametrize(("slots", "more"), [(0, 0), (40, 0), (3_000, 0), (300, 1_600)])
+def test_stats_of_any_ranges(slots: int, more: int) -> None:
+    """Those that overlap, are empty, or end where int64 does; more than a block of a GPU has memory for."""
     most, draw = 2**63 - 1, random.Random(slots)
     tags = [draw.choice([-1, -7, 0, most, most - 1, *range(40)]) for _ in range(slots)]
     dirty = [draw.choice([0, 0, 1, 255]) for _ in tags]
     ranges = [(0, 10), (5, 10), (5, 1), (30, 0), (3, -2), (-4, 9), (20, most), (most, 1), (most - 1, most), (-9, 3)]
+    ranges += [(draw.randrange(50), draw.randrange(4)) for _ in range(more)]
     expected = []
     for first, rows in ranges:
         held = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]
@@ -133,6 +134,18 @@ def test_large_batch() -> None:
         sample = CacheSample(tables, [(0, "sum"), (1, "sum"), (0, "mean"), (2, "sum")], {8: 40, 4: 2}, 4, policy=policy)
         batches = [Batch([[5] * 40, [3] * 40, [1] * 40, [6] * 40], seed=i) for i in range(3)]
         check((sample, [a for i, b in enumerate(batches) for a in (Action("insert", b), Action("update", Update(i)))]))
+
+
+@pytest.mark.parametrize("ways", [1, 32, 33, 100])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_many_rows_want_a_set(policy: str, ways: int) -> None:
+    """More of them than a warp has lanes, of tables that share it; named in another order than their rows have."""
+    tables = [(90, 4, "int8"), (200, 4, "fp32"), (60, 4, "bf16")]
+    features = [(2, "sum"), (0, "sum"), (1, "mean"), (0, "mean")]
+    options = {"policy": policy, "decay_every": 2 if policy == "lfu" else 0}
+    sample = CacheSample(tables, features, {4: 1}, ways, **options)
+    batches = [Batch([[40, 0, 5], [70, 1, 3], [100, 80, 2], [9, 1, 1]], seed=i) for i in range(3)]
+    check((sample, [a for i, b in enumerate(batches) for a in (Action("insert", b), Action("update", Update(i)))]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -9,6 +9,8 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include <atomic>
+
 #include "core/stable.h"
 
 // The dispatch key that kernels in csrc/cuda register for.
@@ -18,6 +20,20 @@ namespace rec_kernels {
 
 // Blocks of a grid, at most; kernels take more work than that in a grid stride.
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
+
+// Threads that the current GPU holds at once; each GPU is asked in the first call for it.
+inline int64_t resident_threads() {
+  constexpr int kKnown = 64;
+  static std::atomic<int64_t> known[kKnown];
+  int device = 0, processors = 0, each = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  if (device < kKnown && known[device] > 0) return known[device];
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&each, cudaDevAttrMaxThreadsPerMultiProcessor, device));
+  const int64_t threads = int64_t{processors} * each;
+  if (device < kKnown) known[device] = threads;
+  return threads;
+}
 
 // Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.
 class OnDeviceOf {

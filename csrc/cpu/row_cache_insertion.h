@@ -2,12 +2,13 @@
 #pragma once
 
 #include <algorithm>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "cpu/for_bags.h"
 #include "cpu/row_cache_tables.h"
+#include "cpu/row_sort.h"
+#include "cpu/scratch.h"
 
 namespace rec_kernels {
 
@@ -78,20 +79,7 @@ class Insertion {
 
   // All that may fail for want of memory: nothing is written. `slots`: of the ids, as row_cache_lookup finds them.
   void prepare(const int64_t* slots) {
-    collect(slots);
-    std::sort(missing_.begin(), missing_.end(), [](const Missing& a, const Missing& b) {
-      return std::tie(a.set, a.row, a.position) < std::tie(b.set, b.row, b.position);
-    });
-    const auto count = static_cast<int64_t>(missing_.size());
-    for (int64_t i = 0; i < count; ++i)
-      if (i == 0 || at(i).set != at(i - 1).set) starts_.push_back(i);
-    starts_.push_back(count);
-    int64_t most = 0, rows = 0;  // of a set; the ids of a row are neighbours
-    for (int64_t i = 0; i < count; ++i) {
-      const bool is_first = i == 0 || at(i).set != at(i - 1).set;
-      rows = is_first ? 1 : rows + (at(i).row != at(i - 1).row);
-      most = std::max(most, rows);
-    }
+    const int64_t most = sort_by_set(collect(slots));
     workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker{Counters(num_tables_), {}, {}});
     for (Worker& w : workers_) w.candidates.reserve(static_cast<size_t>(most));
   }
@@ -124,7 +112,7 @@ class Insertion {
     std::vector<Candidate> candidates;  // of one set
   };
 
-  const Missing& at(int64_t i) const { return missing_[static_cast<size_t>(i)]; }
+  const Missing& at(int64_t i) const { return missing_[i]; }
   int64_t start(int64_t set) const { return starts_[static_cast<size_t>(set)]; }
   int64_t sets() const { return static_cast<int64_t>(starts_.size()) - 1; }
   // Whose statistics are a part's.
@@ -150,16 +138,62 @@ class Insertion {
                     });
   }
 
-  // Lists the ids of rows that are in no slot, and counts all.
-  void collect(const int64_t* slots) {
+  // The ids of rows that are in no slot; counts all.
+  std::vector<Missing> collect(const int64_t* slots) {
     const BagSplit split = split_bags(in_);
     std::vector<Counters> counters(static_cast<size_t>(split.workers), Counters(num_tables_));
     std::vector<std::vector<Missing>> missing(static_cast<size_t>(split.workers));
     for_ids(split, [&](int64_t feature, int64_t begin, int64_t end, size_t worker) {
       read_feature(in_.bags.first_part(feature), begin, end, slots, &missing[worker], &counters[worker]);
     });
-    for (const auto& some : missing) missing_.insert(missing_.end(), some.begin(), some.end());
     for (const Counters& c : counters) found_.add(c);
+    for (size_t i = 1; i < missing.size(); ++i)
+      missing[0].insert(missing[0].end(), missing[i].begin(), missing[i].end());
+    return std::move(missing[0]);
+  }
+
+  // Fills missing_ and starts_: by set, row and position. Returns the most rows of a set.
+  int64_t sort_by_set(const std::vector<Missing>& unsorted) {
+    const auto count = static_cast<int64_t>(unsorted.size());
+    int64_t sets = 0;  // of the cache
+    for (int64_t p = 0; p < in_.num_parts; ++p) sets = std::max(sets, cache_.places[p].first + cache_.places[p].sets);
+    const int place_bits = bit_width(static_cast<uint64_t>(count) + 1);
+    const uint64_t mask = (uint64_t{1} << place_bits) - 1;
+    constexpr int64_t kAtOnce = 1 << 13;
+    const int64_t workers = workers_for(count, kAtOnce);
+    const RowSort sort(count, bit_width(static_cast<uint64_t>(sets)), place_bits);
+    const Scratch<uint64_t> sorted(count + 1), other(count + 1);
+    uint64_t* entries = sort.first_buffer(sorted.get(), other.get());
+    parallel_pieces(count, kAtOnce, workers, [&](int64_t begin, int64_t end, int64_t) {
+      for (int64_t i = begin; i < end; ++i)
+        entries[i] =
+            static_cast<uint64_t>(unsorted[static_cast<size_t>(i)].set) << place_bits | static_cast<uint64_t>(i);
+    });
+    sort.sort(sorted.get(), other.get(), workers);
+    auto* starts = reinterpret_cast<int64_t*>(other.get());
+    const int64_t runs = find_runs(sorted.get(), count, place_bits, 0, starts, workers);
+    starts_.assign(starts, starts + runs + 1);
+    missing_ = Scratch<Missing>(count + 1);
+    std::vector<int64_t> most(static_cast<size_t>(workers));
+    parallel_pieces(runs, kSetsAtOnce, workers, [&](int64_t first, int64_t last, int64_t worker) {
+      for (int64_t i = start(first); i < start(last); ++i)
+        missing_[i] = unsorted[static_cast<size_t>(sorted[i] & mask)];
+      for (int64_t set = first; set < last; ++set) {
+        int64_t& rows = most[static_cast<size_t>(worker)];
+        rows = std::max(rows, sort_rows(missing_.get() + start(set), missing_.get() + start(set + 1)));
+      }
+    });
+    return *std::max_element(most.begin(), most.end());
+  }
+
+  // Of one set; returns how many rows there are.
+  static int64_t sort_rows(Missing* begin, Missing* end) {
+    std::sort(begin, end, [](const Missing& a, const Missing& b) {
+      return a.row != b.row ? a.row < b.row : a.position < b.position;
+    });
+    int64_t rows = 0;
+    for (const Missing* m = begin; m < end; ++m) rows += m == begin || m->row != m[-1].row;
+    return rows;
   }
 
   // Ids [begin, end) of a feature whose part this is.
@@ -288,7 +322,7 @@ class Insertion {
   uint64_t salt_;
   int64_t clock_, num_tables_;
   Counters found_;  // of collect()
-  std::vector<Missing> missing_;
+  Scratch<Missing> missing_;
   std::vector<int64_t> starts_;  // of the sets in missing_, and its end
   std::vector<Worker> workers_;
   bool plans_ = false, halves_ = false;

@@ -1,4 +1,6 @@
 // Which rows of the tables a batch will read and write there: what has to be in memory by then.
+#include <tuple>
+
 #include "cpu/occurrences.h"
 #include "cpu/row_cache_insertion.h"
 #include "cpu/scratch.h"

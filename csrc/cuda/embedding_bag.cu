@@ -156,7 +156,7 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values);
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {
-      launch(weight_gradient_kernel<decltype(format)>, blocks_for(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
+      launch(weight_gradient_kernel<decltype(format)>, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
              device.stream(), args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
     });
   if (in.features.parts && in.bags.num_bags > 0)

@@ -220,10 +220,11 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   return out;
 }
 
-// Columns of each run, and behind the last run nothing.
-__global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, int64_t* dims) {
+// Columns of each run, and behind the last run nothing; of bad bags nothing either.
+__global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int64_t* status, int64_t* dims) {
+  const int64_t runs = *status < 0 ? 0 : *a.runs.num_runs;
   for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())
-    dims[r] = r < *a.runs.num_runs ? a.features[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
+    dims[r] = r < runs ? a.features[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
 }
 
 // Runs whose row is below `row`.
@@ -237,7 +238,16 @@ __device__ int64_t runs_below(const Runs& runs, int64_t row) {
   return low;
 }
 
-__global__ void row_counts_kernel(SumArgs a, int64_t parts, int64_t* counts) {
+// What the host has to know of a sparse gradient.
+struct SparseSizes {
+  int64_t status, runs, floats;
+};
+
+// counts: the runs of each part. `dims`: of all runs together.
+__global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const int64_t* status, const int64_t* dims,
+                                                              int64_t parts, int64_t* counts, SparseSizes* sizes) {
+  if (Group<1>::first() == 0) *sizes = {*status, *a.runs.num_runs, *dims};
+  if (*status < 0) return;
   for (int64_t p = Group<1>::first(); p < parts; p += Group<1>::stride()) {
     const Feature table = a.features[p];
     counts[p] = runs_below(a.runs, table.row_offset + table.num_embeddings) - runs_below(a.runs, table.row_offset);
@@ -259,21 +269,22 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
   const SumArgs args = sum_args(in, o, grad, weights, nullptr, {});
-  // The shape of a sparse gradient is data: this waits for the GPU, as torch's own does.
-  int64_t bad = 0, num_runs = 0, floats = 0;
-  copy_to_host(&bad, status.const_data_ptr<int64_t>(), sizeof bad, stream);
-  check_value(bad >= 0, "the layout, the offsets or inverse are not valid");
-  const int64_t most = o.runs.most_runs;
+  const int64_t most = o.runs.most_runs, *noted = status.const_data_ptr<int64_t>();
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
-  launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, dims.mutable_data_ptr<int64_t>());
+  launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, noted,
+         dims.mutable_data_ptr<int64_t>());
   exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
-  copy_to_host(&num_runs, o.runs.num_runs, sizeof num_runs, stream);
-  copy_to_host(&floats, first.const_data_ptr<int64_t>() + most, sizeof floats, stream);
-  Tensor rows = new_tensor(grad, {num_runs}, ScalarType::Long);
-  Tensor row_grads = new_tensor(grad, {floats}, ScalarType::Float);
   Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
-  launch(row_counts_kernel, blocks_for(in.num_parts, 1), dim3(kThreads), 0, stream, args, in.num_parts,
-         row_counts.mutable_data_ptr<int64_t>());
+  const Tensor told = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
+  auto* on_device = static_cast<SparseSizes*>(told.mutable_data_ptr());
+  launch(row_counts_kernel, blocks_for(in.num_parts, 1), dim3(kThreads), 0, stream, args, noted,
+         first.const_data_ptr<int64_t>() + most, in.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
+  // The shape of a sparse gradient is data: this waits for the GPU, once.
+  SparseSizes sizes{};
+  copy_to_host(&sizes, on_device, sizeof sizes, stream);
+  check_value(sizes.status >= 0, "the layout, the offsets or inverse are not valid");
+  Tensor rows = new_tensor(grad, {sizes.runs}, ScalarType::Long);
+  Tensor row_grads = new_tensor(grad, {sizes.floats}, ScalarType::Float);
   const SparseTarget target{rows.mutable_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(),
                             row_grads.mutable_data_ptr<float>()};
   finish_all(in, args, target, grad, stream);

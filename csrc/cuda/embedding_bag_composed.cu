@@ -218,8 +218,8 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
 }  // namespace
 
 void launch_composed_weight_gradient(const PoolArgs& a, const float* grad, float* out, cudaStream_t stream) {
-  launch(composed_weight_gradient_kernel, blocks_for(a.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, a, grad,
-         out);
+  launch(composed_weight_gradient_kernel, blocks_for_bags(a.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, a,
+         grad, out);
 }
 
 void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
@@ -228,7 +228,7 @@ void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t strea
     const auto start = [&](auto group, auto blocks) {
       constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
       const int64_t items = a.bags.num_bags << a.features.part_bits;
-      launch(pool_composed_kernel<Format, G, kBlocks>, blocks_for(items, G), dim3(kThreads), 0, stream, a);
+      launch(pool_composed_kernel<Format, G, kBlocks>, blocks_for_bags(items, G), dim3(kThreads), 0, stream, a);
     };
     if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);
     else with_few_widths(max_dim, start);

@@ -312,8 +312,8 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
   launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), 0, stream, a,
          target);
   if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
-  launch(finish_long_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_chunks, kThreads, kLongRunBlocks),
-         dim3(kThreads), 0, stream, a, target);
+  launch(finish_long_kernel<G, kBlocks, Target>, at_most(kLongRunBlocks, a.runs.most_chunks, kThreads), dim3(kThreads),
+         0, stream, a, target);
 }
 
 // How the rows of formats[a.format] are updated.

@@ -97,7 +97,8 @@ template <class Format, bool kWeighted>
 void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_widths(max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-    launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for(a.bags.num_bags, G), dim3(kThreads), 0, stream, a);
+    launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
+           a);
   });
 }
 

@@ -23,6 +23,8 @@ struct Group {
     lane = in_warp % G;
     mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
   }
+  // Of the warp's groups.
+  __device__ __forceinline__ static int in_warp() { return static_cast<int>(threadIdx.x) % kWarpSize / G; }
   __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
   __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
   // x of lane `from` of the group.
@@ -35,10 +37,22 @@ struct Group {
 }  // namespace RK_ISA
 
 // Blocks of kThreads for `items` groups of `lanes`, at most `most`.
-inline dim3 blocks_for(int64_t items, int lanes, int64_t most = kMostBlocks) {
+inline dim3 at_most(int64_t most, int64_t items, int lanes) {
   const int64_t blocks = ceil_div(items * lanes, kThreads);
   return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
+
+// As many as the items need, or a few times what the GPU holds: groups go on in a grid stride, and a block that has
+// little to do makes room for another. The start of a block is not paid for items that turn out to be nothing.
+inline dim3 blocks_for(int64_t items, int lanes) {
+  constexpr int64_t kRounds = 4;
+  const int64_t most = kRounds * ceil_div(resident_threads(), kThreads);
+  return at_most(most < kMostBlocks ? most : kMostBlocks, items, lanes);
+}
+
+// As many as the items need, where each is a bag: long, and longer or shorter than the next. The GPU starts a block
+// where one has ended, which no stride over bags evens out as well.
+inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
 
 // Lanes for rows of `columns` floats, four to a lane.
 inline int lanes_for(int64_t columns) {

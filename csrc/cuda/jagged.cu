@@ -9,14 +9,15 @@
 namespace rec_kernels {
 namespace {
 
-constexpr int kNumbersALaunch = 64;
+// All that the 4 KB of a kernel's arguments hold, beside the other two.
+constexpr int kNumbersALaunch = 510;
 struct Numbers {
   int64_t of[kNumbersALaunch];
 };
 
-__global__ void write_numbers_kernel(Numbers numbers, int count, int64_t* out) {
-  const int i = threadIdx.x;
-  if (i < count) out[i] = numbers.of[i];
+__global__ void __launch_bounds__(kThreads) write_numbers_kernel(Numbers numbers, int64_t count, int64_t* out) {
+  static_assert(sizeof numbers + sizeof count + sizeof out <= 4096);
+  for (int i = threadIdx.x; i < count; i += kThreads) out[i] = numbers.of[i];
 }
 
 __global__ void start_status_kernel(int64_t* status) {
@@ -94,7 +95,7 @@ Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStrea
     Numbers some{};
     const int64_t here = std::min<int64_t>(count - first, kNumbersALaunch);
     std::copy_n(numbers.begin() + first, here, some.of);
-    launch(write_numbers_kernel, dim3(1), dim3(kNumbersALaunch), 0, stream, some, static_cast<int>(here),
+    launch(write_numbers_kernel, dim3(1), dim3(kThreads), 0, stream, some, here,
            out.mutable_data_ptr<int64_t>() + first);
   }
   return out;

@@ -61,6 +61,34 @@ __global__ void __launch_bounds__(kThreads)
       if (!are_apart(cache, features, p, q)) note_bad(status, kBadLayout);
 }
 
+__device__ bool is_searched(const CacheTensors& cache, const Features& features, int64_t p) {
+  return cache.sets[p] > 0 && features.num_embeddings[p] > 0;
+}
+
+// A warp takes a part, and counts those that come before it.
+__global__ void __launch_bounds__(kThreads)
+    order_parts_kernel(CacheTensors cache, Features features, const int64_t* status) {
+  if (*status == kBadLayout) return;
+  const Group<kWarpSize> warp;
+  for (int64_t p = Group<kWarpSize>::first(); p < cache.num_parts; p += Group<kWarpSize>::stride()) {
+    const int64_t row = features.row_offsets[p];
+    int64_t before = 0, all = 0;
+    for (int64_t q = warp.lane; q < cache.num_parts; q += kWarpSize) {
+      if (!is_searched(cache, features, q)) continue;
+      const int64_t other = features.row_offsets[q];
+      before += other < row || (other == row && q > p);
+      ++all;
+    }
+    before = warp_sum(before);
+    all = warp_sum(all);
+    if (warp.lane != 0) continue;
+    if (p == 0) *cache.order.count = all;
+    if (!is_searched(cache, features, p)) continue;
+    cache.order.first_rows[before] = row;
+    cache.order.parts[before] = p;
+  }
+}
+
 struct FindArgs {
   CacheTensors cache;
   Features features;
@@ -70,32 +98,31 @@ struct FindArgs {
   int64_t* status;
 };
 
-// A warp takes a bag, and a lane of it an id.
+// A group of lanes takes a bag, and a lane of it an id.
+template <int G>
 __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
   if (*a.status == kBadLayout) return;
-  const Group<kWarpSize> warp;
-  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+  const Group<G> group;
+  for_features_of_warp(a.bags, [&](int64_t feature, int64_t first, int64_t last) {
+    const int64_t part = a.bags.first_part(feature);
     const bool alone = a.bags.first_part(feature + 1) - part == 1;
     const Feature f = a.features[part];
     const CachePlace place = place_of(a.cache, a.features, part);
-    const Range ids = range_of(a.bags, bag, a.status);
-    for (int64_t begin = ids.start; begin < ids.stop; begin += kWarpSize) {
-      const int64_t i = begin + warp.lane;
-      int64_t row = -1;
-      if (i < ids.stop) {
+    for (int64_t bag = first + group.in_warp(); bag < last; bag += kWarpSize / G) {
+      const Range ids = range_of(a.bags, bag, a.status);
+      for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
         const int64_t id = a.bags.id(i);
+        int64_t row = -1;
         if (!a.bags.in_range(id, f)) note_bad(a.status, i);
         else if (id != a.bags.padding_idx && alone && place.sets > 0)
           row = f.row_offset + (a.features.parts ? a.features.parts[part].partition.row(id) : id);
+        const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
+        a.slots[i] = slot;
+        if (a.missing.keys && row >= 0 && slot < 0)
+          a.missing.keys[i] = static_cast<uint64_t>(place.set(row)) << a.missing.row_bits | static_cast<uint64_t>(row);
       }
-      if (i >= ids.stop) continue;
-      const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
-      a.slots[i] = slot;
-      if (a.missing.keys && row >= 0 && slot < 0)
-        a.missing.keys[i] = static_cast<uint64_t>(place.set(row)) << a.missing.row_bits | static_cast<uint64_t>(row);
     }
-  }
+  });
 }
 
 __global__ void __launch_bounds__(kThreads) no_slots_kernel(int64_t* slots, int64_t count) {
@@ -125,16 +152,73 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   }
 }
 
-// Slots of each part, and dirty ones of them.
-__global__ void __launch_bounds__(kThreads)
-    stats_kernel(const int64_t* tags, const uint8_t* dirty, int64_t slots, const int64_t* row_offsets,
-                 const int64_t* num_embeddings, int64_t parts, int64_t* counts) {
-  for (int64_t slot = Group<1>::first(); slot < slots; slot += Group<1>::stride())
-    for (int64_t p = 0; tags[slot] >= 0 && p < parts; ++p) {
-      if (!is_row_of(tags[slot], row_offsets[p], num_embeddings[p])) continue;
-      atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p), 1ull);
-      if (dirty[slot]) atomicAdd(reinterpret_cast<unsigned long long*>(counts + 2 * p + 1), 1ull);
+// Ranges of linear rows, any that there are, and where they begin and end, ascending: that cuts them into pieces.
+struct RangeArgs {
+  const int64_t *tags, *row_offsets, *num_embeddings;
+  const uint8_t* dirty;
+  int64_t slots, parts;
+  int64_t* cuts;                 // [2 * parts], those that there are not being INT64_MAX
+  unsigned long long* in_piece;  // [2 * parts + 1, 2]: slots, and dirty ones of them
+  int64_t* counts;               // [parts, 2]
+
+  // Cut i: where a range begins (even) or ends.
+  __device__ int64_t cut(int64_t i) const {
+    const int64_t first = row_offsets[i / 2], rows = num_embeddings[i / 2];
+    if (rows <= 0) return INT64_MAX;
+    return i % 2 == 0 ? first : has_end(i / 2) ? first + rows : INT64_MAX;
+  }
+  __device__ bool has_end(int64_t p) const {
+    return row_offsets[p] < 0 || num_embeddings[p] <= INT64_MAX - row_offsets[p];
+  }
+  // How many cuts are not behind a row.
+  __device__ int64_t piece_of(int64_t row) const {
+    int64_t low = 0, high = 2 * parts;
+    while (low < high) {
+      const int64_t middle = low + (high - low) / 2;
+      if (cuts[middle] <= row) low = middle + 1;
+      else high = middle;
     }
+    return low;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) sort_cuts_kernel(RangeArgs a) {
+  for (int64_t i = Group<1>::first(); i < 2 * a.parts; i += Group<1>::stride()) {
+    const int64_t mine = a.cut(i);
+    int64_t before = 0;
+    for (int64_t j = 0; j < 2 * a.parts; ++j) before += a.cut(j) < mine || (a.cut(j) == mine && j < i);
+    a.cuts[before] = mine;
+  }
+}
+
+// A block counts in shared memory, if there is enough, and adds up what it has found.
+__global__ void __launch_bounds__(kThreads) count_pieces_kernel(RangeArgs a, bool shares) {
+  const int64_t size = 2 * (2 * a.parts + 1);
+  auto* counts = shares ? shared_memory<unsigned long long>() : a.in_piece;
+  for (int64_t i = threadIdx.x; shares && i < size; i += kThreads) counts[i] = 0;
+  __syncthreads();
+  for (int64_t slot = Group<1>::first(); slot < a.slots; slot += Group<1>::stride()) {
+    if (a.tags[slot] < 0) continue;
+    const int64_t piece = a.piece_of(a.tags[slot]);
+    atomicAdd(counts + 2 * piece, 1ull);
+    if (a.dirty[slot]) atomicAdd(counts + 2 * piece + 1, 1ull);
+  }
+  __syncthreads();
+  for (int64_t i = threadIdx.x; shares && i < size; i += kThreads)
+    if (counts[i]) atomicAdd(a.in_piece + i, counts[i]);
+}
+
+__global__ void __launch_bounds__(kThreads) add_pieces_kernel(RangeArgs a) {
+  for (int64_t i = Group<1>::first(); i < 2 * a.parts; i += Group<1>::stride()) {
+    const int64_t first = a.row_offsets[i / 2], rows = a.num_embeddings[i / 2];
+    int64_t count = 0;
+    if (rows > 0) {
+      const int64_t behind = a.has_end(i / 2) ? a.piece_of(first + rows) : 2 * a.parts + 1;
+      for (int64_t piece = a.piece_of(first); piece < behind; ++piece)
+        count += static_cast<int64_t>(a.in_piece[2 * piece + i % 2]);
+    }
+    a.counts[i] = count;
+  }
 }
 
 Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
@@ -170,7 +254,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
                        sets = cache_sets, starts = cache_set_starts, none;
-  const CacheTensors cache =
+  CacheTensors cache =
       read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
   in.features.table_ids = how.table_ids;
@@ -178,6 +262,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   Tensor status = new_status(in, weights.numel(), true, values, stream);
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
   const int64_t slots = read_slots(cache_tags, first_slot, num_slots);
+  const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},
                  cache,
                  in.features,
@@ -198,13 +283,27 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
              const Tensor& num_embeddings) {
   check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
   const OnDeviceOf device(cache_tags);
-  const int64_t parts = row_offsets.numel();
+  const int64_t parts = row_offsets.numel(), slots = cache_tags.numel(), numbers = 2 * (2 * parts + 1);
   Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
-  if (cache_tags.numel() > 0)
-    launch(stats_kernel, blocks_for(cache_tags.numel(), 1), dim3(kThreads), 0, device.stream(),
-           cache_tags.const_data_ptr<int64_t>(), cache_dirty.const_data_ptr<uint8_t>(), cache_tags.numel(),
-           row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), parts,
-           out.mutable_data_ptr<int64_t>());
+  if (parts == 0 || slots == 0) return out;
+  const Tensor cuts = new_tensor(cache_tags, {2 * parts}, ScalarType::Long),
+               in_piece = new_zeros(cache_tags, {numbers}, ScalarType::Long);
+  const RangeArgs args{cache_tags.const_data_ptr<int64_t>(),
+                       row_offsets.const_data_ptr<int64_t>(),
+                       num_embeddings.const_data_ptr<int64_t>(),
+                       cache_dirty.const_data_ptr<uint8_t>(),
+                       slots,
+                       parts,
+                       cuts.mutable_data_ptr<int64_t>(),
+                       static_cast<unsigned long long*>(in_piece.mutable_data_ptr()),
+                       out.mutable_data_ptr<int64_t>()};
+  constexpr int64_t kSharedBytes = 48 * 1024;  // of every GPU
+  const int64_t bytes = numbers * int64_t{sizeof(int64_t)};
+  const bool shares = bytes <= kSharedBytes;
+  const dim3 block(kThreads);
+  launch(sort_cuts_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
+  launch(count_pieces_kernel, blocks_for(slots, 1), block, shares ? bytes : 0, device.stream(), args, shares);
+  launch(add_pieces_kernel, blocks_for(2 * parts, 1), block, 0, device.stream(), args);
   return out;
 }
 
@@ -234,13 +333,26 @@ void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status
   launch(check_places_kernel, dim3(1), dim3(kThreads), 0, stream, cache, in.features, in.bags, status);
 }
 
+Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream) {
+  const int64_t parts = cache->num_parts;
+  Tensor memory = new_tensor(in.values, {2 * parts + 1}, ScalarType::Long);
+  auto* numbers = memory.mutable_data_ptr<int64_t>();
+  cache->order = {numbers, numbers + parts, numbers + 2 * parts};
+  if (parts > 0)
+    launch(order_parts_kernel, blocks_for(parts, kWarpSize), dim3(kThreads), 0, stream, *cache, in.features, status);
+  return memory;
+}
+
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream) {
   if (in.bags.num_ids > 0)
     launch(no_slots_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, slots, in.bags.num_ids);
-  if (in.bags.num_bags > 0)
-    launch(find_slots_kernel, blocks_for(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream,
+  if (in.bags.num_bags == 0) return;
+  with_lanes(lanes_of_bags(in.bags), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    launch(find_slots_kernel<G>, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream,
            FindArgs{cache, in.features, in.bags, slots, missing, status});
+  });
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {

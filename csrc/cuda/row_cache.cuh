@@ -7,6 +7,12 @@
 
 namespace rec_kernels {
 
+// The cached parts in the order of their tables' first rows; of those that read one table, the first comes last.
+struct PartOrder {
+  int64_t *first_rows, *parts;
+  int64_t* count;
+};
+
 // The tensors of a cache; `tags` is null where there is none.
 struct CacheTensors {
   const int64_t *sets, *set_starts, *offsets;  // of the parts
@@ -15,6 +21,7 @@ struct CacheTensors {
   uint8_t *marks, *dirty;
   float* rows;
   int64_t ways, num_slots, num_elements;
+  PartOrder order;  // for those who ask whose a row is
 
   // What rows are found by.
   RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
@@ -27,13 +34,17 @@ __device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const 
                         features.num_embeddings[part]);
 }
 
-// The cached part whose table has a linear row, or -1.
+// The first cached part whose table has a linear row, or -1.
 __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Features& features, int64_t row) {
-  for (int64_t p = 0; p < cache.num_parts; ++p)
-    if (cache.sets[p] > 0 && row >= features.row_offsets[p] &&
-        row - features.row_offsets[p] < features.num_embeddings[p])
-      return p;
-  return -1;
+  int64_t low = 0, high = *cache.order.count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (cache.order.first_rows[middle] <= row) low = middle + 1;
+    else high = middle;
+  }
+  if (low == 0) return -1;
+  const int64_t p = cache.order.parts[low - 1];
+  return row - cache.order.first_rows[low - 1] < features.num_embeddings[p] ? p : -1;
 }
 
 // The same of a row in a slot: -1, too, where its table has no such slot.
@@ -43,19 +54,32 @@ __device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Feat
   return p >= 0 && place_of(cache, features, p).has(slot, cache.ways) ? p : -1;
 }
 
-template <class T>
-__device__ __forceinline__ T warp_min(T x) {
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-    const T other = __shfl_xor_sync(kFullWarp, x, distance);
-    x = other < x ? other : x;
-  }
+__device__ __forceinline__ int64_t warp_sum(int64_t x) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kFullWarp, x, distance);
   return x;
+}
+
+// Calls body(feature, first, last) for the bags [first, last) of each feature that fall to this warp: neighbours, as
+// many to a warp as to the next.
+template <class Body>
+__device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Body& body) {
+  const int64_t each = ceil_div(bags.num_bags, Group<kWarpSize>::stride());
+  const int64_t begin = Group<kWarpSize>::first() * each;
+  const int64_t end = begin + each < bags.num_bags ? begin + each : bags.num_bags;
+  for (int64_t bag = begin; bag < end;) {
+    const int64_t feature = bags.feature_of(bag), behind = bags.first_bag(feature + 1);
+    const int64_t last = behind < end ? behind : end;
+    body(feature, bag, last);
+    bag = last;
+  }
 }
 
 }  // namespace RK_ISA
 
 // Checks on the device, with kBadLayout for what is wrong, that places lie in the cache and apart from each other.
 void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status, cudaStream_t stream);
+// Memory of cache.order, which is written after the checks.
+Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
 CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
                         const Tensor& values, CacheUse use = CacheUse::kUpdate);
 
@@ -64,6 +88,8 @@ struct MissingKeys {
   uint64_t* keys;
   int row_bits;
 };
+// Lanes for a bag, where each takes an id.
+inline int lanes_of_bags(const Bags& bags) { return lanes_for(4 * ceil_div(bags.num_ids, bags.num_bags)); }
 // slots[i]: where id i's row is, or -1. Bad ids and offsets are noted.
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream);

@@ -63,9 +63,24 @@ __global__ void advance_clock_kernel(InsertArgs a) {
   if (!a.skip()) ++*a.clock;
 }
 
+// Sixteen counts at a time, by a table of what each count becomes.
+struct alignas(16) Counts {
+  uint8_t of[16];
+};
 __global__ void __launch_bounds__(kThreads) halve_kernel(InsertArgs a, uint8_t* counts, int64_t count, int64_t every) {
   if (a.skip() || *a.clock % every != 0) return;
-  for (int64_t i = Group<1>::first(); i < count; i += Group<1>::stride()) counts[i] = halved_count(counts[i]);
+  auto* halved = shared_memory<uint8_t>();
+  for (int c = threadIdx.x; c < 256; c += kThreads) halved[c] = halved_count(static_cast<uint8_t>(c));
+  __syncthreads();
+  const int64_t words = reinterpret_cast<uintptr_t>(counts) % sizeof(Counts) ? 0 : count / int64_t{sizeof(Counts)};
+  for (int64_t i = Group<1>::first(); i < words; i += Group<1>::stride()) {
+    Counts word = reinterpret_cast<Counts*>(counts)[i];
+#pragma unroll
+    for (uint8_t& c : word.of) c = halved[c];
+    reinterpret_cast<Counts*>(counts)[i] = word;
+  }
+  for (int64_t i = words * int64_t{sizeof(Counts)} + Group<1>::first(); i < count; i += Group<1>::stride())
+    counts[i] = halved[counts[i]];
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -77,35 +92,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// A warp takes a bag: rows that are in slots are used now.
+// A group of lanes takes a bag: rows that are in slots are used now. The warp counts the bags of a feature together.
+template <int G>
 __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   if (a.skip()) return;
-  const Group<kWarpSize> warp;
-  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (a.cache.sets[part] == 0 || a.bags.first_part(feature + 1) - part != 1) continue;
+  const Group<G> group;
+  const auto now = static_cast<unsigned long long>(*a.clock);
+  for_features_of_warp(a.bags, [&](int64_t feature, int64_t first, int64_t last) {
+    const int64_t part = a.bags.first_part(feature);
+    if (a.cache.sets[part] == 0 || a.bags.first_part(feature + 1) - part != 1) return;
     const Feature f = a.features[part];
-    const int64_t stop = a.bags.offset(bag + 1);
     int64_t lookups = 0, hits = 0;
-    for (int64_t i = a.bags.offset(bag) + warp.lane; i < stop; i += kWarpSize) {
-      const int64_t id = a.bags.id(i), slot = a.slots[i];
-      lookups += a.bags.in_range(id, f) && id != a.bags.padding_idx;
-      if (slot < 0) continue;
-      ++hits;
-      auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
-      const auto now = static_cast<unsigned long long>(*a.clock);
-      // Of the ids that name a row, the first raises the count.
-      if (*stamp != now && atomicExch(stamp, now) != now && a.counts)
-        a.counts[slot] = a.raised(a.counts[slot], a.cache.tags[slot]);
+    for (int64_t bag = first + group.in_warp(); bag < last; bag += kWarpSize / G) {
+      const int64_t stop = a.bags.offset(bag + 1);
+      for (int64_t i = a.bags.offset(bag) + group.lane; i < stop; i += G) {
+        const int64_t id = a.bags.id(i), slot = a.slots[i];
+        lookups += a.bags.in_range(id, f) && id != a.bags.padding_idx;
+        if (slot < 0) continue;
+        ++hits;
+        auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
+        // Of the ids that name a row, the first raises the count.
+        if (*stamp != now && atomicExch(stamp, now) != now && a.counts)
+          a.counts[slot] = a.raised(a.counts[slot], a.cache.tags[slot]);
+      }
     }
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) {
-      lookups += __shfl_xor_sync(kFullWarp, lookups, distance);
-      hits += __shfl_xor_sync(kFullWarp, hits, distance);
-    }
-    if (warp.lane != 0) continue;
+    if (!a.stats) return;
+    lookups = warp_sum(lookups);
+    hits = warp_sum(hits);
+    if (group.in_warp() > 0 || group.lane > 0) return;
     a.count_part(part, kLookups, lookups);
     a.count_part(part, kHits, hits);
-  }
+  });
 }
 
 // Which of two slots a row takes: an empty one, then the fewest uses, the oldest use, the lowest way.
@@ -121,8 +138,8 @@ __device__ Choice better(const Choice& a, const Choice& b) {
   return a.slot < b.slot ? a : b;
 }
 
-// By a warp, for a row of a set with so many uses; -1: it stays out.
-__device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int lane) {
+// The best of the ways of a set that fall to a lane.
+__device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
   const int64_t first = set * a.cache.ways;
   Choice best{UINT64_MAX, 0, INT64_MAX};
   for (int64_t slot = first + lane; slot < first + a.cache.ways; slot += kWarpSize) {
@@ -131,6 +148,11 @@ __device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int 
     else if (a.stamps[slot] != *a.clock && part_at(a.cache, a.features, slot, tag) >= 0)
       best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
   }
+  return best;
+}
+
+// Of all lanes' choices, the slot for a row with so many uses; -1: it stays out.
+__device__ int64_t slot_for(const InsertArgs& a, Choice best, uint8_t uses) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
     best =
         better(best, {__shfl_xor_sync(kFullWarp, best.uses, distance), __shfl_xor_sync(kFullWarp, best.stamp, distance),
@@ -139,14 +161,15 @@ __device__ int64_t slot_for(const InsertArgs& a, int64_t set, uint8_t uses, int 
   return best.uses == UINT64_MAX || refused ? -1 : best.slot;
 }
 
-// Entry i, the first of a row, takes a slot; by one lane.
-__device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot) {
+// Entry i, the first of a row with so many uses, takes a slot; by one lane.
+__device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot, uint8_t uses) {
   const int64_t row = a.row_of(i), before = a.cache.tags[slot];
   if (before >= 0) {
     if (a.counts) a.row_counts[before] = a.counts[slot];
-    a.count_row(before, kEvicted);
+    const int64_t part = part_of_row(a.cache, a.features, before);
+    a.count_part(part, kEvicted);
     if (a.cache.dirty[slot]) {
-      a.count_row(before, kWritten);
+      a.count_part(part, kWritten);
       a.moves.evicted[i] = before;
     }
   }
@@ -155,7 +178,7 @@ __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot) {
   a.cache.marks[slot] = mark_of(row);
   a.stamps[slot] = *a.clock;
   a.cache.dirty[slot] = 0;
-  if (a.counts) a.counts[slot] = a.row_counts[row];
+  if (a.counts) a.counts[slot] = uses;
   a.count_row(row, kInserted);
 }
 
@@ -170,46 +193,87 @@ __device__ int64_t end_of_set(const InsertArgs& a, int64_t begin, uint64_t key) 
   return low;
 }
 
-// The place of the row of entry i, a first one, in the order in which its set serves rows.
-__device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin) {
-  const uint64_t uses = a.counts ? a.row_counts[a.row_of(i)] : 0;
-  return (255 - uses) << 32 | static_cast<uint64_t>(i - begin);
+// The place of the row of entry i in the order in which its set serves rows, the most used first; the lowest half is
+// i - begin. None of an entry that is not the first of its row. `raises`: the row is used now.
+constexpr uint64_t kNoTurn = UINT64_MAX;
+__device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin, bool raises) {
+  if (!a.is_first(i, begin)) return kNoTurn;
+  uint8_t uses = 0;
+  if (a.counts) {
+    uint8_t& count = a.row_counts[a.row_of(i)];
+    if (raises) count = a.raised(count, a.row_of(i));
+    uses = count;
+  }
+  return uint64_t{255u - uses} << 32 | static_cast<uint64_t>(i - begin);
 }
 
-// Entries [begin, end) are those of a set, which a warp serves. No set takes in more rows than it has ways.
-__device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int lane) {
-  for (int64_t i = begin + lane; a.counts && i < end; i += kWarpSize)
-    if (a.is_first(i, begin)) a.row_counts[a.row_of(i)] = a.raised(a.row_counts[a.row_of(i)], a.row_of(i));
-  __syncwarp();
-  uint64_t next = 0;
-  for (;;) {
-    uint64_t turn = UINT64_MAX;
-    for (int64_t i = begin + lane; i < end; i += kWarpSize) {
-      const uint64_t own = a.is_first(i, begin) ? turn_of(a, i, begin) : UINT64_MAX;
-      if (own >= next && own < turn) turn = own;
+// Of the lanes' numbers, the lane-th: a bitonic sort; its last round alone, of numbers that rise and then fall, or fall
+// and then rise, from lane to lane.
+__device__ uint64_t sorted(uint64_t x, int lane, int first_size = 2) {
+  for (int size = first_size; size <= kWarpSize; size *= 2)
+    for (int distance = size / 2; distance > 0; distance /= 2) {
+      const uint64_t other = __shfl_xor_sync(kFullWarp, x, distance);
+      const bool wants_lower = ((lane & distance) == 0) == ((lane & size) == 0);
+      if (wants_lower == (other < x)) x = other;
     }
-    turn = warp_min(turn);
-    if (turn == UINT64_MAX) return;
-    const int64_t i = begin + static_cast<int64_t>(turn & 0xffffffffu);
-    const int64_t slot = slot_for(a, a.set_of(i), static_cast<uint8_t>(255 - (turn >> 32)), lane);
-    next = turn;
-    if (slot < 0) break;
-    if (lane == 0) take_slot(a, i, slot);
-    for (int64_t j = i + lane; j < end && a.keys[j] == a.keys[i]; j += kWarpSize) a.slots[a.positions[j]] = slot;
-    __syncwarp();
-    ++next;
+  return x;
+}
+
+// A lane gets the lane-th of the rows to be served in the set of entries [begin, end), from turn `next` on.
+__device__ uint64_t turns_from(const InsertArgs& a, int64_t begin, int64_t end, uint64_t next, bool raises, int lane) {
+  uint64_t turns = kNoTurn;
+  for (int64_t first = begin; first < end; first += kWarpSize) {
+    // A lane sees the same entries every time, and with them the counts that it has raised.
+    const int64_t i = first + lane;
+    uint64_t turn = i < end ? turn_of(a, i, begin, raises) : kNoTurn;
+    if (turn < next) turn = kNoTurn;
+    if (!__any_sync(kFullWarp, turn < __shfl_sync(kFullWarp, turns, kWarpSize - 1))) continue;
+    // The lower half of both.
+    turn = __shfl_xor_sync(kFullWarp, sorted(turn, lane), kWarpSize - 1);
+    turns = sorted(turn < turns ? turn : turns, lane, kWarpSize);
+  }
+  return turns;
+}
+
+// Entries [begin, end) are those of a set, which a warp serves. Reads its slots once, and its entries once for every
+// kWarpSize rows that come in. No set takes in more rows than it has ways.
+__device__ void serve_set(const InsertArgs& a, int64_t begin, int64_t end, int lane) {
+  const int64_t set = a.set_of(begin);
+  Choice choice = choice_of_lane(a, set, lane);
+  uint64_t next = 0;
+  for (bool refused = false; !refused;) {
+    const uint64_t turns = turns_from(a, begin, end, next, next == 0, lane);
+    for (int k = 0; k < kWarpSize; ++k) {
+      const uint64_t turn = __shfl_sync(kFullWarp, turns, k);
+      if (turn == kNoTurn) return;
+      next = turn;
+      const int64_t i = begin + static_cast<int64_t>(turn & 0xffffffffu);
+      const auto uses = static_cast<uint8_t>(255 - (turn >> 32));
+      const int64_t slot = slot_for(a, choice, uses);
+      refused = slot < 0;
+      if (refused) break;
+      if (lane == (slot - set * a.cache.ways) % kWarpSize) {
+        take_slot(a, i, slot, uses);
+        choice = choice_of_lane(a, set, lane);
+      }
+      for (int64_t j = i + lane; j < end && a.keys[j] == a.keys[i]; j += kWarpSize) a.slots[a.positions[j]] = slot;
+      ++next;
+    }
   }
   // This row and those behind it stay out.
-  for (int64_t i = begin + lane; i < end; i += kWarpSize)
-    if (a.is_first(i, begin) && turn_of(a, i, begin) >= next) a.count_row(a.row_of(i), kLeftOut);
+  for (int64_t i = begin + lane; i < end; i += kWarpSize) {
+    const uint64_t turn = turn_of(a, i, begin, false);
+    if (turn != kNoTurn && turn >= next) a.count_row(a.row_of(i), kLeftOut);
+  }
 }
 
-// A warp looks at an entry, and serves its set if it is the first of it.
+// A warp looks at an entry, and serves its set if it is the first of it. Those that want nothing come last.
 __global__ void __launch_bounds__(kThreads) serve_kernel(InsertArgs a) {
   if (a.skip()) return;
   const Group<kWarpSize> warp;
   for (int64_t i = Group<kWarpSize>::first(); i < a.count; i += Group<kWarpSize>::stride()) {
-    if (a.keys[i] == a.left_out || (i > 0 && a.set_of(i) == a.set_of(i - 1))) continue;
+    if (a.keys[i] == a.left_out) return;
+    if (i > 0 && a.set_of(i) == a.set_of(i - 1)) continue;
     const uint64_t behind = static_cast<uint64_t>(a.set_of(i) + 1) << a.row_bits;
     serve_set(a, i, end_of_set(a, i, behind), warp.lane);
   }
@@ -221,6 +285,7 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(InsertArgs a, Eviction 
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
+    if (a.keys[i] == a.left_out) return;
     if (a.moves.evicted[i] < 0) continue;
     const int64_t part = part_of_row(a.cache, a.features, a.moves.evicted[i]);
     if (!a.features.has_format(part, format)) continue;
@@ -234,6 +299,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const ui
   if (*a.status == kBadLayout) return;
   const Group<G> group;
   for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
+    if (a.keys[i] == a.left_out) return;
     if (a.moves.slots[i] < 0) continue;
     const int64_t part = part_of_row(a.cache, a.features, a.row_of(i));
     if (!a.features.has_format(part, format)) continue;
@@ -302,10 +368,13 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   launch(advance_clock_kernel, dim3(1), dim3(1), 0, stream, a);
   for (const OptionalTensor* counts : {&history.counts, &history.row_counts})
     if (history.lfu && history.decay_every > 0 && (*counts)->numel() > 0)
-      launch(halve_kernel, blocks_for((*counts)->numel(), 1), block, 0, stream, a, optional_pointer<uint8_t>(*counts),
-             (*counts)->numel(), history.decay_every);
+      launch(halve_kernel, blocks_for(ceil_div((*counts)->numel(), sizeof(Counts)), 1), block, 256, stream, a,
+             optional_pointer<uint8_t>(*counts), (*counts)->numel(), history.decay_every);
   if (!has_ids) return;
-  launch(touch_kernel, blocks_for(in.bags.num_bags, kWarpSize), block, 0, stream, a);
+  with_lanes(lanes_of_bags(in.bags), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    launch(touch_kernel<G>, blocks_for(in.bags.num_bags, G), block, 0, stream, a);
+  });
   a.keys = sorted;
   a.positions = by_set;
   a.count = N;
@@ -329,7 +398,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
                        dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
   const CacheArguments arguments{rows, places, tags, marks, dirty, sets, starts, cache_ways};
-  const CacheTensors cache = read_cache(arguments, layout, in, values);
+  CacheTensors cache = read_cache(arguments, layout, in, values);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
@@ -338,6 +407,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   Tensor status = new_status(in, weights.numel(), true, values, stream);
   check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   InsertArgs a{};
   a.cache = cache;
   a.features = in.features;

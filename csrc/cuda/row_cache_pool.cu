@@ -102,7 +102,7 @@ void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream)
   with_bag_format(a.features.formats[a.format], [&](auto format) {
     with_few_widths(max_dim, [&](auto group, auto blocks) {
       constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-      launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for(a.bags.num_bags, G), dim3(kThreads), 0,
+      launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0,
              stream, a);
     });
   });

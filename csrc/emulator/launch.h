@@ -11,6 +11,8 @@ namespace rec_kernels {
 // Few, so that grid-stride loops go round.
 constexpr int64_t kMostBlocks = 3;
 
+inline int64_t resident_threads() { return 1; }
+
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor&) {}

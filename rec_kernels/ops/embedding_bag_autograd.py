@@ -175,7 +175,7 @@ def _backward_tables(ctx, grad: Tensor, _):
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
     """One coalesced sparse gradient per table, in table order, from those of all features."""
     touched: dict[int, int] = {}
-    for first_row, count in zip(row_offsets.tolist(), row_counts.tolist(), strict=True):
+    for first_row, count in torch.stack((row_offsets, row_counts), 1).tolist():  # a GPU is waited for once
         # A table without rows has its row number in common with the next one.
         touched[first_row] = max(count, touched.get(first_row, 0))
     grads, first_row, row, element = [], 0, 0, 0

@@ -68,14 +68,22 @@ def _setup(ctx, inputs, output) -> None:
     ctx.set_materialize_grads(False)
     ctx.permute, ctx.strides = permute, strides
     ctx.size, ctx.total = None if weights is None else weights.shape[0], output[0].shape[0]
-    ctx.save_for_backward(offsets)
+    ctx.save_for_backward(offsets, output[1])
+
+
+def _inverse(permute: Sequence[int]) -> list[int]:
+    return sorted(range(len(permute)), key=permute.__getitem__)
 
 
 @once_differentiable
 def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     if grad is None or ctx.size is None:
         return None, None, None, None, None, None
-    (offsets,) = ctx.saved_tensors
+    offsets, new_offsets = ctx.saved_tensors
+    if _names_each_once(ctx.permute, len(ctx.strides)):  # every number goes back to one place
+        strides = [ctx.strides[f] for f in ctx.permute]
+        back = _ops.jagged_permute(grad, new_offsets, _inverse(ctx.permute), strides, None, ctx.size)[0]
+        return None, None, None, None, back, None
     # Counted from 1: what a total that is too large leaves empty on a GPU then comes from -1, which is left out.
     places = torch.arange(1, ctx.size + 1, device=grad.device)
     sources = _ops.jagged_permute(places, offsets, ctx.permute, ctx.strides, None, ctx.total)[0] - 1
