@@ -1,7 +1,7 @@
 """A training step of embedding_bag with each fused optimizer, rows of float32 and of int8.
 
 Beside it in the same turn: torch with sparse gradients and its own optimizer where it has one for them (Adagrad, Adam),
-and our row-wise Adagrad. FBGEMM's CPU kernels have row-wise Adagrad and SGD only (bench_embedding_bag.py).
+and our row-wise Adagrad. Of FBGEMM, row-wise Adagrad is measured in bench_embedding_bag.py.
 """
 
 from __future__ import annotations
