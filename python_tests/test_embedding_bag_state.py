@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -136,6 +137,27 @@ def _loaded(what: object) -> object:
 
 
 ANOTHER = [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), _loaded]
+
+
+@pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)], ids=str)
+def test_an_init_that_pickle_refuses(cache, another) -> None:
+    """It was called, and is not missed; a config by itself keeps its own, and its copies call it."""
+    options = {"compression": rk.MixedDimension(2), "init": lambda rows: rows.fill_(0.5)}
+    table = rk.EmbeddingBagConfig(6, 4, name="t", feature_names=["f", "g"], **options)
+    collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=cache)
+    for module in (collection, collection.for_serving()):
+        copied = another(module)
+        assert same_bits(copied(batch()).values(), module(batch()).values())
+        if another is not copy.deepcopy:
+            assert copied.tables[0] == dataclasses.replace(table, init=None)
+    assert collection.tables[0].init is table.init
+    again = rk.EmbeddingBagCollection([copy.deepcopy(table)])
+    assert (again.embedding_bags["t"].weight == 0.5).all()
+    named = dataclasses.replace(table, init=torch.nn.init.zeros_)
+    assert another(named).init is another(named).stored[0].init is torch.nn.init.zeros_
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(table)
 
 
 @pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])

@@ -53,6 +53,9 @@ class StoredTable:
         """Of all rows."""
         return self.num_embeddings * self.row_bytes
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "init": None}  # which is called once, and which pickle may refuse
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -70,7 +73,7 @@ class EmbeddingConfig:
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
             to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
             several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
-            that the rows that they make have that variance.
+            that the rows that they make have that variance. A pickled collection has none.
 
     Raises:
         ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
@@ -110,6 +113,15 @@ class EmbeddingConfig:
 
     def _check_compression(self) -> None:
         _check_per_id(self)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "stored"}
+
+    def without_init(self) -> EmbeddingConfig:
+        """The same table, as a collection that has rows is to remember it in a pickle."""
+        other = copy.copy(self)
+        object.__setattr__(other, "init", None)
+        return other
 
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
