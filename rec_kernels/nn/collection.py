@@ -19,7 +19,8 @@ from rec_kernels.nn.cached_tables import holds_rows
 from rec_kernels.nn.copies import CopiedTables
 from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
-from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
+from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.processes import refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import KINDS, StatePlaces
@@ -45,6 +46,9 @@ class TableCollection(CopiedTables):
 
     The arguments are ``rk.EmbeddingBagCollection``'s.
     """
+
+    process_local = False
+    _told_of_processes = False
 
     lr: Tensor
     step: Tensor
@@ -282,7 +286,7 @@ class TableCollection(CopiedTables):
         elif self.optimizer is None or not torch.is_grad_enabled():
             output, status = _ops.embedding_bag(self._weights, *bags, **layout)
         else:
-            refuse_data_parallel()
+            refuse_data_parallel(self)
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options()
                 if cache:
