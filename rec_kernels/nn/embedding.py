@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,7 @@ class SequenceLookups(Layout):
         each = torch.arange(count + 1, device=offsets.device)
         features = len(self.feature_names)
         batch = (offsets.shape[0] - 1) // max(features, 1)
+        starts: Any
         if given.strides:
             starts = given.bag_starts(features)
         elif torch.compiler.is_compiling() or not batch:  # where the batch depends on data, it is not to be asked for

@@ -50,6 +50,6 @@ def warn_of_processes() -> None:
         "fused optimizer, whose updates change this process's tables only: nothing synchronises them, neither FSDP "
         "(fully_shard) nor DistributedDataParallel of other parts of the model, and replicas differ from the first "
         "update on. If each process is to have tables of its own, set process_local = True of the collection; for "
-        "replicas, build it with optimizer=None",
+        "replicas, build it with optimizer=None and have its gradients reduced, as DDP does",
         stacklevel=2,
     )
