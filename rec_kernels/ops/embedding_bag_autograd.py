@@ -161,15 +161,38 @@ def _backward_tables(ctx, grad: Tensor, _):
     layout = ctx.layout | {"inverse": inverse}
     grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
-    shapes = ctx.table_shapes
+    shapes, wanted = ctx.table_shapes, ctx.needs_input_grad[ctx.names.index("tables")]
+    grads: list[Any] = [None] * len(shapes)
+    if any(wanted):
+        shown = layout if all(wanted) else layout | {"frozen": _frozen_with(layout, shapes, wanted)}
+        grads = _gradients_of_tables(ctx, shown, weights, arguments, shapes)
+        # A view would keep the memory of gradients that nobody wants.
+        grads = grads if all(wanted) else [t.clone() if want else None for t, want in zip(grads, wanted, strict=True)]
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+
+
+def _gradients_of_tables(ctx, layout: dict, weights: Tensor | None, arguments: tuple, shapes) -> list[Tensor]:
     if ctx.sparse:
         rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
-        grads = _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
-    else:
-        flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
-        starts = table_starts([shape.numel() for shape in shapes])
-        grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+        return _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
+    flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
+    starts = table_starts([shape.numel() for shape in shapes])
+    return [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
+
+
+def _frozen_with(layout: dict, shapes, wanted) -> Tensor | None:
+    """``frozen``, and the features whose table wants no gradient. Waits for no GPU: compares with numbers only."""
+    frozen, row_offsets = layout["frozen"], layout["row_offsets"]
+    if layout["partition_starts"] is not None:
+        return frozen  # of features, the layout's other tensors of their parts
+    first_row = 0
+    for shape, want in zip(shapes, wanted, strict=True):
+        end = first_row + shape[0]
+        if not want and shape[0]:
+            here = (row_offsets >= first_row) & (row_offsets < end)
+            frozen = here if frozen is None else frozen | here
+        first_row = end
+    return frozen
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
