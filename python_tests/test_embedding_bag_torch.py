@@ -263,8 +263,8 @@ def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> No
         tables = [weights[s : s + r * d].view(r, d) for s, (r, d) in zip(starts, sizes, strict=True)]
         tables = [t.detach().requires_grad_(want) for t, want in zip(tables, wanted, strict=True)]
         output, _ = lookup(
-            weights, tables, torch.tensor([1, 1, 49, 5, 0, 0, 8, 3]), torch.tensor([0, 2, 3, 3, 3, 4, 6, 7, 8]), factors,
-            weight_offsets=torch.tensor(starts), row_offsets=torch.tensor([0, 50, 50, 56]),
+            weights, tables, torch.tensor([1, 1, 49, 5, 0, 0, 8, 3]), torch.tensor([0, 2, 3, 3, 3, 4, 6, 7, 8]),
+            factors, weight_offsets=torch.tensor(starts), row_offsets=torch.tensor([0, 50, 50, 56]),
             num_embeddings=torch.tensor([r for r, _ in sizes]), embedding_dims=torch.tensor([d for _, d in sizes]),
             output_offsets=torch.tensor([0, 8, 16, 20]), output_dim=24, num_rows=65, max_embedding_dim=8, sparse=sparse,
         )  # fmt: skip

@@ -319,7 +319,7 @@ class TableCollection(CachedTables):
         if self.optimizer is not None or self._storage.is_bytes or not torch.is_grad_enabled():
             return []
         bags = self.embedding_bags  # looked up once
-        tables = [bags[t.name].weight for t in self._stored]
+        tables: list[Tensor] = [bags[t.name].weight for t in self._stored]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:

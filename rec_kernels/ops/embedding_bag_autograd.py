@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rec_kernels.ops import autocast
 from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
+from rec_kernels.ops.forward_mode import refuse_tangents, register_autograd
 from rec_kernels.ops.once import differentiable_once
 
 _ops = torch.ops.rec_kernels
@@ -254,17 +254,8 @@ def _check_version(weights: Tensor, version: int) -> None:
         )
 
 
-def _refuse_tangents(op: str, inputs: tuple) -> None:
-    # Below autograd they would be dropped, and derivatives be zeros.
-    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
-        raise NotImplementedError(
-            f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): take it "
-            "in reverse mode (torch.autograd)"
-        )
-
-
 def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
-    """What torch.library.register_autograd does, without its walk over the schema in every call.
+    """What ``register_autograd`` does, without its walk over the schema in every call.
 
     That walk costs time with the square of the number of arguments: 80 microseconds for these ops.
     """
@@ -281,10 +272,9 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
     function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
 
     def kernel(*inputs):
+        refuse_tangents(op, inputs)
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)  # refuses tangents, too
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(op, inputs)
+            return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*inputs)
 
@@ -294,8 +284,8 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
 _register_autograd("embedding_bag", _setup, _backward)
 _register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
 # Only torch's own registration takes gradients of a list.
-torch.library.register_autograd(
-    "rec_kernels::embedding_bag_tables",
+register_autograd(
+    "embedding_bag_tables",
     differentiable_once("embedding_bag_tables", _backward_tables),
     setup_context=_setup_tables,
 )
