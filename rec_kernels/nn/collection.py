@@ -280,8 +280,7 @@ class TableCollection(CopiedTables):
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
         layout = self._layout(starts, shared) | self._output() | cache
-        if self.optimizer is None and not self._storage.is_bytes:
-            tables = [self.embedding_bags[t.name].weight for t in self._stored]
+        if tables := self._differentiated(given.weights):
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
         elif self.optimizer is None or not torch.is_grad_enabled():
             output, status = _ops.embedding_bag(self._weights, *bags, **layout)
@@ -301,6 +300,14 @@ class TableCollection(CopiedTables):
         if self._file is not None and output.requires_grad:
             output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], starts))
         return output
+
+    def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
+        """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
+        if self.optimizer is not None or self._storage.is_bytes or not torch.is_grad_enabled():
+            return []
+        bags = self.embedding_bags  # looked up once
+        tables: list[Tensor] = [bags[t.name].weight for t in self._stored]
+        return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
         self._reports.add(status, self._bad_position, *what)
