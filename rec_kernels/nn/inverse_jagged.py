@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_keys, has_data, select_bags
+from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
+from rec_kernels.nn.selected import check_keys, select_bags
 
 _ops = torch.ops.rec_kernels
 

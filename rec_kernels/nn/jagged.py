@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from rec_kernels.nn.learned import LearnedOffsets
-from rec_kernels.ops.jagged_index_select import jagged_index_select
-from rec_kernels.ops.jagged_permute import jagged_permute
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -310,108 +307,6 @@ def _check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: 
     missing = [k for k in keys if k not in names]
     if missing:
         raise ValueError(f"inverse_indices lack the keys {missing}")
-
-
-class SelectedKeys(NamedTuple):
-    """Features of a KeyedJaggedTensor in an order that was asked for.
-
-    Args:
-        values: [N] ids; offsets: [bags + 1]; weights: [N] or None.
-        strides: their batch sizes where these differ, or None.
-    """
-
-    values: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    strides: list[int] | None
-
-    def bag_starts(self, features: int) -> list[int]:
-        """[F + 1]: where the bags of each of ``features`` features start."""
-        batch = (self.offsets.shape[0] - 1) // max(features, 1)
-        return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
-
-
-def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -> SelectedKeys:
-    """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
-
-    No copy when the keys are already these. ``offset_per_key``: where the ids of ``kjt``'s features start, if it is
-    known; a GPU need not be waited for then. Raises KeyError naming a key that is missing, TypeError for another kind
-    of batch.
-    """
-    if not (hasattr(kjt, "keys") and hasattr(kjt, "offsets")):
-        raise TypeError(
-            f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
-            "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
-        )
-    have = list(kjt.keys())
-    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
-    variable = getattr(kjt, "variable_stride_per_key", bool)()
-    strides = list(kjt.stride_per_key()) if variable and have else None
-    if have == keys:
-        return SelectedKeys(values, offsets, weights, strides)
-    check_keys(keys, have)
-    places = {k: f for f, k in enumerate(have)}
-    order = [places[k] for k in keys]
-    if not order:
-        return SelectedKeys(values[:0], offsets.new_zeros(1), None if weights is None else weights[:0], None)
-    sizes = [(offsets.shape[0] - 1) // len(have)] * len(have) if strides is None else strides
-    known = offset_per_key
-    if known is None and isinstance(kjt, KeyedJaggedTensor):
-        known = kjt.known_offset_per_key()
-    chosen = _permuted(values, offsets, weights, order, sizes, known)
-    return SelectedKeys(*chosen, None if strides is None else [strides[f] for f in order])
-
-
-def _permuted(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    order: list[int],
-    strides: list[int],
-    offset_per_key: list[int] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Features in that order; ``offset_per_key`` if it is known."""
-    if values.device.type != "cpu":
-        # Not jagged_permute: its bags would be good where the given ones are bad, and the lookup is to tell. And there
-        # are GPUs without it.
-        starts = list(itertools.accumulate(strides, initial=0))
-        bags = torch.cat([torch.arange(starts[f], starts[f + 1], device=offsets.device) for f in order])
-        lengths = offsets.diff()[bags]
-        new_offsets = to_offsets(lengths)
-        # Position i of the output comes from its bag's start plus its place within the bag.
-        within = torch.arange(int(new_offsets[-1]), device=offsets.device)
-        source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
-        return values[source], new_offsets, None if weights is None else weights[source]
-    total = None
-    if offset_per_key:
-        total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
-    elif has_data(offsets) and sorted(order) == list(range(len(strides))):
-        # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
-        first, last = int(offsets[0]), int(offsets[-1])
-        total = None if last - first == values.shape[0] else max(last - first, 0)
-    # The op takes float32; which others a lookup takes is for the lookup to say.
-    wide = None if weights is None else weights.float()
-    values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
-    return values, offsets, None if weights is None else wide.to(weights.dtype)
-
-
-def select_bags(
-    values: Tensor, offsets: Tensor, weights: Tensor | None, index: Tensor, total: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, offsets and weights of the bags that ``index`` names; ``total``: as of ``rk.jagged_index_select``."""
-    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
-    if weights is not None:
-        weights, _ = jagged_index_select(weights, offsets, index, total=chosen.shape[0])
-    return chosen, new_offsets, weights
-
-
-def check_keys(keys: Sequence[str], have: list[str]) -> None:
-    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``; ValueError of one name alone."""
-    if isinstance(keys, str):
-        raise ValueError(f"keys must be a list of feature names, got {keys!r}")
-    known = set(have)
-    if missing := [k for k in keys if k not in known]:
-        raise KeyError(f"features {missing} are not among the input's keys {have}")
 
 
 class KeyedTensor:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import cannot_copy
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_keys, has_data, to_offsets
+from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, has_data, to_offsets
 from rec_kernels.nn.learned import LearnedOffsets
+from rec_kernels.nn.selected import check_keys
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
 
