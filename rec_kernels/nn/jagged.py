@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rec_kernels.nn.learned import LearnedOffsets
+from rec_kernels.nn.moving import Moving
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -21,6 +25,25 @@ def to_offsets(lengths: Tensor) -> Tensor:
 def has_data(t: Tensor) -> bool:
     """Whether a tensor can be looked at without waiting for a GPU, and is not a tracer's."""
     return t.device.type == "cpu" and type(t) is Tensor and not torch.compiler.is_compiling()
+
+
+def check_integers(name: str, t: Tensor, values: Tensor) -> None:
+    """Raises an error unless argument ``name`` is [M] int32 or int64 where ``values`` are. Waits for no GPU."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dim() != 1 or t.dtype not in _INTEGERS:
+        raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
+    if t.device != values.device:
+        raise ValueError(f"{name} must be on values' device, {values.device}, got {t.device}")
+
+
+def _check_weights(weights: Tensor, values: Tensor) -> None:
+    if weights.shape != values.shape:
+        raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
+    if not weights.is_floating_point():
+        raise ValueError(f"weights must be floating-point numbers, got {weights.dtype}")
+    if weights.device != values.device:
+        raise ValueError(f"weights must be on values' device, {values.device}, got {weights.device}")
 
 
 def check_offsets(offsets: Tensor, count: int) -> None:
@@ -45,12 +68,14 @@ def _place(key: str, keys: list[str]) -> int:
     return keys.index(key)
 
 
-class JaggedTensor:
+class JaggedTensor(Moving):
     """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
 
     Args:
         values: [N, ...]; offsets: [B + 1] int32 or int64; weights: [N] float32 or None.
     """
+
+    _parts = ("_values", "_offsets", "_weights")
 
     def __init__(self, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         self._values, self._offsets, self._weights = values, offsets, weights
@@ -89,8 +114,12 @@ class JaggedTensor:
         padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
         return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
 
+    def _mapped(self, move: Callable[[Any], Any]) -> JaggedTensor:
+        weights = None if self._weights is None else move(self._weights)
+        return JaggedTensor(move(self._values), move(self._offsets), weights)
 
-class KeyedJaggedTensor(LearnedOffsets):
+
+class KeyedJaggedTensor(LearnedOffsets, Moving):
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
@@ -104,8 +133,11 @@ class KeyedJaggedTensor(LearnedOffsets):
             and an int64 tensor [F, B]. As in TorchRec.
 
     Raises:
-        ValueError: sizes that do not fit together; the message names the argument.
+        ValueError: sizes, dtypes or devices that do not fit together; the message names the argument. TypeError: one is
+            no tensor.
     """
+
+    _parts = ("_values", "_offsets", "_weights", "_inverse")
 
     def __init__(
         self,
@@ -120,12 +152,14 @@ class KeyedJaggedTensor(LearnedOffsets):
     ) -> None:
         if (lengths is None) == (offsets is None):
             raise ValueError("exactly one of lengths and offsets must be given")
-        bags = lengths.shape[0] if offsets is None else offsets.shape[0] - 1
-        check_bags(keys, stride_per_key, bags, "lengths" if offsets is None else "offsets")
+        which, given = ("lengths", lengths) if offsets is None else ("offsets", offsets)
+        check_integers("values", values, values)
+        check_integers(which, given, values)
+        check_bags(keys, stride_per_key, given.shape[0] - (offsets is not None), which)
         if inverse_indices is not None:
             _check_inverse(inverse_indices, keys, stride_per_key)
-        if weights is not None and weights.shape != values.shape:
-            raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
+        if weights is not None:
+            _check_weights(weights, values)
         self._keys, self._values, self._weights = list(keys), values, weights
         self._offsets = to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
@@ -199,7 +233,7 @@ class KeyedJaggedTensor(LearnedOffsets):
         weights = None if self._weights is None else self._weights[first:last]
         return JaggedTensor(self._values[first:last], offsets - offsets[0], weights)
 
-    def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
         inverse = None if self._inverse is None else (self._inverse_keys, move(self._inverse))
         moved = KeyedJaggedTensor(
             self._keys,
@@ -209,18 +243,11 @@ class KeyedJaggedTensor(LearnedOffsets):
             stride_per_key=self._strides,
             inverse_indices=inverse,
         )
-        known = self.known_offset_per_key()
+        # Where it costs nothing to look, so that nobody has to wait for a GPU afterwards.
+        known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:
             moved.keep_offset_per_key(known)
         return moved
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """The same on another device."""
-        return self._mapped(lambda t: t.to(device=device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> KeyedJaggedTensor:
-        """The same in page-locked host memory."""
-        return self._mapped(Tensor.pin_memory)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -309,12 +336,14 @@ def _check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: 
         raise ValueError(f"inverse_indices lack the keys {missing}")
 
 
-class KeyedTensor:
+class KeyedTensor(Moving):
     """Pooled embeddings [B, sum of D] whose columns belong to named features.
 
     Args:
         keys: F names; length_per_key: F widths; values: [B, sum of widths].
     """
+
+    _parts = ("_values",)
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
         self._keys, self._lengths, self._values = keys, length_per_key, values
@@ -339,6 +368,9 @@ class KeyedTensor:
     def to_dict(self) -> dict[str, Tensor]:
         """name -> [B, D]."""
         return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
+
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
+        return KeyedTensor(self._keys, self._lengths, move(self._values))
 
     def __repr__(self) -> str:
         return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"

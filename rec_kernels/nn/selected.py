@@ -127,7 +127,7 @@ def _permuted(
     once = len(order) == len(times) == len(strides)
     total = None
     if offset_per_key:
-        total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
+        total = max(sum(offset_per_key[f + 1] - offset_per_key[f] for f in order), 0)  # bad offsets may fall
     elif _tells_late(values):
         # As many as there may be, where nobody is to wait for how many there are.
         total = None if once or exact else values.shape[0] * max(times.values())
