@@ -1,8 +1,8 @@
 """embedding_bag over every bag format, forward and a training step with stochastic rounding.
 
-Beside it in the same turn: our own float32, FBGEMM's lookup of the same rows (forward of fp16, int8, int4; a step is set
-beside its float32: of these formats it trains fp16 only), and the limit: a bare loop that touches every cache line of
-the same rows and writes the outputs (a step: and rewrites the touched rows), without looking at what is in them.
+Beside it in the same turn: our own float32, FBGEMM's lookup of the same rows (forward of fp16, int8, int4; a step is
+set beside its float32: of these formats it trains fp16 only), and the limit: a bare loop that touches every cache line
+of the same rows and writes the outputs (a step: and rewrites the touched rows), without looking at what is in them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ the fake kernels of this package, and the one function that decides which lookup
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn import bounds
+from rec_kernels.nn import bounds, selected
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -28,7 +29,7 @@ FUSED = OPTIMIZERS[1:]
 OPS = (
     *("embedding_bag", "embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
     *("embedding_bag_backward_dense", "embedding_bag_backward_sparse", "embedding_bag_backward_per_sample_weights"),
-    *("row_cache_insert_", "row_cache_lookup"),
+    *("row_cache_insert_", "row_cache_lookup", "jagged_permute"),
 )
 LATER = "; found on the GPU, in an earlier lookup of this collection"
 KEYS = ["f", "g", "h"]
@@ -47,6 +48,7 @@ def late() -> Iterator[None]:
         for op in OPS:
             library.impl(op, getattr(ops, op).default, "CPU")
         patch.setattr(bounds, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
+        patch.setattr(selected, "_tells_late", lambda _: True)
         try:
             yield
         finally:
@@ -341,6 +343,40 @@ def test_compiled(late, optimizer) -> None:
     assert message(found.state_dict, ValueError).startswith("offsets[6] was below the offset before it or outside")
     assert counter.frame_count == 1
     assert not found._reports._lookups
+    assert_same(found, expected)
+
+
+def reordered(offsets: list[int], known: bool = False) -> rk.KeyedJaggedTensor:
+    """Two samples whose keys are not in the collection's order, with one that it does not have."""
+    jagged = rk.KeyedJaggedTensor(["h", "x", "f", "g"], torch.tensor([3, 1, 0, 3, 2]), offsets=torch.tensor(offsets))
+    if known:
+        jagged.keep_offset_per_key([offsets[i] for i in (0, 2, 4, 6, 8)])
+    return jagged
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize(
+    ("offsets", "wrong"),
+    [
+        ([0, 1, 1, 2, 3, 2, 4, 4, 5], "offsets[5] = 2 (feature 'f', bag 0) is below the offset before it, 3"),
+        ([0, 1, 1, 2, 3, 3, 4, 4, 6], "offsets[8] = 6 (feature 'g', bag 1) must be in [0, 5], the number of values"),
+        ([-1, 1, 1, 2, 3, 3, 4, 4, 5], "offsets[0] = -1 (feature 'h', bag 0) must be in [0, 5], the number of values"),
+    ],
+)
+def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool) -> None:
+    """Told in the batch's terms; nothing is updated, the first bag and bad ones are empty, and nobody waits."""
+    torch._dynamo.reset()
+    found, expected, ids = make(), make(), reordered(offsets).values()
+    rows = [ids[a:b] if 0 <= a <= b <= 5 else ids[:0] for a, b in itertools.pairwise(offsets)]
+    rows = [ids[:0], *rows[5:], *rows[:2]]
+    chosen = rk.KeyedJaggedTensor(KEYS, torch.cat(rows), lengths=torch.tensor([len(row) for row in rows]))
+    compiled = torch.compile(lambda kjt: found(kjt).values(), backend="aot_eager", fullgraph=True)
+    for lookup in (lambda kjt: found(kjt).values(), compiled):
+        output = lookup(reordered(offsets, known))
+        assert known or same_bits(output, expected(chosen).values())  # known sizes may leave bags no place
+        output.square().sum().backward()
+        told = message(found.check, ValueError)
+        assert told == wrong + LATER or "any of the offsets" in told
     assert_same(found, expected)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels.nn.bounds import BAD_LAYOUT
-from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.testing import assert_same_sum, same_bits
 

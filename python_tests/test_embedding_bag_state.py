@@ -304,7 +304,7 @@ def test_unknown_keys() -> None:
 
 def test_select_keys() -> None:
     """Any order and repetition, with weights; both integer widths; no copy where nothing is to do."""
-    from rec_kernels.nn.jagged import select_keys
+    from rec_kernels.nn.selected import select_keys
 
     given = batch(torch.arange(7.0))
     assert select_keys(given, ["f", "g", "h"])[0] is given.values()
@@ -312,7 +312,7 @@ def test_select_keys() -> None:
         narrow = rk.KeyedJaggedTensor(
             given.keys(), given.values().to(dtype), offsets=given.offsets().to(dtype), weights=given.weights_or_none()
         )
-        values, offsets, weights, _ = select_keys(narrow, ["h", "f", "h"])
+        values, offsets, weights, *_ = select_keys(narrow, ["h", "f", "h"])
         assert values.dtype == offsets.dtype == dtype
         assert values.tolist() == [3, 1, 0, 4, 0, 4, 3, 1, 0]
         assert offsets.tolist() == [0, 2, 3, 5, 6, 8, 9]

@@ -121,6 +121,72 @@ def test_stored_of_features(make: Callable) -> None:
         container.num_stored(["name", "b"])
 
 
+IDS, LENGTHS, WEIGHTS = torch.arange(6), torch.tensor([2, 2, 1, 1]), torch.rand(6)
+MOVING = {
+    "rows": (lambda: rk.JaggedTensor(IDS, torch.tensor([0, 2, 6]), WEIGHTS), 3),
+    "bags": (lambda: rk.KeyedJaggedTensor(["name", "a"], IDS, lengths=LENGTHS, weights=WEIGHTS), 3),
+    "own sizes": (
+        lambda: rk.KeyedJaggedTensor(
+            *(["a"], IDS), lengths=LENGTHS, stride_per_key=[4], inverse_indices=(["a"], torch.zeros(1, 5).long())
+        ),
+        3,
+    ),
+    "windows": (_windows, 3),
+    "deduplicated": (_deduplicated, 3),
+    "deduplicated windows": (lambda: _deduplicated().with_windows(), 4),
+    "columns": (lambda: rk.KeyedTensor(["f", "g"], [2, 1], torch.rand(4, 3)), 1),
+}
+
+
+@pytest.mark.parametrize("name", MOVING)
+def test_moves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor to a device and to pinned memory, and every one there is said to be a stream's, bags that were made,
+    too; what the host knows goes along."""
+    make, count = MOVING[name]
+    here, streams, pinned = make(), [], []
+    monkeypatch.setattr(Tensor, "record_stream", lambda t, stream: streams.append((t.device.type, stream)))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda t: pinned.append(t) or t.clone())
+    here.record_stream("stream")
+    there = here.to("meta", non_blocking=True)
+    assert type(there) is type(here.pin_memory()) is type(here)
+    assert streams == []
+    if isinstance(there, rk.KeyedJaggedWindows):
+        there.to_kjt()
+        count += 2
+    there.record_stream("stream")
+    assert streams == [("meta", "stream")] * count
+    leaves = [t for t in torch.utils._pytree.tree_leaves(here) if isinstance(t, Tensor)]
+    assert sorted(map(id, pinned)) == sorted(map(id, leaves))
+    if hasattr(here, "known_offset_per_key"):
+        assert there.known_offset_per_key() == here.known_offset_per_key() is not None
+
+
+META = WEIGHTS.to("meta")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"lengths": torch.full((4,), 1.5)}, ValueError, r"lengths must be int32 or int64 with one .*float32 \[4\]"),
+        ({"lengths": torch.full((4,), 100, dtype=torch.uint8)}, ValueError, "lengths must be int32 .* torch.uint8"),
+        ({"lengths": torch.ones(2, 2).long()}, ValueError, r"lengths must be .* with one dimension, .*\[2, 2\]"),
+        ({"lengths": LENGTHS.to("meta")}, ValueError, "lengths must be on values' device, cpu, got meta"),
+        ({"lengths": [2, 2, 1, 1]}, TypeError, "lengths must be a tensor, got list"),
+        ({"offsets": torch.tensor([[0, 2, 4, 5, 6]])}, ValueError, r"offsets must be .* got torch.int64 \[1, 5\]"),
+        ({"offsets": torch.tensor(0)}, ValueError, r"offsets must be .* with one dimension, got torch.int64 \[\]"),
+        ({"values": IDS.double(), "lengths": LENGTHS}, ValueError, "values must be int32 or int64 .* torch.float64"),
+        ({"values": IDS[None], "lengths": LENGTHS}, ValueError, r"values must be .*one dimension, .*\[1, 6\]"),
+        ({"values": [1], "lengths": LENGTHS}, TypeError, "values must be a tensor, got list"),
+        ({"lengths": LENGTHS, "weights": META}, ValueError, "weights must be on values' device, cpu, got meta"),
+        ({"lengths": LENGTHS, "weights": IDS}, ValueError, "weights must be floating-point numbers, got torch.int64"),
+    ],
+)
+def test_tensors_that_do_not_fit(given: dict, error: type[Exception], message: str) -> None:
+    """Are refused under their own names, when the batch is made."""
+    with pytest.raises(error, match=message):
+        rk.KeyedJaggedTensor(["name", "a"], **{"values": IDS} | given)
+
+
 class _Bags(torch.nn.Module):
     """``module`` of a jagged tensor of values and offsets."""
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import itertools
 import random
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
 import torch
-from backends import device_backends, every_backend
+from backends import Backend, device_backends, every_backend
 from hypothesis import given
 from hypothesis import strategies as st
 from jagged_cases import (
@@ -30,11 +33,18 @@ from rec_kernels.testing import assert_same_sum, same_bits
 ops = torch.ops.rec_kernels
 
 
+def in_torch() -> Iterator[Backend]:
+    """The op of GPUs without the compiled library, which needs no GPU; it is imported with Triton's."""
+    if importlib.util.find_spec("triton") is not None:
+        module = importlib.import_module("rec_kernels.triton.jagged_permute")
+        yield Backend("torch", SimpleNamespace(jagged_permute=module.jagged_permute))
+
+
 def check_permute(batch: Batch, permute: list[int]) -> None:
     """With the total and without, with weights and without."""
     for weights in (None, batch.weights):
         expected = reference(batch.values, batch.offsets, permute, batch.strides, weights)
-        for backend in every_backend():
+        for backend in itertools.chain(every_backend(), in_torch()):
             for total in (None, len(expected[0])):
                 args = (batch.values, batch.offsets, permute, batch.strides, weights, total)
                 check_tensors(backend, backend.ops.jagged_permute(*args), expected)
@@ -73,7 +83,7 @@ def test_values_of_any_kind(dtype: torch.dtype) -> None:
     batch = make_batch(3, 5)
     batch.values = torch.randint(-9, 9, batch.values.shape).to(dtype)
     expected = reference(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
-    for backend in every_backend():
+    for backend in itertools.chain(every_backend(), in_torch()):
         out = backend.ops.jagged_permute(batch.values, batch.offsets, [2, 0, 1], batch.strides)[0]
         assert torch.equal(out, expected), backend.name
 
@@ -130,7 +140,7 @@ def test_a_wrong_total(total: int) -> None:
         ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
     order = torch.tensor([4, 5, 6, 3])[:total]
     zeros = torch.zeros(total - len(order))
-    for backend in device_backends():
+    for backend in itertools.chain(device_backends(), in_torch()):
         out, offsets, weights, status = backend.ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
         assert out.tolist() == [*order.tolist(), *zeros.tolist()], backend.name
         assert same_bits(weights, torch.cat([WEIGHTS[order], zeros])), backend.name
@@ -157,7 +167,7 @@ def test_bad_offsets(bounds: list[int], first: int) -> None:
     rows = good_rows(bounds, 7)
     lengths = torch.tensor([b - a for a, b in rows[3:] + rows[:3]])
     expected = torch.cat([IDS[a:b] for a, b in rows[3:] + rows[:3]] + [torch.zeros(7, dtype=torch.int64)])[:7]
-    for backend in device_backends():
+    for backend in itertools.chain(device_backends(), in_torch()):
         out, found, _, status = backend.ops.jagged_permute(IDS, offsets, [1, 0], [3, 3])
         assert same_bits(out, expected), backend.name
         assert torch.equal(found[1:], lengths.cumsum(0).clamp(max=7)), backend.name
@@ -196,5 +206,6 @@ STRIDES = [2, 2, 2]
 )
 def test_bad_input(args: tuple, message: str) -> None:
     """The message names the argument and what is allowed."""
-    with pytest.raises(ValueError, match=message):
-        ops.jagged_permute(*args)
+    for called in (ops, *(backend.ops for backend in in_torch())):
+        with pytest.raises(ValueError, match=message):
+            called.jagged_permute(*args)

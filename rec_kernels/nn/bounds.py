@@ -9,12 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.selected import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 
 # The first element of a lookup's ``status``: the smallest bad position. Of ids, their position in ``values``; of
 # ``offsets[i]``, BAD_LAYOUT + 1 + i; of ``inverse``, behind as many of these as there are offsets.
-NOTHING_BAD = torch.iinfo(torch.int64).max
 BAD_LAYOUT = torch.iinfo(torch.int64).min
 
 _LATER = "; found on the GPU, in an earlier lookup of this collection"
@@ -142,6 +141,8 @@ class Reports:
 
 def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
     """What the CPU would have raised (``throw_bad_position`` of csrc/ops/embedding_bag.cpp), and that it is late."""
+    if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
+        return ValueError(text + _LATER)
     if position == BAD_LAYOUT:
         wrong = "the collection's layout of tables has been overwritten"
         if lookup.bag_starts is not None:
@@ -158,6 +159,17 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
         name = "values" if position >= 0 else "offsets"
         text = f"{name}[{i}] was not valid; {name} or offsets have been overwritten since"
     return (IndexError if position >= 0 else ValueError)(text + _LATER)
+
+
+def _of_origin(position: int, lookup: _Lookup) -> str | None:
+    """What is wrong with the batch that features were chosen from; None: there is none, or it is good.
+
+    Of such features the first offset is bad, or where the first of them begins.
+    """
+    origin = None if lookup.given is None else lookup.given.origin
+    if origin is None or (text := origin.describe_bad()) is not None or position == BAD_LAYOUT:
+        return None if origin is None else text
+    return "offsets were not those that the batch's offset_per_key() is of, or have been overwritten since"
 
 
 def _place_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
@@ -212,5 +224,5 @@ def _error_of_unseen(position: int) -> Exception:
     i = position - BAD_LAYOUT - 1
     return ValueError(
         f"offsets[{i}] was below the offset before it or outside [0, number of values], or, if there are not so many, "
-        f"an inverse out of range {where}"
+        f"an inverse out of range {where}" + ("; if keys were in another order, any of the offsets" if i == 0 else "")
     )

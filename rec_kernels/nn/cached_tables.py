@@ -12,9 +12,9 @@ from torch import Tensor
 from rec_kernels.nn.accumulate import Pending
 from rec_kernels.nn.ahead import Ahead, Bags
 from rec_kernels.nn.host_memory import host_zeros, pinned
-from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import Layout
 from rec_kernels.nn.row_cache import CacheState, RowCache
+from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.table_file import TableFile
 from rec_kernels.nn.tables import zeros
 

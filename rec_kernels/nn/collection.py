@@ -17,11 +17,11 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.assigned import allocate, assigns, copied
 from rec_kernels.nn.cached_tables import holds_rows
 from rec_kernels.nn.copies import CopiedTables
-from rec_kernels.nn.jagged import SelectedKeys
 from rec_kernels.nn.layout import move
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.processes import refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
+from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import KINDS, StatePlaces
 from rec_kernels.nn.tables import (

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import JaggedTensor, SelectedKeys, check_offsets, select_keys
+from rec_kernels.nn.jagged import JaggedTensor, check_offsets
 from rec_kernels.nn.layout import Layout, ServedTables
+from rec_kernels.nn.selected import SelectedKeys, select_keys
 
 
 class SequenceLookups(Layout):
@@ -60,7 +61,7 @@ class SequenceLookups(Layout):
                 "lookups that are not pooled take no rk.InverseKeyedJaggedTensor: give them features.to_kjt(), or wrap "
                 "the module in rk.deduplicated if its features are in one group"
             )
-        given = select_keys(features, self.feature_names)
+        given = select_keys(features, self.feature_names, exact=True)
         check_offsets(features.offsets(), features.values().shape[0])
         return given
 

@@ -13,8 +13,9 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.distinct import select_distinct
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import KeyedTensor, SelectedKeys, select_keys
+from rec_kernels.nn.jagged import KeyedTensor
 from rec_kernels.nn.layout import Layout, ServedTables
+from rec_kernels.nn.selected import SelectedKeys, select_keys
 from rec_kernels.nn.shared_bags import SharedBags, starts_on
 from rec_kernels.nn.tables import EmbeddingBagConfig
 from rec_kernels.ops.grouped_projection import grouped_projection

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_keys, has_data, select_bags
+from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
+from rec_kernels.nn.moving import Moving
+from rec_kernels.nn.selected import check_keys, select_bags
 
 _ops = torch.ops.rec_kernels
 
 
-class InverseKeyedJaggedTensor:
+class InverseKeyedJaggedTensor(Moving):
     """Ids of several features for a batch, those of samples that have the same bags kept once.
 
     Features are in *groups*. A group has U distinct samples, each a bag of every feature of it, and ``inverse`` says
@@ -42,6 +45,8 @@ class InverseKeyedJaggedTensor:
             of range (on the CPU; on a GPU a collection's lookup tells, see ``rk.EmbeddingBagCollection.check``, and
             so does what makes the whole batch, while ``rk.deduplicated`` gives rows of zeros).
     """
+
+    _parts = ("_unique", "_inverse")
 
     def __init__(
         self,
@@ -267,15 +272,7 @@ class InverseKeyedJaggedTensor:
         start, features = sum(strides[:first]), len(self._groups[g])
         return self._unique.lengths()[start : start + features * strides[first]].view(features, -1)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> InverseKeyedJaggedTensor:
-        """The same on another device."""
-        return self._mapped(lambda part: part.to(device=device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> InverseKeyedJaggedTensor:
-        """The same in page-locked host memory."""
-        return self._mapped(lambda part: part.pin_memory())
-
-    def _mapped(self, move: Callable) -> InverseKeyedJaggedTensor:
+    def _mapped(self, move: Callable[[Any], Any]) -> InverseKeyedJaggedTensor:
         return self._of(move(self._unique), self._groups, move(self._inverse), self._keys)
 
     def _number(self, group: int | str) -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rec_kernels.nn.learned import LearnedOffsets
-from rec_kernels.ops.jagged_index_select import jagged_index_select
-from rec_kernels.ops.jagged_permute import jagged_permute
+from rec_kernels.nn.moving import Moving
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def to_offsets(lengths: Tensor) -> Tensor:
@@ -24,6 +25,25 @@ def to_offsets(lengths: Tensor) -> Tensor:
 def has_data(t: Tensor) -> bool:
     """Whether a tensor can be looked at without waiting for a GPU, and is not a tracer's."""
     return t.device.type == "cpu" and type(t) is Tensor and not torch.compiler.is_compiling()
+
+
+def check_integers(name: str, t: Tensor, values: Tensor) -> None:
+    """Raises an error unless argument ``name`` is [M] int32 or int64 where ``values`` are. Waits for no GPU."""
+    if not isinstance(t, Tensor):
+        raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
+    if t.dim() != 1 or t.dtype not in _INTEGERS:
+        raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
+    if t.device != values.device:
+        raise ValueError(f"{name} must be on values' device, {values.device}, got {t.device}")
+
+
+def _check_weights(weights: Tensor, values: Tensor) -> None:
+    if weights.shape != values.shape:
+        raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
+    if not weights.is_floating_point():
+        raise ValueError(f"weights must be floating-point numbers, got {weights.dtype}")
+    if weights.device != values.device:
+        raise ValueError(f"weights must be on values' device, {values.device}, got {weights.device}")
 
 
 def check_offsets(offsets: Tensor, count: int) -> None:
@@ -48,12 +68,14 @@ def _place(key: str, keys: list[str]) -> int:
     return keys.index(key)
 
 
-class JaggedTensor:
+class JaggedTensor(Moving):
     """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
 
     Args:
         values: [N, ...]; offsets: [B + 1] int32 or int64; weights: [N] float32 or None.
     """
+
+    _parts = ("_values", "_offsets", "_weights")
 
     def __init__(self, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
         self._values, self._offsets, self._weights = values, offsets, weights
@@ -92,8 +114,12 @@ class JaggedTensor:
         padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
         return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
 
+    def _mapped(self, move: Callable[[Any], Any]) -> JaggedTensor:
+        weights = None if self._weights is None else move(self._weights)
+        return JaggedTensor(move(self._values), move(self._offsets), weights)
 
-class KeyedJaggedTensor(LearnedOffsets):
+
+class KeyedJaggedTensor(LearnedOffsets, Moving):
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
@@ -107,8 +133,11 @@ class KeyedJaggedTensor(LearnedOffsets):
             and an int64 tensor [F, B]. As in TorchRec.
 
     Raises:
-        ValueError: sizes that do not fit together; the message names the argument.
+        ValueError: sizes, dtypes or devices that do not fit together; the message names the argument. TypeError: one is
+            no tensor.
     """
+
+    _parts = ("_values", "_offsets", "_weights", "_inverse")
 
     def __init__(
         self,
@@ -123,12 +152,14 @@ class KeyedJaggedTensor(LearnedOffsets):
     ) -> None:
         if (lengths is None) == (offsets is None):
             raise ValueError("exactly one of lengths and offsets must be given")
-        bags = lengths.shape[0] if offsets is None else offsets.shape[0] - 1
-        check_bags(keys, stride_per_key, bags, "lengths" if offsets is None else "offsets")
+        which, given = ("lengths", lengths) if offsets is None else ("offsets", offsets)
+        check_integers("values", values, values)
+        check_integers(which, given, values)
+        check_bags(keys, stride_per_key, given.shape[0] - (offsets is not None), which)
         if inverse_indices is not None:
             _check_inverse(inverse_indices, keys, stride_per_key)
-        if weights is not None and weights.shape != values.shape:
-            raise ValueError(f"weights must have values' shape {list(values.shape)}, got {list(weights.shape)}")
+        if weights is not None:
+            _check_weights(weights, values)
         self._keys, self._values, self._weights = list(keys), values, weights
         self._offsets = to_offsets(lengths) if offsets is None else offsets
         self._strides = None if stride_per_key is None else list(stride_per_key)
@@ -202,7 +233,7 @@ class KeyedJaggedTensor(LearnedOffsets):
         weights = None if self._weights is None else self._weights[first:last]
         return JaggedTensor(self._values[first:last], offsets - offsets[0], weights)
 
-    def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedTensor:
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
         inverse = None if self._inverse is None else (self._inverse_keys, move(self._inverse))
         moved = KeyedJaggedTensor(
             self._keys,
@@ -212,18 +243,11 @@ class KeyedJaggedTensor(LearnedOffsets):
             stride_per_key=self._strides,
             inverse_indices=inverse,
         )
-        known = self.known_offset_per_key()
+        # Where it costs nothing to look, so that nobody has to wait for a GPU afterwards.
+        known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:
             moved.keep_offset_per_key(known)
         return moved
-
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
-        """The same on another device."""
-        return self._mapped(lambda t: t.to(device=device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> KeyedJaggedTensor:
-        """The same in page-locked host memory."""
-        return self._mapped(Tensor.pin_memory)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -312,114 +336,14 @@ def _check_inverse(inverse: tuple[list[str], Tensor], keys: list[str], strides: 
         raise ValueError(f"inverse_indices lack the keys {missing}")
 
 
-class SelectedKeys(NamedTuple):
-    """Features of a KeyedJaggedTensor in an order that was asked for.
-
-    Args:
-        values: [N] ids; offsets: [bags + 1]; weights: [N] or None.
-        strides: their batch sizes where these differ, or None.
-    """
-
-    values: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-    strides: list[int] | None
-
-    def bag_starts(self, features: int) -> list[int]:
-        """[F + 1]: where the bags of each of ``features`` features start."""
-        batch = (self.offsets.shape[0] - 1) // max(features, 1)
-        return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
-
-
-def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None) -> SelectedKeys:
-    """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
-
-    No copy when the keys are already these. ``offset_per_key``: where the ids of ``kjt``'s features start, if it is
-    known; a GPU need not be waited for then. Raises KeyError naming a key that is missing, TypeError for another kind
-    of batch.
-    """
-    if not (hasattr(kjt, "keys") and hasattr(kjt, "offsets")):
-        raise TypeError(
-            f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
-            "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
-        )
-    have = list(kjt.keys())
-    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
-    variable = getattr(kjt, "variable_stride_per_key", bool)()
-    strides = list(kjt.stride_per_key()) if variable and have else None
-    if have == keys:
-        return SelectedKeys(values, offsets, weights, strides)
-    check_keys(keys, have)
-    places = {k: f for f, k in enumerate(have)}
-    order = [places[k] for k in keys]
-    if not order:
-        return SelectedKeys(values[:0], offsets.new_zeros(1), None if weights is None else weights[:0], None)
-    sizes = [(offsets.shape[0] - 1) // len(have)] * len(have) if strides is None else strides
-    known = offset_per_key
-    if known is None and isinstance(kjt, KeyedJaggedTensor):
-        known = kjt.known_offset_per_key()
-    chosen = _permuted(values, offsets, weights, order, sizes, known)
-    return SelectedKeys(*chosen, None if strides is None else [strides[f] for f in order])
-
-
-def _permuted(
-    values: Tensor,
-    offsets: Tensor,
-    weights: Tensor | None,
-    order: list[int],
-    strides: list[int],
-    offset_per_key: list[int] | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Features in that order; ``offset_per_key`` if it is known."""
-    if values.device.type != "cpu":
-        # Not jagged_permute: its bags would be good where the given ones are bad, and the lookup is to tell. And there
-        # are GPUs without it.
-        starts = list(itertools.accumulate(strides, initial=0))
-        bags = torch.cat([torch.arange(starts[f], starts[f + 1], device=offsets.device) for f in order])
-        lengths = offsets.diff()[bags]
-        new_offsets = to_offsets(lengths)
-        # Position i of the output comes from its bag's start plus its place within the bag.
-        within = torch.arange(int(new_offsets[-1]), device=offsets.device)
-        source = within + torch.repeat_interleave(offsets[bags] - new_offsets[:-1], lengths)
-        return values[source], new_offsets, None if weights is None else weights[source]
-    total = None
-    if offset_per_key:
-        total = sum(offset_per_key[f + 1] - offset_per_key[f] for f in order)
-    elif has_data(offsets) and sorted(order) == list(range(len(strides))):
-        # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
-        first, last = int(offsets[0]), int(offsets[-1])
-        total = None if last - first == values.shape[0] else max(last - first, 0)
-    # The op takes float32; which others a lookup takes is for the lookup to say.
-    wide = None if weights is None else weights.float()
-    values, offsets, wide = jagged_permute(values, offsets, order, strides, wide, total=total)
-    return values, offsets, None if weights is None else wide.to(weights.dtype)
-
-
-def select_bags(
-    values: Tensor, offsets: Tensor, weights: Tensor | None, index: Tensor, total: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Values, offsets and weights of the bags that ``index`` names; ``total``: as of ``rk.jagged_index_select``."""
-    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
-    if weights is not None:
-        weights, _ = jagged_index_select(weights, offsets, index, total=chosen.shape[0])
-    return chosen, new_offsets, weights
-
-
-def check_keys(keys: Sequence[str], have: list[str]) -> None:
-    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``; ValueError of one name alone."""
-    if isinstance(keys, str):
-        raise ValueError(f"keys must be a list of feature names, got {keys!r}")
-    known = set(have)
-    if missing := [k for k in keys if k not in known]:
-        raise KeyError(f"features {missing} are not among the input's keys {have}")
-
-
-class KeyedTensor:
+class KeyedTensor(Moving):
     """Pooled embeddings [B, sum of D] whose columns belong to named features.
 
     Args:
         keys: F names; length_per_key: F widths; values: [B, sum of widths].
     """
+
+    _parts = ("_values",)
 
     def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
         self._keys, self._lengths, self._values = keys, length_per_key, values
@@ -444,6 +368,9 @@ class KeyedTensor:
     def to_dict(self) -> dict[str, Tensor]:
         """name -> [B, D]."""
         return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
+
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
+        return KeyedTensor(self._keys, self._lengths, move(self._values))
 
     def __repr__(self) -> str:
         return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"

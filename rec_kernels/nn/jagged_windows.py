@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import cannot_copy
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_keys, has_data, to_offsets
+from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_integers, has_data, to_offsets
 from rec_kernels.nn.learned import LearnedOffsets
+from rec_kernels.nn.moving import Moving
+from rec_kernels.nn.selected import check_keys
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
 
 
-class KeyedJaggedWindows(LearnedOffsets):
+class KeyedJaggedWindows(LearnedOffsets, Moving):
     """Ids of several features for a batch, in one buffer: bag i is ``values[starts[i] : starts[i] + lengths[i]]``.
 
     Bags are key-major, as those of ``rk.KeyedJaggedTensor``: with B samples, bag (f, b) is number f * B + b. The
@@ -38,6 +40,8 @@ class KeyedJaggedWindows(LearnedOffsets):
         ValueError: sizes, dtypes or devices that do not fit together; the message names the argument. IndexError: a
             window is not within the values (on the CPU; on a GPU when its bags are made, or counted).
     """
+
+    _parts = ("_values", "_starts", "_lengths")
 
     def __init__(
         self,
@@ -188,15 +192,14 @@ class KeyedJaggedWindows(LearnedOffsets):
         counts = _not_before(self._starts + buffers, self._lengths.long())
         return dict(zip(self._keys, to_offsets(counts)[self._bag_starts()].diff().tolist(), strict=True))
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedWindows:
-        """The same on another device; bags that were made stay behind."""
-        return self._mapped(lambda t: t.to(device=device, non_blocking=non_blocking))
+    def record_stream(self, stream: torch.Stream) -> None:
+        """As of the other containers; of bags that were made, too."""
+        super().record_stream(stream)
+        if self._bags is not None:
+            self._bags[1].record_stream(stream)
 
-    def pin_memory(self) -> KeyedJaggedWindows:
-        """The same in page-locked host memory."""
-        return self._mapped(Tensor.pin_memory)
-
-    def _mapped(self, move: Callable[[Tensor], Tensor]) -> KeyedJaggedWindows:
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedWindows:
+        # Bags that were made stay behind.
         new = type(self).__new__(type(self))
         new._keys, new._strides, new._bags, new._offset_per_key = self._keys, self._strides, None, None
         new._values, new._starts, new._lengths = map(move, (self._values, self._starts, self._lengths))
@@ -258,9 +261,6 @@ def _not_before(starts: Tensor, lengths: Tensor) -> Tensor:
 
 def _check_tensors(values: Tensor, starts: Tensor, lengths: Tensor) -> None:
     for name, t in (("values", values), ("starts", starts), ("lengths", lengths)):
-        if t.dim() != 1 or t.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"{name} must be int32 or int64 with one dimension, got {t.dtype} {list(t.shape)}")
-        if t.device != values.device:
-            raise ValueError(f"{name} must be on values' device, {values.device}, got {t.device}")
+        check_integers(name, t, values)
     if starts.shape != lengths.shape:
         raise ValueError(f"lengths must have starts' shape {list(starts.shape)}, got {list(lengths.shape)}")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from rec_kernels.nn import bounds
 from rec_kernels.nn.features import PARTITIONS, lookups, partitions
 from rec_kernels.nn.host_memory import staying
-from rec_kernels.nn.jagged import SelectedKeys
+from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage, checked_tables

@@ -11,15 +11,9 @@ from torch.utils import _pytree
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
+from rec_kernels.nn.moving import Moving
 
-# Attributes that are tensors, None or trees of tensors; the others are plain values.
-_TENSORS = {
-    JaggedTensor: ("_values", "_offsets", "_weights"),
-    KeyedJaggedTensor: ("_values", "_offsets", "_weights", "_inverse"),
-    KeyedJaggedWindows: ("_values", "_starts", "_lengths"),
-    KeyedTensor: ("_values",),
-    InverseKeyedJaggedTensor: ("_unique", "_inverse"),
-}
+# Attributes that are plain values; the others are ``_parts``, or learned.
 _OTHERS = {
     JaggedTensor: (),
     KeyedJaggedTensor: ("_keys", "_strides", "_inverse_keys"),
@@ -34,8 +28,8 @@ _LEARNED = {
 }
 
 
-def _register(kind: type) -> None:
-    tensors, others, learned = _TENSORS[kind], _OTHERS[kind], _LEARNED.get(kind, ())
+def _register(kind: type[Moving]) -> None:
+    tensors, others, learned = kind._parts, _OTHERS[kind], _LEARNED.get(kind, ())
 
     def flatten(x: object) -> tuple[list, list]:
         # Lists, which saving a program and loading it leaves what they are.
@@ -65,7 +59,7 @@ def _register(kind: type) -> None:
 
 def register() -> None:
     """Makes the containers known, once, when the package is imported."""
-    for kind in _TENSORS:
+    for kind in _OTHERS:
         _register(kind)
     # A saved program holds example inputs. They are tensors and names; loading them runs nothing.
-    torch.serialization.add_safe_globals(list(_TENSORS))
+    torch.serialization.add_safe_globals(list(_OTHERS))

@@ -1,4 +1,4 @@
-"""The ops of embedding_bag, and expand, in Triton, for GPUs and installs without the compiled CUDA library.
+"""The ops of embedding_bag and expand in Triton, jagged_permute in torch: for GPUs without the compiled CUDA library.
 
 ``import rec_kernels`` imports this package only where it is needed; it needs Triton. What is promised is said in
 rec_kernels.triton.embedding_bag. Tests use Triton 3.8.
@@ -18,6 +18,7 @@ from rec_kernels.triton.embedding_bag import (
     embedding_bag_tables,
 )
 from rec_kernels.triton.expand import expand, expand_backward
+from rec_kernels.triton.jagged_permute import jagged_permute
 
 _OPS = (
     embedding_bag,
@@ -29,6 +30,7 @@ _OPS = (
     embedding_bag_tables,
     expand,
     expand_backward,
+    jagged_permute,
 )
 
 __all__ = ["register", *(op.__name__ for op in _OPS)]
