@@ -1,4 +1,7 @@
-"""The compiled CUDA kernels, read with cuobjdump: no spills, 16-byte loads and stores. No GPU is needed."""
+"""The compiled CUDA kernels, read with cuobjdump: no spills, 16-byte loads and stores, several rows on their way.
+
+No GPU is needed.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def dump(what: str) -> str:
 
 
 def kernel(function: str) -> str | None:
-    """A kernel of ours, what it works on and its widths, from its mangled name: "pool_kernel Fp32 32 1"."""
+    """A kernel of ours, what it works on and its widths, from its mangled name: "pool_kernel Affine8 32 1"."""
     match = re.search(r"11rec_kernels.*?\d+([a-z_]+_kernel)(?:I(.*))?", function)
     if not match:
         return None
@@ -51,9 +54,9 @@ def kernel(function: str) -> str | None:
         re.search(r"Li(\d+)ELi(\d+)E(?=Lb|NS|$|E)", arguments) if name.startswith(("pool", "finish", "sum")) else None
     )
     subject = re.search(
-        r"\d+(Fp32|Fp16|Bf16|Affine|SharedMicroexponents|(?:Encoded|Update|Dense|Sparse)Target)", arguments
+        r"\d+(?:(Fp32|Fp16|Bf16|(?:Encoded|Update|Dense|Sparse)Target)|(Affine|SharedMicroexponents)ILi(\d))", arguments
     )
-    parts = (name, subject and subject[1], *(widths.groups() if widths else ()))
+    parts = (name, "".join(subject.groups("")) if subject else None, *(widths.groups() if widths else ()))
     return " ".join(part for part in parts if part)
 
 
@@ -75,11 +78,17 @@ def test_no_main_kernel_spills(resources) -> None:
     assert max(numbers["LOCAL"] for _, numbers in resources) == 0
 
 
-def test_rows_move_sixteen_bytes_at_a_time() -> None:
-    """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
+@pytest.fixture(scope="module")
+def functions() -> list[tuple[str, str]]:
+    """(mangled name, code) of everything that is compiled."""
     parts = re.split(r"\n[ \t]*Function : (\S+)\n", dump("-sass"))  # \s+ would try every blank of 400 MB
+    return list(zip(parts[1::2], parts[2::2], strict=True))
+
+
+def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
+    """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
     checked = 0
-    for function, code in zip(parts[1::2], parts[2::2], strict=True):
+    for function, code in functions:
         floats = "Fp32|UpdateTarget|DenseTarget|SparseTarget"
         match = re.match(rf"({MAIN}|finish_long)_kernel ({floats}) (\d+) (\d+)$", kernel(function) or "")
         if not match:
@@ -92,3 +101,38 @@ def test_rows_move_sixteen_bytes_at_a_time() -> None:
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
     assert checked >= 40
+
+
+def most_loads_on_their_way(code: str) -> int:
+    """The most loads that follow each other before anything reads what one of them brings."""
+    most = count = 0
+    coming: set[int] = set()
+    for instruction in re.findall(r"^\s+/\*[0-9a-f]{4,6}\*/\s+(.*?);", code, re.MULTILINE):
+        sources = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction.partition(",")[2])}
+        if coming & sources:
+            coming, count = set(), 0
+        load = re.search(r"\bLDG\.E\.?(\S*) R(\d+),", instruction)
+        if load:
+            words = 4 if "128" in load[1] else 2 if "64" in load[1] else 1
+            coming |= set(range(int(load[2]), int(load[2]) + words))
+            count += 1
+            most = max(most, count)
+    return most
+
+
+def test_several_encoded_rows_are_on_their_way(functions) -> None:
+    """A lane asks for all rows but the last that its group has on its way before it decodes the first of them."""
+    row = {"Fp16": (1, 0), "Bf16": (1, 0), "Affine8": (1, 1), "Affine4": (1, 2)}  # loads of four columns, and of a row
+    row |= {"SharedMicroexponents7": (3, 0), "SharedMicroexponents4": (4, 0), "SharedMicroexponents2": (4, 0)}
+    checked = 0
+    for function, code in functions:
+        match = re.match(r"(pool|pool_composed|pool_cached)_kernel (\w+) (\d+) (\d+)$", kernel(function) or "")
+        if not match or match[2] not in row or (match[1] == "pool_cached" and match[4] == "4"):
+            continue
+        checked += 1
+        columns, grid = row[match[2]]
+        loads = columns * int(match[4]) + grid
+        rows = 2 if match[1] == "pool_cached" or match[4] == "4" else 4
+        assert most_loads_on_their_way(code) >= max((rows - 1) * loads, loads + 1), function
+        assert not re.search(r"\bLD\.E", code), function  # of an address that may be of any memory
+    assert checked >= 7 * (12 + 3 + 2)

@@ -142,6 +142,20 @@ def test_tables_that_overlap_in_part_are_not_updated(name: str, place: int, valu
         assert unchanged(case, (weights, state, step)), backend.name
 
 
+@pytest.mark.parametrize("number", [2, 64, 65, 300])
+def test_any_two_of_many_tables_may_overlap(number: int) -> None:
+    """The first and the last, neighbours, or two in the middle."""
+    case = make_case([(2, 4)] * number, list(range(number)), [1] * number, seed=number)
+    rows, told = case.layout["row_offsets"], {"num_rows": len(case.sum), "max_embedding_dim": 4}
+    for backend in device_backends():
+        case.layout["row_offsets"] = rows
+        assert not unchanged(case, case.update("sgd", backend.ops, **told)), backend.name
+        for one, other in ((0, number - 1), (number - 2, number - 1), (number // 2 - 1, number // 2)):
+            case.layout["row_offsets"] = rows.clone()
+            case.layout["row_offsets"][other] = rows[one] + 1
+            assert unchanged(case, case.update("sgd", backend.ops, **told)), (backend.name, one, other)
+
+
 def test_num_rows_and_max_embedding_dim_change_no_bit() -> None:
     """Given, larger than needed, or left out."""
     case = make_case([(5, 16), (3, 130)], [0, 1, 0], [70, 2, 0, 90, 1, 2], mean=[True, False, False], seed=2)

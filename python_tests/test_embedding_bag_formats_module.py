@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
 from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same, batch, is_tied, make, numbers, train
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
@@ -34,6 +35,27 @@ def test_rows_are_what_the_format_says() -> None:
         assert f"t{i}: {rows} x {dim}{'' if format == 'fp32' else ' ' + format} " in repr(collection)
     assert sum(r["weight_bytes"] for r in report) <= collection._weights.numel()
     assert is_tied(collection)
+
+
+def test_requires_grad() -> None:
+    """A model is frozen and unfrozen as a whole, whatever its tables are; the collection leaves tables as they are."""
+    tables = [
+        rk.EmbeddingBagConfig(9, 8, name=f, feature_names=[f], format=f, compression=rk.MixedDimension(4))
+        for f in rk.BAG_FORMATS
+    ]
+    collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD())
+    fixed = [p.requires_grad for p in collection.parameters()]
+    assert fixed == [False, True] * len(tables)
+    assert collection.requires_grad_(False) is collection
+    assert not any(p.requires_grad for p in collection.parameters())
+    assert [p.requires_grad for p in collection.requires_grad_().parameters()] == fixed
+    model = nn.Sequential(collection)
+    for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("meta")):
+        for value in (False, True):
+            one.requires_grad_(value)
+            assert all(p.requires_grad == value for p in one.parameters() if p.is_floating_point())
+    dense = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(9, 8, name="t", feature_names=["f"])])
+    assert [p.requires_grad for v in (False, True) for p in dense.requires_grad_(v).parameters()] == [False, True]
 
 
 @pytest.mark.parametrize("format", rk.BAG_FORMATS)

@@ -8,6 +8,7 @@ import io
 import re
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import rec_kernels as rk
@@ -323,6 +325,33 @@ def test_ddp_refuses_fused_tables(compiled: bool) -> None:
     assert not differences(model.state_dict(), before)
     train(model)
     assert model.tables.step.item() == 2
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    """The first of two processes, of which the other is made up."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("two_ranks")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_several_processes_are_warned(compiled: bool) -> None:
+    """Once, of fused tables that are trained, unless each process is to have its own."""
+    torch._dynamo.reset()
+    dense, fused, local = Model(), Model(ADAGRAD), Model(ADAGRAD)
+    local.tables.process_local = True
+    for model, expected in ((dense, 0), (fused, 1), (local, 0)):
+        forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with torch.no_grad():
+                forward(batch())
+            assert not caught
+            for _ in range(2):
+                forward(batch()).sum().backward()
+        assert sum("process_local = True" in str(w.message) for w in caught) == expected
 
 
 # Rank r trains on its half of the rows, and keeps what it starts and ends with.

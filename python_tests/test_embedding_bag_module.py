@@ -181,6 +181,25 @@ def test_no_grad_changes_nothing() -> None:
     assert collection.step.item() == 0
 
 
+def test_lists_of_tables_only_for_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own registration for lists takes time for every table; without gradients nobody needs it."""
+    collection, jagged = make(), batch()
+    factors = torch.rand(len(jagged.values()), requires_grad=True)
+    weighted = rk.KeyedJaggedTensor(KEYS, jagged.values(), lengths=jagged.lengths(), weights=factors)
+    collection(weighted).values().square().sum().backward()
+    expected, right = collection(jagged).values().detach(), factors.grad
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.ops.rec_kernels, "embedding_bag_tables", None)
+        with torch.no_grad():
+            assert torch.equal(collection(jagged).values(), expected)
+        collection.requires_grad_(False)
+        assert torch.equal(collection(jagged).values(), expected)
+    factors.grad = None
+    collection(weighted).values().square().sum().backward()
+    assert right is not None
+    assert torch.equal(factors.grad, right)
+
+
 def test_any_order_and_superset() -> None:
     """Features are found by name; others in the input are ignored."""
     collection = make()

@@ -38,6 +38,14 @@ def test_other_device_and_other_arguments() -> None:
         triton.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
     with pytest.raises(TypeError, match="weight_ofsets"):
         triton.embedding_bag(table, values, offsets, weight_ofsets=None)
+    with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
+        triton.embedding_bag(table, values, pooling="sum")
+    with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
+        triton.embedding_bag(table, values, offset=offsets)  # as many as there should be
+    with pytest.raises(TypeError, match="multiple values for argument 'values'"):
+        triton.embedding_bag(table, values, offsets, values=values)
+    with pytest.raises(TypeError, match="too many positional arguments"):
+        triton.embedding_bag(table, values, offsets, *[None] * 99)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -88,6 +96,61 @@ def test_refused() -> None:
             triton.embedding_bag_backward_fused_(
                 **_moved(bags | state | {"grad": case.grad}), optimizer="sgd", **{name: value}
             )
+    PASSED["triton"] += 1
+
+
+_PARTS = "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moduli": torch.tensor([3])}, _PARTS),
+        ({"divisors": torch.tensor([3])}, _PARTS),
+        ({"id_limits": torch.tensor([3])}, _PARTS),
+        ({"combine": torch.tensor([1])}, _PARTS),
+        ({"cache_offsets": torch.tensor([0])}, "cache_offsets must not be given"),
+        ({"cache_slots": torch.tensor([0])}, "cache_slots must not be given"),
+        ({"cache_marks": torch.tensor([0])}, "cache_marks must not be given"),
+        ({"cache_dirty": torch.tensor([0])}, "cache_dirty must not be given"),
+        ({"cache_sets": torch.tensor([0])}, "cache_sets must not be given"),
+        ({"cache_set_starts": torch.tensor([0])}, "cache_set_starts must not be given"),
+        ({"cache_ways": 4}, "cache_ways must not be given"),
+        ({"num_rows": -5}, "num_rows = -5 must be"),
+        ({"max_embedding_dim": -1}, "max_embedding_dim = -1 must be"),
+        ({"output_dim": -1}, "output_dim = -1 must be"),
+        ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", got "up"'),
+        ({"weight_decay_mode": "l1"}, 'weight_decay_mode must be "l2" or "decoupled", got "l1"'),
+        ({"table_ids": torch.tensor([0])}, "embedding_dims is missing: table_ids mean nothing without it"),
+        ({"seed": torch.tensor([1])}, "seed must have 0 dimension"),
+        ({"weights": torch.ones(3, 4).half()}, 'rounding must be "nearest" for float16 weights, got "stochastic"'),
+    ],
+)
+def test_nothing_is_ignored(change: dict, message: str) -> None:
+    """What these kernels do not use is refused unless it is its default, in the words of the compiled ops."""
+    given = {"weights": torch.ones(3, 4), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": torch.zeros(3)}
+    given |= {"values": torch.tensor([1]), "offsets": torch.tensor([0, 1])}
+    forward = given | {"token": torch.ones(0)} | change
+    backward = given | {"grad": torch.ones(1, 4)} | change
+    for op, arguments in (("embedding_bag_fused", forward), ("embedding_bag_backward_fused_", backward)):
+        with pytest.raises(ValueError, match=message):
+            getattr(triton, op)(**_moved(arguments))
+    PASSED["triton"] += 1
+
+
+def test_options_of_every_feature() -> None:
+    """table_ids of another number of features; weights of another shape than their gradient's; who says bag_starts."""
+    case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
+    given = _moved({"values": case.values, "offsets": case.offsets} | case.layout)
+    state = _moved({"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": case.sum})
+    grad, ids = case.grad.to(DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
+    with pytest.raises(ValueError, match=r"table_ids must have shape \[2\], got \[3\]"):
+        triton.embedding_bag_backward_fused_(**state, grad=grad, **given, table_ids=ids)
+    for op in (triton.embedding_bag_backward_dense, triton.embedding_bag_backward_sparse):
+        with pytest.raises(ValueError, match="weights must have the shape that weights_shape names, got"):
+            op(grad, [len(case.weights)], **given, weights=state["weights"][:-16])
+    with pytest.raises(ValueError, match=r"bag_starts must not be given \(rk\.EmbeddingCollection"):
+        triton.embedding_bag(state["weights"], **given, bag_starts=ids)
     PASSED["triton"] += 1
 
 

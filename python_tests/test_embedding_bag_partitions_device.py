@@ -46,6 +46,15 @@ def test_shared_tables(lengths: list[int], weighted: bool) -> None:
         check_update(encoded, optimizer, "nearest", every_backend)
 
 
+def test_products_of_many_tables() -> None:
+    """The first table is multiplied with the last one, and read alone by another feature."""
+    features = [*range(70), Parts([0, 69], [(1, 3), (3, 3)], 9, "mult")]
+    case = make_case([(3, 4)] * 70, features, [2] * 71, seed=70)
+    check_gradients(case, every_backend)
+    for optimizer in OPTIMIZERS:
+        check_update(EncodedCase(case, ["fp32"] * 70), optimizer, "nearest", every_backend)
+
+
 @pytest.mark.parametrize("format", BAG_FORMATS)
 @pytest.mark.parametrize(("dim", "combine"), [(516, "mult"), (516, "concat"), (1030, "add"), (1030, "mult")])
 def test_wide_rows(dim: int, combine: str, format: str) -> None:

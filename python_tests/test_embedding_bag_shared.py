@@ -266,3 +266,18 @@ def test_bad_arguments(change: dict, words: str) -> None:
     for backend in every_backend():
         with pytest.raises(ValueError, match=words):
             backend.ops.embedding_bag(case.weights, *case.jagged, **(layout | change))
+
+
+@pytest.mark.parametrize("last", [2, 1])
+def test_groups_of_many_features(last: int) -> None:
+    """Of 70 features in a group, all have two bags, or the last has one: a device notes it."""
+    lengths = [1] * (2 * 69 + last)
+    case = make_case([(2, 4)] * 70, list(range(70)), [1] * 140, seed=70)
+    case.offsets = torch.tensor([0, *lengths]).cumsum(0)
+    case.values = case.values[: len(lengths)]
+    starts = torch.tensor([*range(0, 2 * 69 + 1, 2), len(lengths)])
+    layout = case.layout | {"bag_starts": starts, "inverse": torch.tensor([[1, 0, 0]]), "groups": [0] * 70}
+    for backend in device_backends():
+        output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
+        assert (status[0] == BAD_LAYOUT) == (last == 1), backend.name
+        assert output.isnan().all() == (last == 1)

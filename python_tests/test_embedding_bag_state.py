@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import io
 import pickle
 
 import pytest
@@ -89,6 +91,97 @@ def test_copies_have_an_optimizer_of_their_own(other) -> None:
     step(copied)
     assert same_bits(collection._weights, before)
     assert not same_bits(copied._weights, before)
+
+
+def _saved(what: object) -> int:
+    file = io.BytesIO()
+    torch.save(what, file)
+    return file.tell()
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_rows_are_written_once(format, monkeypatch) -> None:
+    """By pickle and torch.save, of the module, of its state and of one table of it; and deepcopy copies no view."""
+    tables = [rk.EmbeddingBagConfig(500, 16, name=n, feature_names=[n], format=format) for n in "abcdefgh"]
+    collection = rk.EmbeddingBagCollection(tables, optimizer=rk.Adam())
+    rows = sum(table["weight_bytes"] + table["state_bytes"] for table in collection.memory_report())
+    state = dict(collection.state_dict())
+    for size in (_saved(collection), _saved(state), len(pickle.dumps(collection)), len(pickle.dumps(state))):
+        assert rows <= size < rows + 40_000
+    for name in ("embedding_bags.b.weight", "embedding_bags.b.exp_avg"):
+        assert max(_saved(state[name]), len(pickle.dumps(state[name]))) < state[name].nbytes + 4000
+        held = getattr(collection.embedding_bags["b"], name.rpartition(".")[2])
+        assert state[name].data_ptr() == held.data_ptr()
+    monkeypatch.setattr(torch.nn.Parameter, "__deepcopy__", None)
+    monkeypatch.setattr(torch.Tensor, "__deepcopy__", _of_no_view(torch.Tensor.__deepcopy__))
+    copies = copy.deepcopy(collection), pickle.loads(pickle.dumps(collection))
+    monkeypatch.undo()
+    for copied in copies:
+        assert list(copied.state_dict()) == list(state)
+        assert all(same_bits(t, state[name]) for name, t in copied.state_dict().items())
+
+
+def _of_no_view(original):
+    def deepcopied(t: torch.Tensor, memo: dict) -> torch.Tensor:
+        assert t.untyped_storage().nbytes() == t.nbytes
+        return original(t, memo)
+
+    return deepcopied
+
+
+def _loaded(what: object) -> object:
+    file = io.BytesIO()
+    torch.save(what, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+ANOTHER = [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c)), _loaded]
+
+
+@pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)], ids=str)
+def test_an_init_that_pickle_refuses(cache, another) -> None:
+    """It was called, and is not missed; a config by itself keeps its own, and its copies call it."""
+    options = {"compression": rk.MixedDimension(2), "init": lambda rows: rows.fill_(0.5)}
+    table = rk.EmbeddingBagConfig(6, 4, name="t", feature_names=["f", "g"], **options)
+    collection = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=cache)
+    for module in (collection, collection.for_serving()):
+        copied = another(module)
+        assert same_bits(copied(batch()).values(), module(batch()).values())
+        if another is not copy.deepcopy:
+            assert copied.tables[0] == dataclasses.replace(table, init=None)
+    assert collection.tables[0].init is table.init
+    again = rk.EmbeddingBagCollection([copy.deepcopy(table)])
+    assert (again.embedding_bags["t"].weight == 0.5).all()
+    named = dataclasses.replace(table, init=torch.nn.init.zeros_)
+    assert another(named).init is another(named).stored[0].init is torch.nn.init.zeros_
+    with pytest.raises((AttributeError, pickle.PicklingError)):
+        pickle.dumps(table)
+
+
+@pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("first", ["collection", "optimizer"])
+def test_optimizers_of_torch_are_copied_with_their_tables(first, another) -> None:
+    """Of a pair of the two, in either order, the optimizer goes on with the copy's parameters."""
+    collection = make()
+    optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.5)
+    step(collection)
+    optimizer.step()
+    if first == "collection":
+        copied, other = another((collection, optimizer))
+    else:
+        other, copied = another((optimizer, collection))
+    assert all(a is b for a, b in zip(other.param_groups[0]["params"], copied.parameters(), strict=True))
+    before = collection._weights.clone()
+    step(copied)
+    other.step()
+    assert same_bits(collection._weights, before)
+    optimizer.zero_grad()
+    step(collection)
+    optimizer.step()
+    assert same_bits(copied._weights, collection._weights)
+    assert not same_bits(collection._weights, before)
 
 
 def test_conversions_keep_the_optimizer() -> None:

@@ -250,6 +250,42 @@ def test_only_wanted_gradients() -> None:
         assert same_bits(tensors[trained].grad, both[trained].grad)
 
 
+@pytest.mark.parametrize("sparse", [False, True])
+def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables without a gradient cost none: no backward of them if there is no other, no memory that another keeps."""
+    sizes = [(50, 8), (0, 8), (6, 4), (9, 4)]
+    lookup = torch.ops.rec_kernels.embedding_bag_tables
+    starts = [0, 400, 400, 432]
+    factors = torch.rand(8, requires_grad=True)
+
+    def train(wanted: list[bool]) -> list[Tensor | None]:
+        weights = torch.arange(480.0) / 480
+        tables = [weights[s : s + r * d].view(r, d) for s, (r, d) in zip(starts, sizes, strict=True)]
+        tables = [t.detach().requires_grad_(want) for t, want in zip(tables, wanted, strict=True)]
+        output, _ = lookup(
+            weights, tables, torch.tensor([1, 1, 49, 5, 0, 0, 8, 3]), torch.tensor([0, 2, 3, 3, 3, 4, 6, 7, 8]),
+            factors, weight_offsets=torch.tensor(starts), row_offsets=torch.tensor([0, 50, 50, 56]),
+            num_embeddings=torch.tensor([r for r, _ in sizes]), embedding_dims=torch.tensor([d for _, d in sizes]),
+            output_offsets=torch.tensor([0, 8, 16, 20]), output_dim=24, num_rows=65, max_embedding_dim=8, sparse=sparse,
+        )  # fmt: skip
+        factors.grad = None
+        output.square().sum().backward()
+        return [factors.grad, *(t.grad for t in tables)]
+
+    every = train([True] * 4)
+    some = train([False, True, True, False])
+    for mine, right, want in zip(some, every, [True, False, True, True, False], strict=True):
+        assert (mine is not None) == want
+        if mine is not None and right is not None:
+            assert same_bits(mine.to_dense(), right.to_dense())
+    if not sparse:
+        assert some[3].untyped_storage().nbytes() == some[3].numel() * 4
+    with monkeypatch.context() as patch:
+        for op in ("dense", "sparse"):
+            patch.setattr(torch.ops.rec_kernels, f"embedding_bag_backward_{op}", None)
+        assert same_bits(train([False] * 4)[0], every[0])
+
+
 def test_changed_table_is_noticed() -> None:
     """A table that is needed for a gradient and changed before the backward: an error, as for torch's own ops."""
     weight, factors = torch.randn(ROWS, DIM, requires_grad=True), torch.randn(BATCH, 5, requires_grad=True)

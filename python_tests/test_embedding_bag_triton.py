@@ -136,7 +136,7 @@ def _check_update(case: Case, dtype: torch.dtype = torch.float32) -> None:
     case, exact = _rounded(case, dtype), case.weights
     for optimizer in OPTIMIZERS:
         case.weights = exact.to(dtype)
-        found, state, step = case.update(optimizer, ops)
+        found, state, step = case.update(optimizer, ops, rounding="nearest")
         case.weights = case.weights.float()
         expected, allowed = case.weights.double(), torch.zeros(case.weights.shape, dtype=torch.float64)
         expected_state, allowed_state = case.sum.double(), torch.zeros(case.sum.shape, dtype=torch.float64)

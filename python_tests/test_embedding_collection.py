@@ -224,3 +224,27 @@ def test_batches_in_one_memory() -> None:
     kjt.offsets().copy_(moved)
     assert [len(t.values()) for t in collection(kjt).values()] == [0, 0, 0, len(given.values())]
     assert [len(kjt[k].values()) for k in "abcd"] == [0, 0, 0, len(given.values())]
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
+def test_a_batch_whose_size_depends_on_data(optimizer) -> None:
+    """rows() of distinct ids in one graph, however many they are, none too."""
+    torch._dynamo.reset()
+    table = rk.EmbeddingConfig(9, 4, name="a", feature_names=["a"])
+    collection = rk.EmbeddingCollection([table], optimizer=optimizer)
+    expected = copy.deepcopy(collection)
+
+    def distinct(module: rk.EmbeddingCollection, ids: torch.Tensor) -> torch.Tensor:
+        found = torch.unique(ids)
+        return module.rows(rk.KeyedJaggedTensor(["a"], found, offsets=torch.arange(found.shape[0] + 1)))
+
+    compiled = torch.compile(distinct, backend="aot_eager", fullgraph=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for ids in ([1, 1, 2], [3, 1, 2, 7], []):
+            outputs = [f(m, torch.tensor(ids).long()) for f, m in ((compiled, collection), (distinct, expected))]
+            assert torch.equal(*outputs)
+            for output in outputs:
+                output.square().sum().backward()
+    assert torch.equal(collection._weights, expected._weights)
+    if optimizer is None:
+        assert torch.equal(*(m.embedding_bags["a"].weight.grad for m in (collection, expected)))

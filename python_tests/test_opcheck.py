@@ -264,6 +264,33 @@ def test_opcheck(op: str) -> None:
         torch.library.opcheck(getattr(ops, op).default, args, kwargs)
 
 
+def _with_autograd() -> list[str]:
+    return [
+        op for op in registered() if torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "Autograd")
+    ]
+
+
+@pytest.mark.parametrize("op", _with_autograd())
+def test_no_forward_mode_derivative(op: str) -> None:
+    """Refused for every tensor that may have a tangent, whatever requires a gradient: never taken for zero."""
+
+    def refused(t: torch.Tensor, args: list, place: int, kwargs: dict) -> None:
+        def call(t: torch.Tensor) -> object:
+            given = [t] if isinstance(args[place], list) else t
+            return getattr(ops, op)(*args[:place], given, *args[place + 1 :], **kwargs)
+
+        for requires_grad in (False, True):
+            t = t.detach().requires_grad_(requires_grad)
+            with pytest.raises(NotImplementedError, match=f"rec_kernels::{op} has no forward-mode derivative"):
+                torch.func.jvp(call, (t,), (torch.ones_like(t),))
+
+    for args, kwargs in samples(op):
+        tensors = [(i, t[0] if isinstance(t, list) and t else t) for i, t in enumerate(args)]
+        floats = [(i, t) for i, t in tensors if isinstance(t, torch.Tensor) and t.is_floating_point()]
+        for i, t in floats:
+            refused(t, list(args), i, kwargs)
+
+
 def test_every_op_is_recorded() -> None:
     """`python python_tests/test_opcheck.py` records new schemas."""
     assert set(registered()) == set(json.loads(RECORDED.read_text()))

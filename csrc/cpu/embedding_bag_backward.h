@@ -10,9 +10,6 @@
 
 namespace rec_kernels {
 
-// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
-constexpr int64_t kChunk = 64;
-
 // The runs of a table: each is one row's occurrences.
 struct TableRuns {
   const Feature* feature;       // the first part that reads the table

@@ -68,12 +68,13 @@ struct ElementwiseTarget : Base {
   __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
   __device__ void expect_state(int64_t part, const Feature& f, int64_t row, int lane) const {
-    if (4 * lane >= f.embedding_dim) return;
-    const int64_t place = place_of(part, f, row) + 4 * lane;
     const OptimizerState& s = u.state;
-    if (s.sum) prefetch(s.moment(s.sum, place));
-    if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
-    if (s.exp_avg_sq) prefetch(needs_mean_square() ? s.exp_avg_sq + row : s.moment(s.exp_avg_sq, place));
+    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) {
+      const int64_t place = place_of(part, f, row) + c;
+      if (s.sum) prefetch(s.moment(s.sum, place));
+      if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
+      if (s.exp_avg_sq) prefetch(needs_mean_square() ? s.exp_avg_sq + row : s.moment(s.exp_avg_sq, place));
+    }
   }
   // The divisor of row-wise Adam.
   __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {

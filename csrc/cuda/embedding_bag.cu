@@ -6,23 +6,6 @@
 namespace rec_kernels {
 namespace {
 
-// The dot product of g [D] and a row, as warp_row_dot has it.
-template <class Format>
-__device__ __forceinline__ float warp_dot(const float* g, const uint8_t* row, int64_t D, int lane) {
-  if constexpr (std::is_same<Format, Fp32>::value) {
-    return warp_row_dot(g, reinterpret_cast<const float*>(row), D, lane);
-  } else {
-    const ColumnReader<Format> reader(row, D, columns_aligned<Format>(row, D));
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    for (int64_t c = 4 * lane; c < D; c += 4 * kWarpSize) {
-      const Vec4 x = reader.read(c);
-      for (int j = 0; j < 4; ++j)
-        if (c + j < D) s[j] = fused_multiply_add(g[c + j], x.v[j], s[j]);
-    }
-    return warp_butterfly_sum((s[0] + s[1]) + (s[2] + s[3]));
-  }
-}
-
 // A warp takes a bag: out[i] = (grad of the bag) . (row of id i), times 1 / n for mean.
 template <class Format>
 __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
@@ -36,7 +19,9 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
     const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
-      return warp_dot<Format>(g, a.weights + f.weight_offset + id * Format::row_bytes(D), D, warp.lane);
+      const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);
+      const ColumnReader<Format> reader(row, D, columns_aligned<Format>(row, D));
+      return warp_dot(g, D, warp.lane, [&](int64_t c) { return reader.read(c); });
     });
   }
 }

@@ -60,7 +60,9 @@ struct Features {
   __device__ __forceinline__ bool is_plain(int64_t p) const { return !parts || !parts[p].composed; }
 };
 
+// Whoever sees that an earlier one is noted leaves it: many bad ids would queue up for one address.
 __device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
+  if (position >= *static_cast<const volatile int64_t*>(status)) return;
   atomicMin(reinterpret_cast<long long*>(status), static_cast<long long>(position));
 }
 
@@ -107,14 +109,18 @@ struct PoolArgs {
   __device__ __forceinline__ bool may_be_cached(int64_t feature) const {
     return cache.slots && bags.first_part(feature + 1) - bags.first_part(feature) == 1;
   }
-  // The row of id i in the cache, or null.
-  __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
+  // Where the row of id i begins in the cache, or -1.
+  __device__ __forceinline__ int64_t cached_place(int64_t part, int64_t D, int64_t i) const {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
-    if (slot < 0) return nullptr;
+    if (slot < 0) return -1;
     // Unsigned, so that a slot far beyond all wraps.
     const auto begin =
         static_cast<int64_t>(static_cast<uint64_t>(cache.offsets[part]) + static_cast<uint64_t>(slot) * D);
-    return begin >= 0 && begin <= cache.num_elements - D ? cache.rows + begin : nullptr;
+    return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
+  }
+  __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
+    const int64_t place = cached_place(part, D, i);
+    return place < 0 ? nullptr : cache.rows + place;
   }
 };
 // Pools every bag of the plain features of one format; no row is wider than max_dim.

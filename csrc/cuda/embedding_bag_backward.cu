@@ -21,7 +21,8 @@ struct DenseTarget {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
   }
   __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
-  __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
+  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
+  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
 };
 
 struct SparseTarget {
@@ -38,7 +39,8 @@ struct SparseTarget {
   __device__ void expect(const Feature&, int64_t, int) const {}
   __device__ float* place(const Feature&, int64_t, int64_t run) const { return gradients + first_float[run]; }
   __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
-  __device__ static Vec4 put(const float*, int64_t, int64_t, bool, const Vec4& g, float) { return g; }
+  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
+  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
 };
 
 template <class Optimizer>
@@ -48,7 +50,7 @@ struct UpdateTarget {
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
   __device__ void expect(const Feature& f, int64_t row, int lane) const {
-    if (4 * lane < f.embedding_dim) prefetch(place(f, row, 0) + 4 * lane);
+    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) prefetch(place(f, row, 0) + c);
     if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
@@ -62,8 +64,10 @@ struct UpdateTarget {
     const float* w = place(f, row, 0);
     return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
   }
-  __device__ Vec4 put(const float* row, int64_t c, int64_t D, bool aligned, const Vec4& g, float factor) const {
-    Vec4 w = load_columns(row, c, D, aligned);
+  __device__ static Vec4 old(const float* row, int64_t c, int64_t D, bool aligned) {
+    return load_columns(row, c, D, aligned);
+  }
+  __device__ Vec4 updated(Vec4 w, const Vec4& g, float factor) const {
     if (u.decays_weights()) w = u.decayed(w);
     for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
     return w;

@@ -9,9 +9,6 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
-constexpr int64_t kChunk = 64;
-
 // Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Runs of
 // multiplied tables have chunks too where they are short: their sums are needed before any row changes.
 struct Runs {
@@ -168,12 +165,19 @@ struct PartialSum {
 
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool aligned = rows_aligned(rows, D) && stride % 4 == 0;
-    for (int64_t i = 0; i < count; ++i) {
-      Vec4 x[kBlocks];
+    constexpr int kRows = 8 / kBlocks;  // on their way; those past the last are the last again
+    for (int64_t first = 0; first < count; first += kRows) {
+      Vec4 x[kRows][kBlocks];
 #pragma unroll
-      for (int k = 0; k < kBlocks; ++k)
-        x[k] = load_columns(rows + i * stride, column + (k * G + group.lane) * 4, D, aligned);
-      add_term(sum, x, 1.0f, false, i == 0);
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t i = first + u < count ? first + u : count - 1;
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
+          x[u][k] = load_columns(rows + i * stride, column + (k * G + group.lane) * 4, D, aligned);
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u)
+        if (first + u < count) add_term(sum, x[u], 1.0f, false, first + u == 0);
     }
   }
 };

@@ -16,93 +16,84 @@ struct PartsOfColumns {
   bool multiply;  // or are added
 };
 
-// Ids [begin, begin + G) of a bag, one to a lane: the first byte of its row in every part, which is -1 in the first one
-// where the id does not count, and its factor.
-template <int G>
-struct RowsOfLanes {
-  int64_t row[kMaxParts];
-  float factor;
-
-  __device__ __forceinline__ RowsOfLanes(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
-                                         int64_t row_bytes, const Group<G>& group, int64_t begin, int64_t stop,
-                                         bool report)
-      : row{-1}, factor(1.0f) {
-    const int64_t i = begin + group.lane;
-    if (i >= stop) return;
-    const int64_t id = a.bags.id(i);
-    if (!a.bags.in_range(id, f)) {
-      if (!report) return;
-      note_bad(a.status, i);
-      atomicAdd(reinterpret_cast<unsigned long long*>(a.status + 1), 1ull);
-    } else if (id != a.bags.padding_idx) {
-#pragma unroll
-      for (int p = 0; p < kMaxParts; ++p)
-        if (p < parts.count)
-          row[p] = a.features[parts.first + p].weight_offset +
-                   a.features.parts[parts.first + p].partition.row(id) * row_bytes;
-      if (a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
-    }
-  }
-};
-
 __device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
   for (int j = 0; j < 4; ++j) x->v[j] = multiply ? x->v[j] * y.v[j] : x->v[j] + y.v[j];
 }
 
-// Columns [column, column + kBlocks * 4 * G) of one bag; kAlone: of one part.
+// The rows that an id's parts make one of; kAlone: it is the row of one part.
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
-__device__ __forceinline__ void pool_columns(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
-                                             const Group<G>& group, Range ids, int64_t out, int64_t column,
-                                             bool report) {
-  const int64_t D = f.embedding_dim, first = column + 4 * group.lane;
-  const int64_t row_bytes = Format::row_bytes(D);
-  // Ids: of one row, as many as a plain feature has on its way; else half of them, of two rows each or more.
-  constexpr int kIds = kAlone ? (kBlocks == kMaxBlocks ? 2 : kMostInFlight) : (kBlocks == 1 ? kMostInFlight / 2 : 1);
-  constexpr int kInFlight = kAligned ? kIds : 1;
-  const int count = kAlone ? 1 : parts.count;
-  Vec4 sum[kBlocks] = {};
-  int64_t counted = 0;
-  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
-    const RowsOfLanes<G> mine(a, parts, f, row_bytes, group, begin, ids.stop, report);
-    const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
-    for (int next = 0; next < here; next += kInFlight) {
-      int64_t row[kInFlight];
-      Vec4 x[kInFlight][kBlocks], y[kInFlight][kBlocks];
+struct PartRows {
+  const PoolArgs& a;
+  const PartsOfColumns& parts;
+  int64_t D;
+
+  // First bytes, of as many rows as there are parts; the others are those of the first part.
+  struct Place {
+    int64_t row[kMaxParts];
+  };
+  __device__ __forceinline__ int count() const { return kAlone ? 1 : parts.count; }
+  __device__ __forceinline__ Place find(int64_t id, int64_t) const {
+    Place place;
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        // Lanes past the last id hold no row, and the number of the last lane is never passed.
-        row[u] = group.broadcast(mine.row[0], next + u);
-        const int64_t other = kAlone ? 0 : group.broadcast(mine.row[1], next + u);
-        if (row[u] < 0) continue;
+    for (int p = 0; p < kMaxParts; ++p) {
+      const int64_t part = parts.first + p;
+      place.row[p] =
+          p < count() ? a.features[part].weight_offset + a.features.parts[part].partition.row(id) * Format::row_bytes(D)
+                      : place.row[0];
+    }
+    return place;
+  }
+  __device__ __forceinline__ static Place broadcast(const Group<G>& group, const Place& place, int from) {
+    Place out;
 #pragma unroll
-        for (int k = 0; k < kBlocks; ++k) {
-          x[u][k] = load_row<Format>(a.weights + row[u], first + k * 4 * G, D, kAligned);
-          if (count > 1) y[u][k] = load_row<Format>(a.weights + other, first + k * 4 * G, D, kAligned);
-        }
-      }
+    for (int p = 0; p < kMaxParts; ++p) out.row[p] = group.broadcast(place.row[p], from);
+    return out;
+  }
+
+  // The rows of two parts are on their way at once; those of more parts are asked for afterwards.
+  struct Row {
+    RawRow<Format, G, kBlocks> first_part, second_part;
+
+    __device__ __forceinline__ static const uint8_t* at(const PartRows& rows, const Group<G>& group, const Place& place,
+                                                        int p, int from) {
+      return rows.a.weights + group.broadcast(place.row[p], from);
+    }
+    __device__ __forceinline__ void load(const PartRows& rows, const Group<G>& group, const Place& place, int from,
+                                         int64_t first) {
+      first_part.load(at(rows, group, place, 0, from), first, rows.D, kAligned);
+      if constexpr (!kAlone) second_part.load(at(rows, group, place, 1, from), first, rows.D, kAligned);
+    }
+    __device__ __forceinline__ void decode(const PartRows& rows, const Group<G>& group, const Place& place, int from,
+                                           int64_t first, Vec4 (&x)[kBlocks]) const {
+      first_part.decode(first, x);
+      if (rows.count() > 1) combine_with(rows, second_part, first, x);
 #pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        if (row[u] < 0) continue;
-        ++counted;
-        if (count > 1)
-          for (int k = 0; k < kBlocks; ++k) combine(parts.multiply, y[u][k], &x[u][k]);
-#pragma unroll
-        for (int p = 2; p < kMaxParts; ++p) {
-          if (p >= count) continue;
-          const uint8_t* other = a.weights + group.broadcast(mine.row[p], next + u);
-#pragma unroll
-          for (int k = 0; k < kBlocks; ++k)
-            combine(parts.multiply, load_row<Format>(other, first + k * 4 * G, D, kAligned), &x[u][k]);
-        }
-        // A factor of 1 changes no bit of a sum.
-        const float factor = group.broadcast(mine.factor, next + u);
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-          for (int j = 0; j < 4; ++j) sum[k].v[j] = fused_multiply_add(factor, x[u][k].v[j], sum[k].v[j]);
+      for (int p = 2; p < kMaxParts; ++p) {
+        if (p >= rows.count()) continue;
+        RawRow<Format, G, kBlocks> other;
+        other.load(at(rows, group, place, p, from), first, rows.D, kAligned);
+        combine_with(rows, other, first, x);
       }
     }
-  }
-  store_sums<G>(a, f, counted, out, first, sum);
+    __device__ __forceinline__ static void combine_with(const PartRows& rows, const RawRow<Format, G, kBlocks>& other,
+                                                        int64_t first, Vec4 (&x)[kBlocks]) {
+      Vec4 y[kBlocks];
+      other.decode(first, y);
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) combine(rows.parts.multiply, y[k], &x[k]);
+    }
+  };
+};
+
+template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
+__device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
+                                           const Group<G>& group, Range ids, int64_t out, int64_t column, bool report) {
+  // Ids: of one row, as many as a plain feature has on its way; else half of them, of two rows each or more.
+  constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kMostInFlight / 2 : 1);
+  using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
+  // A factor of 1 changes no bit of a sum: one kernel for both.
+  pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, out,
+                                                            column, report);
 }
 
 template <class Format>
@@ -131,11 +122,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const int64_t D = f.embedding_dim, out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = all_aligned<Format>(a, parts, D);
-    for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
       const bool report = number == 0 && column == 0;  // once for an id
-      if (!aligned) pool_columns<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
-      else if (count == 1) pool_columns<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
-      else pool_columns<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
+      if (!aligned) pool_parts<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
+      else if (count == 1) pool_parts<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
+      else pool_parts<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
     }
     if (part + count == behind) store_zeros_behind(a, bag, f.output_offset + D, group);
   }
@@ -151,40 +142,16 @@ __device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfCo
     if (p < parts.count)
       rows[p] = a.weights + a.features[parts.first + p].weight_offset +
                 a.features.parts[parts.first + p].partition.row(id) * Format::row_bytes(D);
-  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int64_t c = 4 * lane; c < D; c += 4 * kWarpSize) {
-    Vec4 x = load_row<Format>(rows[0], c, D, columns_aligned<Format>(rows[0], D));
+  const auto read = [&](const uint8_t* row, int64_t c) {
+    return ColumnReader<Format>(row, D, columns_aligned<Format>(row, D)).read(c);
+  };
+  return warp_dot(g, D, lane, [&](int64_t c) {
+    Vec4 x = read(rows[0], c);
 #pragma unroll
     for (int p = 1; p < kMaxParts; ++p)
-      if (p < parts.count)
-        combine(parts.multiply, load_row<Format>(rows[p], c, D, columns_aligned<Format>(rows[p], D)), &x);
-    for (int j = 0; j < 4; ++j)
-      if (c + j < D) s[j] = fused_multiply_add(g[c + j], x.v[j], s[j]);
-  }
-  return warp_butterfly_sum((s[0] + s[1]) + (s[2] + s[3]));
-}
-
-__device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
-                                              int64_t id, int lane) {
-  const int64_t index = a.features.format_of ? a.features.format_of[parts.first] : 0;
-  switch (a.features.formats[index]) {
-    case RowFormat::kFp16:
-      return composed_dot<Fp16>(a, parts, D, g, id, lane);
-    case RowFormat::kBf16:
-      return composed_dot<Bf16>(a, parts, D, g, id, lane);
-    case RowFormat::kInt8:
-      return composed_dot<Int8>(a, parts, D, g, id, lane);
-    case RowFormat::kInt4:
-      return composed_dot<Int4>(a, parts, D, g, id, lane);
-    case RowFormat::kMx9:
-      return composed_dot<Mx9>(a, parts, D, g, id, lane);
-    case RowFormat::kMx6:
-      return composed_dot<Mx6>(a, parts, D, g, id, lane);
-    case RowFormat::kMx4:
-      return composed_dot<Mx4>(a, parts, D, g, id, lane);
-    default:
-      return composed_dot<Fp32>(a, parts, D, g, id, lane);
-  }
+      if (p < parts.count) combine(parts.multiply, read(rows[p], c), &x);
+    return x;
+  });
 }
 
 // A warp takes a bag. One launch for all formats: the dot products of parts side by side are added in the parts' order,
@@ -207,7 +174,10 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
       for (int p = 0; p < count; p += combined) {
         const Feature f = a.features[part + p];
         const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
-        const float dot = composed_dot(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
+        const int64_t format = a.features.format_of ? a.features.format_of[parts.first] : 0;
+        const float dot = with_bag_format(a.features.formats[format], [&](auto of) {
+          return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
+        });
         sum = p == 0 ? dot : sum + dot;
       }
       return sum;

@@ -26,10 +26,13 @@ __device__ __forceinline__ void put_row(const Target& target, const Feature& f, 
   const bool aligned = rows_aligned(out, D);
   for (int64_t column = 0; column < D; column += kWidth) {
     if (D > kWidth) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
-    for (int k = 0; k < kBlocks; ++k) {
-      const int64_t c = column + (k * G + group.lane) * 4;
-      store_columns(out, c, D, aligned, target.put(out, c, D, aligned, g[k], factor));
-    }
+    // All of them on their way before the first is written: behind a store no load is moved up.
+    Vec4 w[kBlocks];
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) w[k] = target.old(out, column + (k * G + group.lane) * 4, D, aligned);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+      store_columns(out, column + (k * G + group.lane) * 4, D, aligned, target.updated(w[k], g[k], factor));
   }
 }
 
@@ -170,8 +173,8 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 }
 
 // A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
-// once, then put() for its columns or, when it encodes, put_row() for all. One with state for every element
-// (kElementwise) turns gradients into directions first.
+// once, then old() and updated() for its columns or, when it encodes, put_row() for all. One with state for every
+// element (kElementwise) turns gradients into directions first.
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 template <int kBlocks, class Target>

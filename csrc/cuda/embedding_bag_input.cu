@@ -127,18 +127,9 @@ struct StartArgs {
   int64_t* status;
 };
 
-// Whether a feature has as many bags as its group has, or, in none, as there are samples.
-__device__ bool shares_well(const Bags& bags, int64_t feature) {
-  // Unsigned: where bad starts are, which are noted elsewhere, they may be anything.
-  const auto count = [&](int64_t f) {
-    return static_cast<uint64_t>(bags.starts[f + 1]) - static_cast<uint64_t>(bags.starts[f]);
-  };
-  const auto batch = static_cast<uint64_t>(bags.batch);
-  const int64_t group = bags.groups[feature];
-  if (group < 0) return count(feature) == batch;
-  int64_t first = 0;
-  while (bags.groups[first] != group) ++first;
-  return count(feature) <= batch && count(feature) == count(first);
+// Unsigned: where bad starts are, which are noted elsewhere, they may be anything.
+__device__ uint64_t bags_of(const Bags& bags, int64_t feature) {
+  return static_cast<uint64_t>(bags.starts[feature + 1]) - static_cast<uint64_t>(bags.starts[feature]);
 }
 
 // Where every feature's bags start, and its parts.
@@ -150,25 +141,16 @@ __device__ void check_starts(const StartArgs& a) {
         (i == bags.num_features && bags.starts[i] != bags.num_bags))
       note_bad(a.status, kBadLayout);
   }
+  // In a group, samples may share bags; in none, every sample has its own.
+  const auto batch = static_cast<uint64_t>(bags.batch);
   for (int64_t f = threadIdx.x; bags.groups && f < bags.num_features; f += blockDim.x)
-    if (!shares_well(bags, f)) note_bad(a.status, kBadLayout);
+    if (bags_of(bags, f) > batch || (bags.groups[f] < 0 && bags_of(bags, f) != batch)) note_bad(a.status, kBadLayout);
   for (int64_t i = threadIdx.x; bags.part_starts && i <= bags.num_features; i += blockDim.x) {
     const int64_t start = bags.part_starts[i], before = i > 0 ? bags.part_starts[i - 1] : -1;
     if (start <= before || (i == 0 ? start != 0 : start - before > a.features.most_parts) ||
         (i == bags.num_features && start != a.num_parts))
       note_bad(a.status, kBadLayout);
   }
-}
-
-// Whether a feature, this one or another, multiplies rows of part p's table with others.
-__device__ bool is_multiplied(const StartArgs& a, int64_t p) {
-  for (int64_t f = 0; f < a.bags.num_features; ++f) {
-    const int64_t first = a.bags.part_starts[f], last = a.bags.part_starts[f + 1];
-    if (last - first == 1 || a.partitions.combine[f] != static_cast<int64_t>(Combine::kMult)) continue;
-    for (int64_t q = first; q < last; ++q)
-      if (a.features.row_offsets[q] == a.features.row_offsets[p] && a.features.num_embeddings[q] > 0) return true;
-  }
-  return false;
 }
 
 // Writes a feature's parts, where the numbers are good.
@@ -194,7 +176,7 @@ __device__ void make_parts(const StartArgs& a, int64_t feature) {
                            limit,
                            alone ? Combine::kConcat : static_cast<Combine>(combine),
                            !alone || partition.divides || partition.wraps,
-                           a.updates && a.multiplies && is_multiplied(a, p)};
+                           false};
   }
 }
 
@@ -227,14 +209,40 @@ __device__ void check_part(const StartArgs& a, int64_t i) {
                       f.num_embeddings <= (a.weights * features.element_bytes - f.weight_offset) / f.row_bytes;
   const int64_t width = f.output_offset + f.embedding_dim;
   const bool last = a.bags.have_own_rows() ? width <= a.output_dim : i < a.num_parts - 1 || width == a.output_dim;
-  bool apart = true;
-  for (int64_t j = 0; a.updates && j < i; ++j)
-    apart = apart && share_all_or_nothing(f, read_feature(features, j, a.max_dim), a.moments.count >= 0,
-                                          a.moments.offset(i), a.moments.offset(j));
   const bool table = !features.table_ids || (f.table_id >= 0 && f.table_id < kMaxTableId);
   if (!table || !place || !rows || !inside || !fits(a.moments, f, a.moments.offset(i)) ||
-      f.output_offset != first_column(a, i, f) || !last || !apart)
+      f.output_offset != first_column(a, i, f) || !last)
     note_bad(a.status, kBadLayout);
+}
+
+// What any two features, and any two parts, must agree on, and which parts are multiplied. A block takes a part, its
+// threads take the others.
+__device__ void check_pairs(const StartArgs& a) {
+  const Bags& bags = a.bags;
+  const Features& features = a.features;
+  for (int64_t i = blockIdx.x; bags.groups && i < bags.num_features; i += gridDim.x)
+    for (int64_t j = threadIdx.x; j < i; j += blockDim.x)
+      if (bags.groups[i] >= 0 && bags.groups[i] == bags.groups[j] && bags_of(bags, i) != bags_of(bags, j))
+        note_bad(a.status, kBadLayout);
+  for (int64_t i = blockIdx.x; a.updates && features.embedding_dims && i < a.num_parts; i += gridDim.x) {
+    const Feature f = read_feature(features, i, a.max_dim);
+    for (int64_t j = threadIdx.x; j < i; j += blockDim.x)
+      if (!share_all_or_nothing(f, read_feature(features, j, a.max_dim), a.moments.count >= 0, a.moments.offset(i),
+                                a.moments.offset(j)))
+        note_bad(a.status, kBadLayout);
+    for (int64_t j = threadIdx.x; a.multiplies && j < a.num_parts; j += blockDim.x)
+      if (features.parts[j].combine == Combine::kMult && features.row_offsets[j] == f.row_offset &&
+          features.num_embeddings[j] > 0)
+        features.parts[i].multiplied = true;
+  }
+}
+
+// Up to so many parts, one block looks at all pairs of them.
+constexpr int64_t kFewParts = 64;
+
+// Of calls with more.
+__global__ void __launch_bounds__(kThreads) check_pairs_kernel(StartArgs a) {
+  if (*a.status != kBadLayout) check_pairs(a);  // else parts are not all there
 }
 
 // Whether no thread of the block has found the layout to be bad so far.
@@ -261,6 +269,7 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
     if (!is_good(a.status)) return;
   }
   for (int64_t i = threadIdx.x; a.features.embedding_dims && i < a.num_parts; i += blockDim.x) check_part(a, i);
+  if (a.num_parts <= kFewParts) check_pairs(a);
 }
 
 }  // namespace
@@ -322,6 +331,8 @@ Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tenso
                        weights,       in.output_dim, in.num_rows, in.max_dim,
                        in.multiplies, updates,       moments,     status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
+  if (in.num_parts > kFewParts && (updates || in.groups))
+    launch(check_pairs_kernel, blocks_for(in.num_parts, kThreads), dim3(kThreads), 0, stream, args);
   return status;
 }
 

@@ -1,5 +1,5 @@
-// What the kernels that look rows up have in common: rows on their way, the output, the gradient of
-// per_sample_weights.
+// What the kernels that look rows up have in common: the sum of a bag with several rows on their way, the output, the
+// gradient of per_sample_weights.
 #pragma once
 
 #include "cuda/embedding_bag.cuh"
@@ -8,9 +8,12 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Rows a group has on their way: 4 x 16 bytes x 2048 threads cover the latency of an H200's memory; more cost
-// registers.
+// Rows a group has on their way. A multiprocessor holds 768 threads at the up to 85 registers that four rows of up to
+// 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows would take the registers of a third of these threads.
 constexpr int kMostInFlight = 4;
+// Of wider rows two are as many bytes, or twice as many.
+template <int kBlocks>
+constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kMostInFlight;
 
 // Columns c .. c+3 of D, of the output's elements from `row` on.
 __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {
@@ -50,10 +53,79 @@ __device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, 
   }
 }
 
-// Columns c .. c+3 of a row, zeros behind its end; `aligned`: of its table.
-template <class Format>
-__device__ __forceinline__ Vec4 load_row(const uint8_t* row, int64_t c, int64_t D, bool aligned) {
-  return c < D ? ColumnReader<Format>(row, D, aligned).read(c) : Vec4{};
+// Neighbouring lanes have neighbouring positions, i in this one: the bad ones are counted, and the first of them noted,
+// by one lane for all.
+template <int G>
+__device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& group, int64_t i, bool bad) {
+  const unsigned found = group.ballot(bad);
+  if (found == 0 || lowest_bit(found) != group.lane) return;
+  note_bad(status, i);
+  atomicAdd(reinterpret_cast<unsigned long long*>(status + 1), static_cast<unsigned long long>(count_bits(found)));
+}
+
+// Ids [begin, begin + G) of a bag, one to a lane: where its row is, and its factor. Of an id that does not count, the
+// row is another's, if there is one.
+template <class Source, int G>
+struct IdsOfLanes {
+  typename Source::Place place{};
+  float factor = 1.0f;
+  unsigned counting;  // a bit for each lane whose id counts
+
+  __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Feature& f,
+                                        const Group<G>& group, int64_t begin, int64_t stop, bool report) {
+    const int64_t i = begin + group.lane;
+    bool counts = false, bad = false;
+    if (i < stop) {
+      const int64_t id = a.bags.id(i);
+      bad = !a.bags.in_range(id, f);
+      counts = !bad && id != a.bags.padding_idx;
+      if (counts) place = source.find(id, i);
+      if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
+    }
+    if (report) note_bad_ids(a.status, group, i, bad);
+    counting = group.ballot(counts);
+    if (counting == 0) return;
+    const auto another = source.broadcast(group, place, lowest_bit(counting));
+    if (!counts) place = another;
+  }
+};
+
+// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. Source is where rows come
+// from: find() says where that of an id is, its Row is what a lane holds of a row. load() asks memory for the row of
+// lane `from`, decode() waits for it.
+template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
+__device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Feature& f,
+                                             const Group<G>& group, Range ids, int64_t out, int64_t column,
+                                             bool report) {
+  const int64_t first = column + 4 * group.lane;
+  Vec4 sum[kBlocks] = {};
+  int64_t counted = 0;
+  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
+    const IdsOfLanes<Source, G> mine(a, source, f, group, begin, ids.stop, report);
+    if (mine.counting == 0) continue;
+    counted += count_bits(mine.counting);
+    const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
+#pragma unroll 1
+    for (int next = 0; next < here; next += kInFlight) {
+      typename Source::Row row[kInFlight];
+      // Lanes past the last id have a row, too, and the number of the last lane is never passed.
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) row[u].load(source, group, mine.place, next + u, first);
+#pragma unroll
+      for (int u = 0; u < kInFlight; ++u) {
+        const float factor = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f;
+        if (!(mine.counting >> (next + u) & 1)) continue;
+        Vec4 x[kBlocks];
+        row[u].decode(source, group, mine.place, next + u, first, x);
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+          for (int j = 0; j < 4; ++j)
+            sum[k].v[j] = kWeighted ? fused_multiply_add(factor, x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
+      }
+    }
+  }
+  store_sums<G>(a, f, counted, out, first, sum);
 }
 
 // Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.

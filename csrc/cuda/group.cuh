@@ -32,6 +32,10 @@ struct Group {
   __device__ __forceinline__ T broadcast(T x, int from) const {
     return __shfl_sync(mask, x, from, G);
   }
+  // Bit l: what lane l of the group says.
+  __device__ __forceinline__ unsigned ballot(bool x) const {
+    return (__ballot_sync(mask, x) & mask) >> (threadIdx.x % kWarpSize - lane);
+  }
 };
 
 }  // namespace RK_ISA
@@ -97,6 +101,13 @@ void with_widths(int64_t max_dim, const Body& body) {
       else body(group, integral_constant<int, kMaxBlocks>());
     }
   });
+}
+
+// What bounds a kernel's columns 0, kBlocks * 4 * G, ...: with fewer blocks than the most, which with_widths() chooses
+// by the widest row, there is only the first, and the compiler knows it.
+template <int kBlocks>
+__device__ __forceinline__ int64_t columns_behind(int64_t D) {
+  return kBlocks == kMaxBlocks ? D : 1;
 }
 
 // Lanes for the short rows of formats, which a warp would leave mostly idle.

@@ -6,79 +6,76 @@
 namespace rec_kernels {
 namespace {
 
-// Ids [begin, begin + G) of a bag, one to a lane: the row's first byte, or none of an id that does not count.
-template <int G>
-struct RowsOfLanes {
-  const uint8_t* row = nullptr;
-  bool cached = false;
-  float factor = 1.0f;
+// The rows of a part, some of which are in the cache; kAligned: both can be read four columns at a time.
+template <class Format, int G, int kBlocks, bool kAligned>
+struct CachedRows {
+  const PoolArgs& a;
+  const Feature& f;
+  int64_t part;
 
-  __device__ __forceinline__ RowsOfLanes(const PoolArgs& a, int64_t part, const Feature& f, int64_t row_bytes,
-                                         const Group<G>& group, int64_t begin, int64_t stop, bool report) {
-    const int64_t i = begin + group.lane;
-    if (i >= stop) return;
-    const int64_t id = a.bags.id(i);
-    if (!a.bags.in_range(id, f)) {
-      if (!report) return;
-      note_bad(a.status, i);
-      atomicAdd(reinterpret_cast<unsigned long long*>(a.status + 1), 1ull);
-    } else if (id != a.bags.padding_idx) {
-      row = reinterpret_cast<const uint8_t*>(a.cached_row(part, f.embedding_dim, i));
-      cached = row != nullptr;
-      const int64_t number = a.features.parts ? a.features.parts[part].partition.row(id) : id;
-      if (!cached) row = a.weights + f.weight_offset + number * row_bytes;
-      if (a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
-    }
+  // Twice the row's first byte among the table's, or, and 1, among the cache's.
+  using Place = int64_t;
+  __device__ __forceinline__ Place find(int64_t id, int64_t i) const {
+    const int64_t cached = a.cached_place(part, f.embedding_dim, i);
+    if (cached >= 0) return 2 * static_cast<int64_t>(sizeof(float)) * cached + 1;
+    const int64_t number = a.features.parts ? a.features.parts[part].partition.row(id) : id;
+    return 2 * (f.weight_offset + number * Format::row_bytes(f.embedding_dim));
   }
-};
+  __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
+    return group.broadcast(place, from);
+  }
 
-// Whether rows can be read four columns at a time.
-struct Aligned {
-  bool cache, table;
-};
+  // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
+  static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
+  static constexpr int kInFlight =
+      !kAligned || kBlocks == kMaxBlocks ? 1 : (kEncoded ? kMostInFlight / 2 : kMostInFlight);
 
-// Columns [column, column + kBlocks * 4 * G) of one bag.
-template <class Format, int G, int kBlocks>
-__device__ __forceinline__ void pool_columns(const PoolArgs& a, int64_t part, const Feature& f, const Group<G>& group,
-                                             Range ids, int64_t out, int64_t column, Aligned aligned) {
-  const int64_t D = f.embedding_dim, first = column + 4 * group.lane, row_bytes = Format::row_bytes(D);
-  constexpr int kInFlight = kBlocks == kMaxBlocks ? 1 : 2;
-  Vec4 sum[kBlocks] = {};
-  int64_t counted = 0;
-  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
-    const RowsOfLanes<G> mine(a, part, f, row_bytes, group, begin, ids.stop, column == 0);
-    const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
-    for (int next = 0; next < here; next += kInFlight) {
-      const uint8_t* row[kInFlight];
-      Vec4 x[kInFlight][kBlocks];
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        // Lanes past the last id hold no row, and the number of the last lane is never passed.
-        row[u] = reinterpret_cast<const uint8_t*>(group.broadcast(reinterpret_cast<intptr_t>(mine.row), next + u));
-        const int cached = group.broadcast(int{mine.cached}, next + u);
-        if (!row[u]) continue;
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-          x[u][k] = cached ? load_row<Fp32>(row[u], first + k * 4 * G, D, aligned.cache)
-                           : load_row<Format>(row[u], first + k * 4 * G, D, aligned.table);
-      }
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        // A factor of 1 changes no bit of a sum.
-        const float factor = group.broadcast(mine.factor, next + u);
-        if (!row[u]) continue;
-        ++counted;
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-          for (int j = 0; j < 4; ++j) sum[k].v[j] = fused_multiply_add(factor, x[u][k].v[j], sum[k].v[j]);
+  struct Row {
+    bool cached;
+    RawRow<Fp32, G, kBlocks> floats;
+    RawRow<Format, G, kBlocks> encoded;
+    Vec4 decoded[kBlocks];
+
+    __device__ __forceinline__ void load(const CachedRows& rows, const Group<G>& group, Place place, int from,
+                                         int64_t first) {
+      const Place here = group.broadcast(place, from);
+      cached = here & 1;
+      const int64_t byte = here >> 1, D = rows.f.embedding_dim;
+      const auto* cache = reinterpret_cast<const uint8_t*>(rows.a.cache.rows);
+      if constexpr (!kEncoded) {
+        floats.load((cached ? cache : rows.a.weights) + byte, first, D, kAligned);
+      } else if (cached) {
+        floats.load(cache + byte, first, D, kAligned);
+        if (kInFlight == 1) floats.decode(first, decoded);
+      } else {
+        encoded.load(rows.a.weights + byte, first, D, kAligned);
+        if (kInFlight == 1) encoded.decode(first, decoded);
       }
     }
-  }
-  store_sums<G>(a, f, counted, out, first, sum);
+    __device__ __forceinline__ void decode(const CachedRows&, const Group<G>&, Place, int, int64_t first,
+                                           Vec4 (&x)[kBlocks]) const {
+      if constexpr (!kEncoded) {
+        floats.decode(first, x);
+      } else if constexpr (kInFlight == 1) {
+        for (int k = 0; k < kBlocks; ++k) x[k] = decoded[k];
+      } else {
+        if (cached) floats.decode(first, x);
+        else encoded.decode(first, x);
+      }
+    }
+  };
+};
+
+template <class Format, int G, int kBlocks, bool kAligned>
+__device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Feature& f, const Group<G>& group,
+                                          Range ids, int64_t out, int64_t column) {
+  using Rows = CachedRows<Format, G, kBlocks, kAligned>;
+  // A factor of 1 changes no bit of a sum: one kernel for both.
+  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, out, column, column == 0);
 }
 
 template <class Format, int G, int kBlocks>
-__global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_cached_kernel(PoolArgs a) {
+__global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
@@ -88,10 +85,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_cached_ke
     const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const float* first_cached = a.cache.rows + a.cache.offsets[part];
-    const Aligned aligned{rows_aligned(first_cached, f.embedding_dim),
-                          columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)};
-    for (int64_t column = 0; column < f.embedding_dim; column += kBlocks * 4 * G)
-      pool_columns<Format, G, kBlocks>(a, part, f, group, ids, out, column, aligned);
+    const bool aligned = rows_aligned(first_cached, f.embedding_dim) &&
+                         columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+    for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
+      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, out, column);
+      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, out, column);
+    }
     store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }

@@ -1,35 +1,14 @@
-// Encoded rows as CUDA kernels see them: a lane reads and writes four neighbouring columns, a group of lanes a row.
+// Encoded rows as CUDA kernels write them: a lane four neighbouring columns, a group of lanes a row.
 #pragma once
 
-#include <type_traits>
-
 #include "core/philox.h"
-#include "cuda/group.cuh"
-#include "formats/format_list.h"
+#include "cuda/row_reader.cuh"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// kBytes (1, 2, 4 or 8) of little-endian memory: at once when `aligned`, else one by one, the first `count` of them.
-// These loops stay loops: unrolled, the rare path would cost every kernel registers.
-template <int kBytes>
-using LittleEndian = typename std::conditional<kBytes == 8, uint64_t, uint32_t>::type;
-
-template <int kBytes>
-__device__ __forceinline__ LittleEndian<kBytes> load_little(const uint8_t* p, bool aligned, int64_t count = kBytes) {
-  if (kBytes == 1) return *p;
-  if (aligned) {
-    check_alignment(p, kBytes);
-    if (kBytes == 2) return *reinterpret_cast<const uint16_t*>(p);
-    return *reinterpret_cast<const LittleEndian<kBytes>*>(p);
-  }
-  LittleEndian<kBytes> word = 0;
-  const int here = static_cast<int>(count < kBytes ? count : kBytes);
-#pragma unroll 1
-  for (int i = 0; i < here; ++i) word |= static_cast<LittleEndian<kBytes>>(p[i]) << 8 * i;
-  return word;
-}
-
+// kBytes (1, 2, 4 or 8) go to memory, at once when `aligned`, else the first `count` of them one by one, in a loop:
+// unrolled, the rare path would cost every kernel registers.
 template <int kBytes>
 __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> word, bool aligned,
                                              int64_t count = kBytes) {
@@ -43,124 +22,6 @@ __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> wo
 #pragma unroll 1
   for (int i = 0; i < here; ++i) p[i] = static_cast<uint8_t>(word >> 8 * i);
 }
-
-// Bytes that four columns of a format take in its main plane, at most 16: what a lane reads or writes at once. For
-// int2, the two bytes of its scale.
-template <class Format>
-struct FourColumns {  // floats
-  static constexpr int kBytes = 4 * Format::kBytes;
-};
-template <int kBits>
-struct FourColumns<Affine<kBits>> {
-  static constexpr int kBytes = kBits > 4 ? kBits / 2 : 2;
-};
-template <int m>
-struct FourColumns<SharedMicroexponents<m>> {
-  static constexpr int kBytes = SharedMicroexponents<m>::kMagnitudeWidth / 2;
-};
-template <class Element>
-struct FourColumns<Microscaling<Element>> {
-  static constexpr int kBytes = Element::kBits == 8 ? 4 : 2;
-};
-
-// Whether all rows from `first` on can be read and written four whole columns at a time.
-template <class Format>
-__device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D) {
-  constexpr int kBytes = FourColumns<Format>::kBytes;
-  return D % 4 == 0 && Format::row_bytes(D) % kBytes == 0 && reinterpret_cast<uintptr_t>(first) % kBytes == 0;
-}
-
-struct EncodedRow {
-  const uint8_t* row;
-  int64_t D;
-  bool aligned;  // columns_aligned() of the row's table
-
-  __device__ __forceinline__ EncodedRow(const uint8_t* row, int64_t D, bool aligned)
-      : row(row), D(D), aligned(aligned) {}
-};
-
-// Columns c .. c+3 of a row, c a multiple of 4 below the row's D columns; zeros, or what zeros decode to, behind D.
-template <class Format>
-struct ColumnReader : EncodedRow {  // floats
-  using EncodedRow::EncodedRow;
-
-  __device__ __forceinline__ Vec4 read(int64_t c) const {
-    if constexpr (Format::kBytes == 4) {
-      return load_columns(reinterpret_cast<const float*>(row), c, D, aligned);
-    } else {
-      const uint64_t codes = load_little<8>(row + 2 * c, aligned, 2 * (D - c));
-      Vec4 out;
-      for (int j = 0; j < 4; ++j) out.v[j] = Format::decode(static_cast<uint32_t>(codes >> 16 * j) & 0xFFFFu);
-      return out;
-    }
-  }
-};
-
-template <int kBits>
-struct ColumnReader<Affine<kBits>> : EncodedRow {
-  using Format = Affine<kBits>;
-  float scale, bias;
-
-  __device__ __forceinline__ ColumnReader(const uint8_t* row, int64_t D, bool aligned) : EncodedRow(row, D, aligned) {
-    const uint8_t* grid = row + Format::code_bytes(D);
-    if constexpr (kBits == 8) {
-      scale = float_of(load_little<4>(grid, aligned));
-      bias = float_of(load_little<4>(grid + 4, aligned));
-    } else {
-      scale = Fp16::decode(load_little<2>(grid, aligned));
-      bias = Fp16::decode(load_little<2>(grid + 2, aligned));
-    }
-  }
-  __device__ __forceinline__ Vec4 read(int64_t c) const {
-    const uint32_t codes = load_little<kBits / 2>(row + c * kBits / 8, aligned, Format::code_bytes(D - c));
-    Vec4 out = {};
-    for (int j = 0; j < 4; ++j)
-      if (c + j < D) out.v[j] = Format::decode(to_float(codes >> j * kBits & Format::kMaxCode), scale, bias);
-    return out;
-  }
-};
-
-template <int m>
-struct ColumnReader<SharedMicroexponents<m>> : EncodedRow {
-  using Format = SharedMicroexponents<m>;
-  using EncodedRow::EncodedRow;
-
-  __device__ __forceinline__ Vec4 read(int64_t c) const {
-    constexpr int kWidth = Format::kMagnitudeWidth;
-    const int64_t block = c / Format::kBlock;
-    const uint32_t codes = load_little<kWidth / 2>(row + c * kWidth / 8, aligned);
-    uint32_t signs = 0;
-    if constexpr (Format::kSignPlane) signs = uint32_t{row[Format::signs(D) + c / 8]} >> c % 8;
-    const uint32_t exponent = row[Format::exponents(D) + block];
-    const uint32_t pairs = uint32_t{row[Format::pairs(D) + block]} >> c % Format::kBlock / 2;
-    Vec4 out;
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t code = codes >> j * kWidth, sign = Format::kSignPlane ? signs >> j : code >> 7;
-      out.v[j] = Format::decode(code & Format::kMaxMagnitude, sign << 31, exponent, pairs >> j / 2 & 1);
-    }
-    return out;
-  }
-};
-
-template <class Element>
-struct ColumnReader<Microscaling<Element>> : EncodedRow {
-  using Format = Microscaling<Element>;
-  using EncodedRow::EncodedRow;
-
-  __device__ __forceinline__ Vec4 read(int64_t c) const {
-    const float factor = Format::factor(row[Format::scales(D) + c / Format::kBlock]);
-    uint32_t low = 0, high = 0;
-    if constexpr (Element::kBits == 8) low = load_little<4>(row + c, aligned);
-    else low = load_little<2>(row + c / 2, aligned);
-    if constexpr (Element::kBits == 6) high = row[Format::high_bits(D) + c / 4];
-    Vec4 out;
-    for (int j = 0; j < 4; ++j) {
-      const uint32_t code = Element::kBits == 8 ? low >> 8 * j & 255 : (low >> 4 * j & 15) | (high >> 2 * j & 3) << 4;
-      out.v[j] = Element::decode(code) * factor;
-    }
-    return out;
-  }
-};
 
 // How the numbers of rows are rounded. All lanes of a kernel round alike: a branch costs them little, and kernels for
 // either way would be twice the code.

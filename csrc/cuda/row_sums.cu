@@ -106,10 +106,18 @@ class ChunkSums {
 // Of more than kChunk terms.
 __device__ float sum_long_row(const SumRowsArgs& a, int64_t group, int64_t begin, int64_t end, int64_t column) {
   ChunkSums sums;
-  int64_t place = begin;
-  for (; place + kChunk <= end; place += kChunk)
-    sums.add(a.partials[(place - group * a.numbers.count) / kChunk * a.sums.columns + column]);
-  if (place < end) sums.add(a.sum(place, end - place, column));
+  const int64_t chunks = (end - begin) / kChunk, last = begin + chunks * kChunk;
+  const float* partials = a.partials + (begin - group * a.numbers.count) / kChunk * a.sums.columns + column;
+  constexpr int kTerms = 8;  // on their way; those past the last are the last again
+  for (int64_t first = 0; first < chunks; first += kTerms) {
+    float term[kTerms];
+#pragma unroll
+    for (int u = 0; u < kTerms; ++u) term[u] = partials[(first + u < chunks ? first + u : chunks - 1) * a.sums.columns];
+#pragma unroll
+    for (int u = 0; u < kTerms; ++u)
+      if (first + u < chunks) sums.add(term[u]);
+  }
+  if (last < end) sums.add(a.sum(last, end - last, column));
   return sums.total();
 }
 

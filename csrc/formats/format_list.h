@@ -16,9 +16,12 @@ template <template <class...> class Use>
 using WithAllFormats = Use<Fp32, Fp16, Bf16, Int8, Int4, Int2, Mx9, Mx6, Mx4, MxFp8E4M3, MxFp8E5M2, MxFp6E3M2,
                            MxFp6E2M3, MxFp4E2M1, MxInt8>;
 
-// body(Format()) for the format, one of those that tables can have.
+// body(Format()) for the format, one of those that tables can have. The body runs where its caller does.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <class Body>
-auto with_bag_format(RowFormat format, const Body& body) {
+RK_HOST_DEVICE auto with_bag_format(RowFormat format, const Body& body) {
   switch (format) {
     case RowFormat::kFp16:
       return body(Fp16());

@@ -9,6 +9,9 @@ namespace rec_kernels {
 // The first element of a `status`, and BadPosition::position, when nothing is wrong.
 constexpr int64_t kNoBadPosition = INT64_MAX;
 
+// Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
+constexpr int64_t kChunk = 64;
+
 // From ids to rows of a table: row = (id / divisor) % modulus.
 struct Partition {
   Divisor divisor, modulus;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,11 @@ from rec_kernels.nn.accumulate import Lookup, Pending, join
 from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.assigned import allocate, assigns, copied
-from rec_kernels.nn.cached_tables import CachedTables, holds_rows
+from rec_kernels.nn.cached_tables import holds_rows
+from rec_kernels.nn.copies import CopiedTables
 from rec_kernels.nn.layout import move
-from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer, refuse_data_parallel
+from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.processes import refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
 from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
@@ -30,6 +32,7 @@ from rec_kernels.nn.tables import (
     fit_formats,
     format_tensor,
     initialize,
+    leave_bytes,
     zeros,
 )
 from rec_kernels.nn.tied import Tied, refuse_replaced
@@ -38,11 +41,14 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 _ops = torch.ops.rec_kernels
 
 
-class TableCollection(CachedTables):
+class TableCollection(CopiedTables):
     """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
 
     The arguments are ``rk.EmbeddingBagCollection``'s.
     """
+
+    process_local = False
+    _told_of_processes = False
 
     lr: Tensor
     step: Tensor
@@ -112,7 +118,7 @@ class TableCollection(CachedTables):
         self.register_buffer("_weights", self._new_weights(device), persistent=False)
         if file is not None:
             self.register_buffer("file_identity", torch.tensor(file.identity, device="cpu"))
-        trains = self.optimizer is None and not storage.is_bytes
+        trains = self._trained_by_torch
         for i, table in enumerate(self._stored):
             weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
             self.embedding_bags[table.name].weight = weight
@@ -170,6 +176,7 @@ class TableCollection(CachedTables):
                 holder.weight.grad = grad.to(view.device)
             if view.dtype == torch.uint8:
                 holder.register_buffer("format", format_tensor(table.format, view.device))
+                holder.weight.__dict__["requires_grad_"] = leave_bytes
             for kind in self._places.kinds:
                 holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
             self._tied.add(table.name, holder._parameters, view)
@@ -199,26 +206,6 @@ class TableCollection(CachedTables):
         self._tie_tables()
         self._tie_optimizer()
         return self
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
-        self._wait()
-        return super().__reduce_ex__(protocol) if self._file is None else self._file.__reduce__()
-
-    def __getstate__(self) -> dict:
-        refuse_replaced(self._tied)
-        state = {name: value for name, value in self.__dict__.items() if name != "_tied"}
-        if self._storage.is_bytes:
-            state["_modules"] = {**self._modules, "embedding_bags": self.embedding_bags.without_rows()}
-        return state
-
-    def __setstate__(self, state: dict) -> None:
-        # Copying and unpickling give every parameter storage of its own.
-        super().__setstate__(state)
-        self._pending = None
-        self._weights = self._in_place(self._weights, self._device)
-        self._bad_position.fill_(bounds.NOTHING_BAD)  # as for _reports: what the original has found is the original's
-        self._tie_tables()
-        self._tie_optimizer()
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
@@ -293,13 +280,12 @@ class TableCollection(CachedTables):
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
         layout = self._layout(starts, shared) | self._output() | cache
-        if self.optimizer is None and not self._storage.is_bytes:
-            tables = [self.embedding_bags[t.name].weight for t in self._stored]
+        if tables := self._differentiated(given.weights):
             output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
         elif self.optimizer is None or not torch.is_grad_enabled():
             output, status = _ops.embedding_bag(self._weights, *bags, **layout)
         else:
-            refuse_data_parallel()
+            refuse_data_parallel(self)
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options()
                 if cache:
@@ -314,6 +300,14 @@ class TableCollection(CachedTables):
         if self._file is not None and output.requires_grad:
             output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], starts))
         return output
+
+    def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
+        """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
+        if self.optimizer is not None or self._storage.is_bytes or not torch.is_grad_enabled():
+            return []
+        bags = self.embedding_bags  # looked up once
+        tables: list[Tensor] = [bags[t.name].weight for t in self._stored]
+        return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
         self._reports.add(status, self._bad_position, *what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,9 +72,15 @@ class SequenceLookups(Layout):
         """Every id as a bag of its own."""
         count, offsets = given.values.shape[0], given.offsets
         each = torch.arange(count + 1, device=offsets.device)
-        batch = (offsets.shape[0] - 1) // max(len(self.feature_names), 1)
-        # A slice where it will do: a list of places would have to be copied to the device.
-        starts = given.bag_starts(len(self.feature_names)) if given.strides or not batch else slice(None, None, batch)
+        features = len(self.feature_names)
+        batch = (offsets.shape[0] - 1) // max(features, 1)
+        starts: Any
+        if given.strides:
+            starts = given.bag_starts(features)
+        elif torch.compiler.is_compiling() or not batch:  # where the batch depends on data, it is not to be asked for
+            starts = torch.arange(features + 1, device=offsets.device) * batch
+        else:  # a view, on a device without a kernel
+            starts = slice(None, None, batch)
         return given._replace(offsets=each), offsets[starts].long().contiguous()
 
 

@@ -35,6 +35,9 @@ class FeatureLookup:
     column: int
     width: int
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "table": self.table.without_init()}
+
     @property
     def multiplies(self) -> bool:
         """Whether the ops multiply rows of its parts."""

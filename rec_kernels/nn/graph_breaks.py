@@ -1,6 +1,6 @@
-"""What torch.compile leaves out of its graphs, as ``torch.compiler.disable`` has it.
+"""What torch.compile leaves out of its graphs.
 
-Imported where it is called, not before: the decorator takes torch's compiler, whose import lasts as long as torch's.
+Imported where it is called, not before: the decorators take torch's compiler, whose import lasts as long as torch's.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+
+from rec_kernels.nn.processes import warn_of_processes
 
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")
@@ -20,3 +22,10 @@ def take_ahead(take: Callable, *args: object) -> object:
 def record_lookup(record: Callable, *args: object) -> object:
     """``record(*args)``: a lookup whose backward becomes part of an update."""
     return record(*args)
+
+
+@torch.compiler.assume_constant_result
+def warn_while_traced() -> bool:
+    """``warn_of_processes()`` when a lookup is traced, and never when the graph runs."""
+    warn_of_processes()
+    return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -156,6 +156,13 @@ class Layout(nn.Module):
         else:
             move_whole(self, self._made, device)
         return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
+        # A pickle has no use for an ``init`` that was called, and often no way to write it.
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, state, *others = reduced
+        tables = {name: [t.without_init() for t in state[name]] for name in ("tables", "_projected")}
+        return make, arguments, state | tables, *others
 
     @property
     def _device(self) -> torch.device:

@@ -9,7 +9,6 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from rec_kernels.nn.arguments import check_choice
 
@@ -249,14 +248,3 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: fused tables have no gradient."""
-
-
-def refuse_data_parallel() -> None:
-    """Raises RuntimeError inside DistributedDataParallel."""
-    # DDP has no hook for a module at its construction. While it runs a forward, it says so here.
-    if getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise RuntimeError(
-            "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
-            "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
-            "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
-        )

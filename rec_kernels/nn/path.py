@@ -44,7 +44,7 @@ class PathEmbeddingBag(OneTable):
     dense parameters, which stay float32, also under autocast: ``weight`` [collisions, D, base_dim]; or
     ``hidden_weight`` [collisions, hidden, base_dim], ``hidden_bias`` [collisions, hidden], ``weight`` [collisions, D,
     hidden] and ``bias`` [collisions, D]. How many ids each function has is asked of the device: on a GPU a forward
-    waits for it.
+    waits for it, and ``torch.compile`` breaks its graph there (with ``fullgraph=True`` it raises).
 
     Raises:
         ValueError: a size below 1, or an unknown choice; the message names it.

@@ -53,6 +53,9 @@ class StoredTable:
         """Of all rows."""
         return self.num_embeddings * self.row_bytes
 
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "init": None}  # which is called once, and which pickle may refuse
+
 
 @dataclass(frozen=True)
 class EmbeddingConfig:
@@ -70,7 +73,7 @@ class EmbeddingConfig:
         init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
             to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
             several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
-            that the rows that they make have that variance.
+            that the rows that they make have that variance. A pickled collection has none.
 
     Raises:
         ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
@@ -110,6 +113,15 @@ class EmbeddingConfig:
 
     def _check_compression(self) -> None:
         _check_per_id(self)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "stored"}
+
+    def without_init(self) -> EmbeddingConfig:
+        """The same table, as a collection that has rows is to remember it in a pickle."""
+        other = copy.copy(self)
+        object.__setattr__(other, "init", None)
+        return other
 
     @functools.cached_property
     def stored(self) -> list[StoredTable]:
@@ -183,6 +195,10 @@ def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[E
     return tables
 
 
+def leave_bytes(requires_grad: bool = True) -> None:
+    """In the place of ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's."""
+
+
 class Table(nn.Module):
     """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
 
@@ -193,20 +209,35 @@ class Table(nn.Module):
 
     def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        views = ["weight", *self._views()]
         if self.in_file:
-            del destination[f"{prefix}weight"]
-            return
-        rows = destination[f"{prefix}weight"].detach()
-        if self.in_bytes and type(rows) is Tensor and not rows.is_meta:
-            # torch.save refuses a storage that is seen as several dtypes: the same memory as a storage of its own.
-            own = torch.from_dlpack(rows)
-            destination[f"{prefix}weight"] = nn.Parameter(own, requires_grad=False) if keep_vars else own
+            del destination[prefix + views.pop(0)]
+        # A storage of its own, in the same memory: pickle writes all of the storage that a tensor is a view of, and
+        # torch.save refuses one that is seen as several dtypes. Who asks for parameters gets the module's, if fp32.
+        for name in [] if keep_vars and not self.in_bytes else views:
+            rows = destination[prefix + name].detach()
+            if type(rows) is Tensor and not rows.is_meta:
+                own = torch.from_dlpack(rows)
+                held = keep_vars and name == "weight"
+                destination[prefix + name] = nn.Parameter(own, requires_grad=False) if held else own
+
+    def _views(self) -> dict[str, Tensor]:
+        """The state of the fused optimizer, views of flat tensors as the weight is."""
+        return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
+
+    def empty_views(self) -> dict[int, Tensor]:
+        """What is a view of a flat tensor, by its ``id``, with an empty tensor of its kind."""
+        return {id(self.weight): self._empty_weight()} | {id(t): t.new_empty(0) for t in self._views().values()}
 
     def without_rows(self) -> Table:
-        """The same table, for torch.save, with an empty weight: its collection has the rows."""
-        other, empty = copy.copy(self), self.weight.detach().new_empty(0)
-        other._parameters = {**self._parameters, "weight": nn.Parameter(empty, requires_grad=self.weight.requires_grad)}
+        """The same table, to be pickled, with an empty weight and no state: its collection has the rows."""
+        other = copy.copy(self)
+        other._parameters = {**self._parameters, "weight": self._empty_weight()}
+        other._buffers = {name: t for name, t in self._buffers.items() if name == "format"}
         return other
+
+    def _empty_weight(self) -> nn.Parameter:
+        return nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
 
     def _load_from_state_dict(
         self,

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
@@ -75,6 +76,6 @@ def _backward(ctx, grad: Tensor):
     return (*(g if wanted else None for g, wanted in zip(grads, ctx.needs_input_grad, strict=False)), None, None)
 
 
-torch.library.register_autograd("rec_kernels::dot_interaction", _backward, setup_context=_setup)
+register_autograd("dot_interaction", _backward, setup_context=_setup)
 refuse_second("dot_interaction_backward")
 autocast.register("dot_interaction", autocast.to_lower_precision)

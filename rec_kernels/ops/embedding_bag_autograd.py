@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from rec_kernels.ops import autocast
 from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
+from rec_kernels.ops.forward_mode import refuse_tangents, register_autograd
 from rec_kernels.ops.once import differentiable_once
 
 _ops = torch.ops.rec_kernels
@@ -161,15 +161,38 @@ def _backward_tables(ctx, grad: Tensor, _):
     layout = ctx.layout | {"inverse": inverse}
     grad = grad.float()  # exact, from an output of half precision
     arguments = (grad, ctx.shape, *bags)
-    shapes = ctx.table_shapes
+    shapes, wanted = ctx.table_shapes, ctx.needs_input_grad[ctx.names.index("tables")]
+    grads: list[Any] = [None] * len(shapes)
+    if any(wanted):
+        shown = layout if all(wanted) else layout | {"frozen": _frozen_with(layout, shapes, wanted)}
+        grads = _gradients_of_tables(ctx, shown, weights, arguments, shapes)
+        # A view would keep the memory of gradients that nobody wants.
+        grads = grads if all(wanted) else [t.clone() if want else None for t, want in zip(grads, wanted, strict=True)]
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+
+
+def _gradients_of_tables(ctx, layout: dict, weights: Tensor | None, arguments: tuple, shapes) -> list[Tensor]:
     if ctx.sparse:
         rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
-        grads = _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
-    else:
-        flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
-        starts = table_starts([shape.numel() for shape in shapes])
-        grads = [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+        return _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
+    flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
+    starts = table_starts([shape.numel() for shape in shapes])
+    return [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
+
+
+def _frozen_with(layout: dict, shapes, wanted) -> Tensor | None:
+    """``frozen``, and the features whose table wants no gradient. Waits for no GPU: compares with numbers only."""
+    frozen, row_offsets = layout["frozen"], layout["row_offsets"]
+    if layout["partition_starts"] is not None:
+        return frozen  # of features, the layout's other tensors of their parts
+    first_row = 0
+    for shape, want in zip(shapes, wanted, strict=True):
+        end = first_row + shape[0]
+        if not want and shape[0]:
+            here = (row_offsets >= first_row) & (row_offsets < end)
+            frozen = here if frozen is None else frozen | here
+        first_row = end
+    return frozen
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
@@ -231,17 +254,8 @@ def _check_version(weights: Tensor, version: int) -> None:
         )
 
 
-def _refuse_tangents(op: str, inputs: tuple) -> None:
-    # Below autograd they would be dropped, and derivatives be zeros.
-    if any(isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None for t in inputs):
-        raise NotImplementedError(
-            f"rec_kernels::{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad): take it "
-            "in reverse mode (torch.autograd)"
-        )
-
-
 def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
-    """What torch.library.register_autograd does, without its walk over the schema in every call.
+    """What ``register_autograd`` does, without its walk over the schema in every call.
 
     That walk costs time with the square of the number of arguments: 80 microseconds for these ops.
     """
@@ -258,10 +272,9 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
     function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
 
     def kernel(*inputs):
+        refuse_tangents(op, inputs)
         if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)  # refuses tangents, too
-        if forward_ad._current_level >= 0:
-            _refuse_tangents(op, inputs)
+            return function.apply(*inputs)
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*inputs)
 
@@ -271,8 +284,8 @@ def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
 _register_autograd("embedding_bag", _setup, _backward)
 _register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
 # Only torch's own registration takes gradients of a list.
-torch.library.register_autograd(
-    "rec_kernels::embedding_bag_tables",
+register_autograd(
+    "embedding_bag_tables",
     differentiable_once("embedding_bag_tables", _backward_tables),
     setup_context=_setup_tables,
 )

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -64,4 +65,4 @@ def _backward(ctx, grad: Tensor | None, _):
     return _ops.expand_backward(grad.float(), inverse, ctx.rows).to(ctx.dtype), None
 
 
-torch.library.register_autograd("rec_kernels::expand", _backward, setup_context=_setup)
+register_autograd("expand", _backward, setup_context=_setup)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, as_scalar, row_bytes
 
 _ops = torch.ops.rec_kernels
@@ -123,4 +124,4 @@ def _(x, *arguments):
     return in_triton(x, *arguments)
 
 
-torch.library.register_autograd("rec_kernels::fake_quantize", _straight_through)
+register_autograd("fake_quantize", _straight_through)

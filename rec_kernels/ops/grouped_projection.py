@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rec_kernels.ops import in_triton
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
@@ -96,7 +97,7 @@ def _backward(ctx, grad: Tensor):
     return grad_x, grad_weights, None, None, None
 
 
-torch.library.register_autograd("rec_kernels::grouped_projection", _backward, setup_context=_setup)
+register_autograd("grouped_projection", _backward, setup_context=_setup)
 refuse_second("grouped_projection_backward_input")
 refuse_second("grouped_projection_backward_weights")
 for _device in ("cpu", "cuda"):

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -93,4 +94,4 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _positions, _status):
     return None, None, None, None, None, _ops.expand(grad[:, None], positions)[0].squeeze(1)
 
 
-torch.library.register_autograd("rec_kernels::jagged_bucketize", _backward, setup_context=_setup)
+register_autograd("jagged_bucketize", _backward, setup_context=_setup)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import jagged_copies
+from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -39,8 +40,8 @@ def _(values, offsets, index, total=None):
     return jagged_copies.fake(values, (offsets, index), index.shape[0], offsets, total)
 
 
-torch.library.register_autograd(
-    "rec_kernels::jagged_index_select",
+register_autograd(
+    "jagged_index_select",
     jagged_copies.backward_of("jagged_index_select"),
     setup_context=jagged_copies.setup_context,
 )

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
+from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -91,4 +92,4 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     return None, None, None, None, summed.squeeze(1), None
 
 
-torch.library.register_autograd("rec_kernels::jagged_permute", _backward, setup_context=_setup)
+register_autograd("jagged_permute", _backward, setup_context=_setup)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import jagged_copies
+from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -42,8 +43,8 @@ def _(values, starts, lengths, total=None):
     return jagged_copies.fake(values, (starts, lengths), starts.shape[0], lengths, total)
 
 
-torch.library.register_autograd(
-    "rec_kernels::jagged_windows",
+register_autograd(
+    "jagged_windows",
     jagged_copies.backward_of("jagged_windows"),
     setup_context=jagged_copies.setup_context,
 )

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from rec_kernels.ops.forward_mode import register_autograd
+
 #: Ops whose derivative is refused.
 REFUSED: set[str] = set()
 
@@ -24,7 +26,7 @@ def refuse_second(op: str) -> None:
     def backward(ctx, *_) -> NoReturn:
         _refuse(op)
 
-    torch.library.register_autograd(f"rec_kernels::{op}", backward)
+    register_autograd(op, backward)
     REFUSED.add(op)
 
 

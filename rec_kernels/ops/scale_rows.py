@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.forward_mode import register_autograd
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
@@ -55,5 +56,5 @@ def _row_dot_backward(ctx, grad: Tensor):
     return grad_a, grad_b
 
 
-torch.library.register_autograd("rec_kernels::scale_rows", _scale_rows_backward, setup_context=_scale_rows_setup)
-torch.library.register_autograd("rec_kernels::row_dot", _row_dot_backward, setup_context=_scale_rows_setup)
+register_autograd("scale_rows", _scale_rows_backward, setup_context=_scale_rows_setup)
+register_autograd("row_dot", _row_dot_backward, setup_context=_scale_rows_setup)

@@ -12,7 +12,9 @@ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
-- Row formats, row caches, ``bag_starts``, clipping and weight decay are refused: they need the compiled library.
+- Row formats, row caches, ``bag_starts``, ``inverse``, ``partition_starts``, clipping and weight decay are
+  refused: they need the compiled library. So is ``rounding="stochastic"``, the default, for updates of
+  FP16 and BF16 tables.
 - One program sums all occurrences of a row: very hot rows are slow.
 - Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
 
@@ -55,11 +57,17 @@ def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
         ]
     )
 
+    names = tuple(a.name for a in arguments)
+    known, defaults = set(names), {a.name: a.default_value for a in arguments if a.has_default_value()}
+
     @functools.wraps(function)
-    def call(*positions, **names):
-        bound = signature.bind(*positions, **names)
-        bound.apply_defaults()
-        a = SimpleNamespace(**bound.arguments)
+    def call(*positions, **named):
+        given = dict(zip(names, positions, strict=False)) | named
+        complete = defaults | given
+        # signature.bind takes longer than all checks of a call: here it only words what is wrong.
+        if len(given) != len(positions) + len(named) or complete.keys() != known:
+            signature.bind(*positions, **named)
+        a = SimpleNamespace(**complete)
         inputs.check_offered(a)
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.accelerator.device_index(a.values.device.index):
@@ -104,6 +112,7 @@ def embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The same lookup; state, step and learning rate are for the backward only."""
     inputs.check_update(a)
+    inputs.check_rounding(a)
     return _pool(a)
 
 
@@ -174,6 +183,7 @@ def _finish_rows(
 def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
     """Updates every touched row of ``weights`` once, with ``sum``, and advances ``step``; waits for no GPU."""
     inputs.check_update(a)
+    inputs.check_rounding(a)
     inputs.check_weights(a)
     bags = inputs.read_input(a, tuple(a.weights.shape))
     inputs.check_gradient(a, bags)
@@ -185,9 +195,8 @@ def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
 def _read_backward(a: SimpleNamespace) -> BagInput:
     rank = 2 if a.embedding_dims is None else 1
     shape = tuple(a.weights_shape)
-    if a.weights is not None:  # which only products of rows would need
-        inputs.check_weights(a)
     check(len(shape) == rank, f"weights_shape must have {rank} element(s), got {len(shape)}")
+    inputs.check_own_weights(a)
     bags = inputs.read_input(a, shape)
     inputs.check_gradient(a, bags)
     return bags

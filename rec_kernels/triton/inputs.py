@@ -20,8 +20,23 @@ OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb
 _HERE = OPTIMIZERS[:2]
 _ADAMS = OPTIMIZERS[3:]
 _COMPILED = "the compiled CUDA library (rk.build_info() says why it is not in use)"
-# What lies between a gradient and the optimizer, and what is none of it.
-_STEP = {"weight_decay": 0.0, "clip_grad_value": None, "clip_grad_norm": None}
+# What the kernels have nothing for, and its defaults: batch sizes of features' own, bags that samples share, features
+# of several parts, row caches, and what lies between a gradient and the optimizer.
+_UNUSED = {
+    **dict.fromkeys(("bag_starts", "inverse", "groups", "partition_starts", "multiplies")),
+    **dict.fromkeys(f"cache_{name}" for name in ("rows", "offsets", "slots", "tags", "marks", "dirty", "sets")),
+    **dict.fromkeys(("cache_set_starts", "clip_grad_value", "clip_grad_norm")),
+    "max_parts": 0,
+    "cache_ways": 0,
+    "weight_decay": 0.0,
+}
+_OF_PARTS = ("divisors", "moduli", "id_limits", "combine")
+# Who gives them, for those who never did by themselves.
+_GIVEN_BY = {
+    "bag_starts": " (rk.EmbeddingCollection, rk.PathEmbeddingBag and features with batch sizes of their own do)",
+    "inverse": " (batches with inverse_indices do)",
+    "partition_starts": " (rk.Hash, rk.QuotientRemainder and rk.Partitions do)",
+}
 # Which optimizers have a kind of state.
 _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
 
@@ -39,15 +54,16 @@ def check_offered(a: SimpleNamespace) -> None:
             "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
             f"rows of bytes need {_COMPILED}"
         )
-    parts = (("partition_starts", None), ("max_parts", 0), ("multiplies", None))
-    cache = (("cache_rows", None), ("cache_tags", None))
-    for name, default in (("bag_starts", None), ("inverse", None), ("groups", None), *parts, *cache, *_STEP.items()):
+    for name, default in _UNUSED.items():
         given = getattr(a, name, default)
-        if given is not default and given != default:
-            raise ValueError(f"{name} must not be given: the Triton kernels do without, it needs {_COMPILED}")
+        if given is not default and (isinstance(given, Tensor) or given != default):
+            what = f"the Triton kernels do without, it needs {_COMPILED}"
+            raise ValueError(f"{name} must not be given{_GIVEN_BY.get(name, '')}: {what}")
+    if any(getattr(a, name) is not None for name in _OF_PARTS):
+        raise ValueError("partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it")
     dtype = getattr(a, "output_dtype", None)
-    floats = " or ".join(map(str, FLOATS))
-    check(dtype in (None, *FLOATS), f"output_dtype must be {floats}, got {dtype}")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(f"output_dtype must be {' or '.join(map(str, FLOATS))}, got {dtype}")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -64,21 +80,24 @@ def check_tensor(
     contiguous: bool = False,
 ) -> None:
     """Raises ValueError, which names the tensor and what it should be, for another shape, dtype or memory layout."""
-    check(rank is None or t.dim() == rank, f"{name} must have {rank} dimension(s), got shape {list(t.shape)}")
-    right = shape is None or tuple(t.shape) == shape
-    check(right, f"{name} must have shape {list(shape or ())}, got {list(t.shape)}")
-    allowed = " or ".join(map(_name, dtypes))
-    check(t.dtype in dtypes, f"{name} must be {allowed}, got {_name(t.dtype)}")
-    check(not contiguous or t.is_contiguous(), f"{name} must be contiguous; call .contiguous() on it")
+    # Messages are made for who reads them: a call makes some twenty of these checks.
+    if rank is not None and t.dim() != rank:
+        raise ValueError(f"{name} must have {rank} dimension(s), got shape {list(t.shape)}")
+    if shape is not None and t.shape != shape:
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(t.shape)}")
+    if t.dtype not in dtypes:
+        raise ValueError(f"{name} must be {' or '.join(map(_name, dtypes))}, got {_name(t.dtype)}")
+    if contiguous and not t.is_contiguous():
+        raise ValueError(f"{name} must be contiguous; call .contiguous() on it")
 
 
 def check_one_device(a: SimpleNamespace) -> None:
     """Raises ValueError unless all tensors among the arguments are where ``values`` is."""
+    device = a.values.device
     for name, argument in vars(a).items():
         for t in argument if isinstance(argument, list | tuple) else (argument,):
-            if isinstance(t, Tensor):
-                where = f"{name} is on {t.device}, values on {a.values.device}"
-                check(t.device == a.values.device, f"{where}: they must be on the same device")
+            if isinstance(t, Tensor) and t.device != device:
+                raise ValueError(f"{name} is on {t.device}, values on {device}: they must be on the same device")
 
 
 @dataclass(frozen=True)
@@ -129,33 +148,39 @@ def check_weights(a: SimpleNamespace) -> None:
     check_tensor(a.weights, "weights", FLOATS, rank=rank, contiguous=True)
 
 
+def check_own_weights(a: SimpleNamespace) -> None:
+    """Raises ValueError for ``weights`` that a gradient of ``weights_shape`` cannot be of; it does not read them."""
+    if a.weights is not None:
+        check_weights(a)
+        if tuple(a.weights.shape) != tuple(a.weights_shape):
+            shape = list(a.weights.shape)
+            raise ValueError(f"weights must have the shape that weights_shape names, got {shape}")
+
+
 def _check_layout(a: SimpleNamespace, bags: int) -> None:
+    for name in ("output_dim", "num_rows", "max_embedding_dim"):
+        size = getattr(a, name)
+        if size < 0:
+            raise ValueError(f"{name} = {size} must be at least 0")
     layout = {name: getattr(a, name) for name in LAYOUT}
     if a.embedding_dims is None:
-        others = [
-            *layout.values(),
-            a.mean,
-            a.frozen,
-            a.output_dim or None,
-            a.num_rows or None,
-            a.max_embedding_dim or None,
-        ]
-        unused = all(x is None for x in others)
+        tensors = [*layout.values(), a.mean, a.frozen]
+        unused = all(t is None for t in tensors) and not (a.output_dim or a.num_rows or a.max_embedding_dim)
         check(unused, "embedding_dims is missing: other layout arguments mean nothing without it")
         return
     check_tensor(a.embedding_dims, "embedding_dims", (torch.int64,), rank=1)
     features = a.embedding_dims.shape[0]
     for name, t in layout.items():
-        missing = f"{name} is missing: embedding_dims is given, so the layout of every feature must be"
-        check(t is not None, missing)
+        if t is None:
+            raise ValueError(f"{name} is missing: embedding_dims is given, so the layout of every feature must be")
         check_tensor(t, name, (torch.int64,), shape=(features,), contiguous=True)
     if a.mean is not None:
         check_tensor(a.mean, "mean", (torch.bool,), shape=(features,), contiguous=True)
     if a.frozen is not None:
         check_tensor(a.frozen, "frozen", (torch.bool,), shape=(features,), contiguous=True)
-    expected = "offsets must have num_features * batch + 1 elements"
-    fits = bags % features == 0 if features else bags == 0
-    check(fits, f"{expected}, got {a.offsets.shape[0]} for {features} features")
+    if bags % features if features else bags:
+        expected = "offsets must have num_features * batch + 1 elements"
+        raise ValueError(f"{expected}, got {a.offsets.shape[0]} for {features} features")
 
 
 def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
@@ -171,7 +196,8 @@ def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
     if factors is not None:
         check_tensor(factors, "per_sample_weights", (torch.float32,), shape=tuple(a.values.shape))
     _check_layout(a, bags)
-    check(bags <= _MOST, f"offsets describe {bags} bags; at most 2^31 - 1 fit in a call")
+    if bags > _MOST:
+        raise ValueError(f"offsets describe {bags} bags; at most 2^31 - 1 fit in a call")
     return bags
 
 
@@ -271,6 +297,23 @@ def check_update(a: SimpleNamespace) -> None:
         f'optimizer "{a.optimizer}" is not among those of the Triton kernels, {" and ".join(_HERE)}; the compiled CUDA '
         "library has it (rk.build_info() says why it is not in use)",
     )
+
+
+def check_rounding(a: SimpleNamespace) -> None:
+    """Raises ValueError for options that change nothing here as the compiled ops do, and for noise: there is none."""
+    modes, roundings = ("l2", "decoupled"), ("nearest", "stochastic")
+    check(a.weight_decay_mode in modes, f'weight_decay_mode must be "l2" or "decoupled", got "{a.weight_decay_mode}"')
+    check(a.rounding in roundings, f'rounding must be "nearest" or "stochastic", got "{a.rounding}"')
+    if a.weights.dtype != torch.float32 and a.rounding != "nearest":
+        raise ValueError(
+            f'rounding must be "nearest" for {_name(a.weights.dtype)} weights, got "{a.rounding}": the Triton kernels '
+            f"have no noise, it needs {_COMPILED}"
+        )
+    if a.seed is not None:
+        check_tensor(a.seed, "seed", (torch.int64,), rank=0)
+    if a.table_ids is not None:
+        check(a.embedding_dims is not None, "embedding_dims is missing: table_ids mean nothing without it")
+        check_tensor(a.table_ids, "table_ids", (torch.int64,), shape=tuple(a.embedding_dims.shape), contiguous=True)
 
 
 def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
