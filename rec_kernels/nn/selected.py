@@ -141,7 +141,9 @@ def _permuted(
     if _tells_late(values):
         # Bags that were bad are empty, and so good. One that is bad again has the lookup tell, and skip its update. A
         # total that is not the bags' is no error, unless it was said to be theirs.
-        new_offsets[:1].masked_fill_(status[:1] < (NOTHING_BAD if offset_per_key else 0), -1)
+        # (A copy: the gradient of weights needs the offsets as they are.)
+        bad = status[:1] < (NOTHING_BAD if offset_per_key else 0)
+        new_offsets = torch.cat([new_offsets[:1].masked_fill(bad, -1), new_offsets[1:]])
     return out, new_offsets, None if weights is None else new_wide.to(weights.dtype)
 
 
