@@ -21,7 +21,7 @@ WHOLE = -n $(JOBS) --dist loadfile --durations 10
 train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.built lint
+test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
 	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
 
 build: $(VENV)/.built
@@ -108,7 +108,7 @@ $(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
 
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
 	$(PIP) install -q --no-deps -r bench/requirements-peers.txt && touch $@ || \
-	  echo "fbgemm-gpu-cpu cannot be installed here; the bench leaves its column out"
+	  echo "FBGEMM and TorchRec cannot be installed here: their tests and columns are left out"
 
 # Without _host, tables on disk are left out: every build asks anew whether what it needs is there by now.
 $(VENV)/.built: $(NATIVE) $(VENV)/.env $(if $(wildcard rec_kernels/_host*.so),,again)
