@@ -1,9 +1,8 @@
 """A training step with a row cache beside float32 and int8 tables without one, and FBGEMM's float32 step.
 
 In "hot" workloads every row is in the cache, and a few batches are trained again and again. In "zipf" ones every step
-of the cached tables has ids that it has not seen: some rows are in no slot, come in, and others leave. The two others
-have the batches that they have elsewhere. FBGEMM's CPU kernels have no cache. Bytes are those of a step on float32
-tables.
+has ids that were not seen before: some rows are in no slot, come in, and others leave. FBGEMM's CPU kernels have no
+cache. Bytes are those of a step on float32 tables.
 """
 
 from __future__ import annotations
@@ -42,18 +41,16 @@ class Steps(Subject):
 
     @functools.cached_property
     def fresh(self) -> list[Tensor]:
-        """Batches for the cached tables, by turns."""
+        """Batches, by turns."""
         if "zipf" not in self.workload.name:
             return self.batches
         return [self.workload.ids(seed) for seed in range(BATCHES, BATCHES + FRESH)]
 
     def train(self, name: str) -> Callable[[int], object]:
-        """A function of a batch number that trains on it, or, of cached tables, on the next of the fresh ones."""
+        """A function, of a number that does not matter, that trains on the next batch."""
         if name not in self._built:
             self._built[name] = self._build(name)
         tables = self._built[name]
-        if name not in CACHES:
-            return lambda i: tables.train(self.batches[i], self.grad)
         batches = itertools.islice(itertools.cycle(self.fresh), WARM_UP, None)
         return lambda _: tables.train(next(batches), self.grad)
 
