@@ -155,7 +155,7 @@ class KeyedJaggedTensor(LearnedOffsets, Moving):
         which, given = ("lengths", lengths) if offsets is None else ("offsets", offsets)
         check_integers("values", values, values)
         check_integers(which, given, values)
-        check_bags(keys, stride_per_key, given.shape[0] - (offsets is not None), which)
+        check_bags(keys, stride_per_key, given.shape[0] - (0 if offsets is None else 1), which)
         if inverse_indices is not None:
             _check_inverse(inverse_indices, keys, stride_per_key)
         if weights is not None:
