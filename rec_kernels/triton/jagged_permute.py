@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from rec_kernels.triton.inputs import check, check_one_device, check_tensor
+from rec_kernels.triton.kernels import BAD_LAYOUT, NOTHING_BAD
 
 _INTEGERS = (torch.int32, torch.int64)
-_NOTHING_BAD, _BAD_LAYOUT = torch.iinfo(torch.int64).max, torch.iinfo(torch.int64).min
 # What values are copied as, by their size: torch cannot set numbers of every dtype to zero.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
@@ -67,9 +67,9 @@ def _status(offsets: Tensor, count: int, bounds: Tensor, total: int) -> Tensor:
     """[2]: the first of the offsets that is bad, or else the number of bags if these have not ``total`` values."""
     before = torch.cat([offsets.new_zeros(1), offsets[:-1]])
     bad = (offsets < before) | (offsets > count)
-    missed = torch.where(bounds[-1] == total, _NOTHING_BAD, bounds.shape[0] - 1)
+    missed = torch.where(bounds[-1] == total, NOTHING_BAD.value, bounds.shape[0] - 1)
     # argmax: the first that is True.
-    found = torch.where(bad.any(), bad.long().argmax() + (_BAD_LAYOUT + 1), missed)
+    found = torch.where(bad.any(), bad.long().argmax() + (BAD_LAYOUT.value + 1), missed)
     return torch.stack([found, torch.zeros_like(found)])
 
 
