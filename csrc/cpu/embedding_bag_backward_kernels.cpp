@@ -6,6 +6,7 @@
 #include "core/row_statistics.h"
 #include "cpu/embedding_bag_composed.h"
 #include "cpu/row_targets.h"
+#include "cpu/run_terms.h"
 #include "optimizers/rowwise_adagrad.h"
 #include "optimizers/sgd.h"
 
@@ -13,109 +14,8 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// The terms of one sum: rows of floats, each with a coefficient when `weighted`.
-struct Terms {
-  const float* rows[kChunk];
-  float coefficients[kChunk];
-  int64_t count;
-  bool weighted;
-};
-
-// sum[] = the terms' columns [column, column + NV * W), added up in ascending order from the first term.
-template <int NV, bool kTail, bool kWeighted>
-RK_HOST_DEVICE void sum_block(const Terms& t, int64_t column, int tail, Vec* sum) {
-  constexpr int L = NV - 1;  // the register that may be partial
-  const float* row = t.rows[0] + column;
-  for (int v = 0; v < L; ++v) sum[v] = Vec::load(row + v * W);
-  sum[L] = load_columns<kTail>(row + L * W, tail);
-  if (kWeighted)
-    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(t.coefficients[0]) * sum[v];
-  for (int64_t i = 1; i < t.count; ++i) {
-    row = t.rows[i] + column;
-    if (kWeighted) {
-      const Vec c = Vec::broadcast(t.coefficients[i]);
-      for (int v = 0; v < L; ++v) sum[v] = fused_multiply_add(c, Vec::load(row + v * W), sum[v]);
-      sum[L] = fused_multiply_add(c, load_columns<kTail>(row + L * W, tail), sum[L]);
-    } else {
-      for (int v = 0; v < L; ++v) sum[v] = sum[v] + Vec::load(row + v * W);
-      sum[L] = sum[L] + load_columns<kTail>(row + L * W, tail);
-    }
-  }
-}
-
-template <int NV, bool kTail>
-RK_HOST_DEVICE void sum_columns(const Terms& t, int64_t column, int tail, Vec* sum) {
-  if (t.weighted) sum_block<NV, kTail, true>(t, column, tail, sum);
-  else sum_block<NV, kTail, false>(t, column, tail, sum);
-}
-
-int64_t payload_of(const RunArgs& a, int64_t entry) {
-  return static_cast<int64_t>(a.sorted[entry] & ((uint64_t{1} << a.payload_bits) - 1));
-}
-
-uint32_t bag_of(const RunArgs& a, int64_t payload) {
-  return a.bag_of ? a.bag_of[payload] : static_cast<uint32_t>(payload);
-}
-
-int64_t key_of(const RunArgs& a, int64_t entry) { return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits); }
-
-// The part of the bag's feature that reads the table, and the row of the gradient that is the bag's.
-struct BagPlace {
-  const Feature* part;
-  int64_t row;
-};
-
-BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const Feature* f = a.features + a.bags.first_part(a.bags.feature_of(bag));
-  for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
-  return {f, a.bags.output_row(bag, f->number)};
-}
-
-RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const int64_t number = bag - table.first_bag;
-  if (static_cast<uint64_t>(number) < static_cast<uint64_t>(table.num_bags))
-    return {table.feature, table.first_row + number};
-  return place_in_shared_table(a, table, bag);
-}
-
-// The gradient of the bag that an entry of the table names.
-RK_HOST_DEVICE const float* gradient_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const BagPlace place = place_of(a, table, bag);
-  return a.grad + place.row * a.output_dim + place.part->output_offset;
-}
-
-// Occurrences [first, first + count) of the sorted list, count <= kChunk.
-void terms_of_occurrences(const RunArgs& a, const TableRuns& table, int64_t first, int64_t count, Terms* t) {
-  t->count = count;
-  t->weighted = a.coefficients != nullptr;
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t payload = payload_of(a, first + i);
-    t->rows[i] = gradient_of(a, table, bag_of(a, payload));
-    if (t->weighted) t->coefficients[i] = a.coefficients[payload];
-  }
-}
-
-void terms_of_partials(const float* partials, int64_t count, int64_t D, Terms* t) {
-  t->count = count;
-  t->weighted = false;
-  for (int64_t i = 0; i < count; ++i) t->rows[i] = partials + i * D;
-}
-
-// for_blocks: sums the terms into out[0..D).
-struct SumInto {
-  const Terms* terms;
-  float* out;
-
-  template <int NV, bool kTail>
-  RK_HOST_DEVICE void block(int64_t column, int tail) const {
-    Vec sum[NV];
-    sum_columns<NV, kTail>(*terms, column, tail, sum);
-    store_columns<NV, kTail>(sum, out + column, tail);
-  }
-};
-
 void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
-  for_blocks(D, SumInto{&terms, out});
+  for_blocks(D, SumInto{terms, out});
   if (inverse_scale != 1.0f)
     for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
 }
@@ -227,18 +127,28 @@ void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t 
       runs.sum_run(r, end, table.sums + r * table.feature->embedding_dim);
 }
 
+// Chunks [begin, end), all of one table, of occurrences.
+void sum_chunks_of_table(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t end) {
+  const TableRuns& table = *chunks[begin].table;
+  TermsInOrder terms(a, table, chunks[end - 1].first + chunks[end - 1].count);
+  for (int64_t i = begin; i < end; ++i)
+    for_blocks(table.feature->embedding_dim, SumInto{terms.take(chunks[i].first, chunks[i].count), chunks[i].out});
+}
+
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
-  Terms terms;
-  for (int64_t i = begin; i < end; ++i) {
+  TermsOfPartials terms;
+  for (int64_t i = begin, next; i < end; i = next) {
     const ChunkSum& c = chunks[i];
     const int64_t D = c.table->feature->embedding_dim;
-    if (!c.partials && c.table->multiplied) {
+    next = i + 1;
+    if (c.partials) {
+      for_blocks(D, SumInto{terms.take(c.partials, c.count, D), c.out});
+    } else if (c.table->multiplied) {
       ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
-      continue;
+    } else {
+      while (next < end && chunks[next].table == c.table && !chunks[next].partials) ++next;
+      sum_chunks_of_table(a, chunks, i, next);
     }
-    if (c.partials) terms_of_partials(c.partials, c.count, D, &terms);
-    else terms_of_occurrences(a, *c.table, c.first, c.count, &terms);
-    for_blocks(D, SumInto{&terms, c.out});
   }
 }
 
@@ -317,31 +227,26 @@ const LongRun* first_long_run(const RunArgs& a, int64_t run) {
 template <class Target>
 void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const int64_t D = target.D;
-  const auto announce = [&](int64_t r) {
-    const int64_t start = table.starts[r];
-    if (!table.sums && !table.multiplied) prefetch_bytes(gradient_of(a, table, bag_of(a, payload_of(a, start))), D * 4);
-    target.prefetch(key_of(a, start));
-  };
-  for (int64_t r = begin; r < end && r < begin + kAhead; ++r) announce(r);
+  for (int64_t r = begin; r < end && r < begin + kAhead; ++r) target.prefetch(key_of(a, table.starts[r]));
   const LongRun* next_long = first_long_run(a, table.first_run + begin);
   ProductRuns products(a, table, scratch + scratch_floats(D));
-  Terms terms;
-  for (int64_t r = begin; r < end; ++r) {
-    if (r + kAhead < end) announce(r + kAhead);
-    const int64_t start = table.starts[r], count = table.starts[r + 1] - start, row = target.select(key_of(a, start));
+  TermsInOrder in_order(a, table, table.starts[end]);
+  TermsOfPartials of_partials;
+  const auto terms_of = [&](int64_t r, int64_t start, int64_t count) {
     if (count > kChunk) {
-      terms_of_partials(next_long->partials, next_long->count, D, &terms);
       ++next_long;
-    } else if (table.sums) {
-      terms_of_partials(table.sums + r * D, 1, D, &terms);
-    } else if (table.multiplied) {
-      float* sum = scratch + scratch_floats(D) + scratch_factors(D) - D;
-      products.sum_run(r, end, sum);
-      terms_of_partials(sum, 1, D, &terms);
-    } else {
-      terms_of_occurrences(a, table, start, count, &terms);
+      return of_partials.take(next_long[-1].partials, next_long[-1].count, D);
     }
-    finish_row(target, terms, row, r, a.inverse_scale, scratch);
+    if (table.sums) return of_partials.take(table.sums + r * D, 1, D);
+    if (!table.multiplied) return in_order.take(start, count);
+    float* sum = scratch + scratch_floats(D) + scratch_factors(D) - D;
+    products.sum_run(r, end, sum);
+    return of_partials.take(sum, 1, D);
+  };
+  for (int64_t r = begin; r < end; ++r) {
+    if (r + kAhead < end) target.prefetch(key_of(a, table.starts[r + kAhead]));
+    const int64_t start = table.starts[r], row = target.select(key_of(a, start));
+    finish_row(target, terms_of(r, start, table.starts[r + 1] - start), row, r, a.inverse_scale, scratch);
   }
   target.flush();
 }

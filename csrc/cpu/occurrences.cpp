@@ -198,35 +198,49 @@ class TableSorter {
   template <class Id>
   void write_entries(const Id* ids, int64_t begin, int64_t end, const Feature& part, Destination entries,
                      Bounds* bounds) const {
-    const Bags bags = in_.bags;  // copies, which the stores below cannot change
-    const Feature f = part;
-    const int bits = out_.payload_bits;
-    const bool by_bag = !out_.bag_of;
-    const int64_t base = base_, num_slots = cached_.slots_of(part_of(part)), num_keys = num_slots + f.num_embeddings;
-    const CachePlace place = num_slots ? cached_.cache.places[part_of(part)] : CachePlace{};
+    const int64_t rows = part.num_embeddings;
+    if (cached_.slots_of(part_of(part)) == 0) {
+      if (!part.partitioned)
+        return write_keys(ids, begin, end, part, rows, entries, bounds, [](int64_t id, int64_t) { return id; });
+      const Feature f = part;
+      return write_keys(ids, begin, end, part, rows, entries, bounds, [f](int64_t id, int64_t) { return f.row(id); });
+    }
+    const CachePlace place = cached_.cache.places[part_of(part)];
     const CacheView cache = cached_.cache;
+    const Feature f = part;
+    const int64_t num_slots = cached_.slots_of(part_of(part)), last = entries.last;
     const int64_t* before = cached_.before;
+    write_keys(ids, begin, end, part, num_slots + rows, entries, bounds, [=](int64_t id, int64_t i) {
+      if (before && i + kAhead < last && before[i + kAhead] >= 0) __builtin_prefetch(cache.tags + before[i + kAhead]);
+      const int64_t slot = cache.slot_of(place, f.row_offset + f.row(id), before ? before[i] : -1);
+      return slot >= 0 ? slot - place.first * cache.ways : num_slots + f.row(id);
+    });
+  }
+
+  // key(id, position) is below num_keys, with which what is left out sorts behind every key.
+  template <class Id, class Key>
+  void write_keys(const Id* ids, int64_t begin, int64_t end, const Feature& f, int64_t num_keys, Destination entries,
+                  Bounds* bounds, const Key& key) const {
+    const Bags bags = in_.bags;  // copies, which the stores below cannot change
+    const int64_t limit = f.id_limit, padding = bags.padding_idx;
+    const int64_t base = base_;
+    const int bits = out_.payload_bits;
+    const bool by_bag = !out_.bag_of, check = bags.check_ids;
     Bounds found = *bounds;
     for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
       const int64_t stop = bags.offset(bag + 1);
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = static_cast<int64_t>(ids[i]);
-        const bool in_range = bags.in_range(id, f);
-        int64_t row = num_keys;  // left out: sorts behind every row
-        if (__builtin_expect(in_range && id != bags.padding_idx, 1)) {
-          row = num_slots + f.row(id);
-          if (num_slots) {
-            if (before && i + kAhead < entries.last && before[i + kAhead] >= 0)
-              __builtin_prefetch(cache.tags + before[i + kAhead]);
-            const int64_t slot = cache.slot_of(place, f.row_offset + f.row(id), before ? before[i] : -1);
-            if (slot >= 0) row = slot - place.first * cache.ways;
-          }
+        const bool in_range = !check || static_cast<uint64_t>(id) < static_cast<uint64_t>(limit);
+        int64_t own = num_keys;
+        if (__builtin_expect(in_range && id != padding, 1)) {
+          own = key(id, i);
         } else {
           if (!in_range) found.position = std::min(found.position, i);
           ++found.skipped;
         }
         entries.at[i - entries.first] =
-            static_cast<uint64_t>(row) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
+            static_cast<uint64_t>(own) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
       }
       start = stop;
     }
