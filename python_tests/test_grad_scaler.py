@@ -191,6 +191,7 @@ def test_the_scale_is_that_of_the_lookup() -> None:
     """Its change before the backward comes too late, in place as the scaler makes it, and inside a block, too."""
     for accumulates in (False, True):
         plain, (found, scaler) = make(), scaled(make())
+        scaler.scale(torch.ones(1))  # makes the tensor that it changes in place
         with found.accumulate() if accumulates else contextlib.nullcontext():
             output = found(batch(seed=0)).values()
             scaler.update(4.0)

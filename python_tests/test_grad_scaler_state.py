@@ -107,6 +107,10 @@ def test_moves() -> None:
     scaler.scale(loss_of(found, 0)).backward()
     loss_of(plain, 0).backward()
     assert_same(found, plain)
+    scaler.scale(loss_of(found, 0, bad=torch.inf)).backward()
+    scaler.step(found.fused_optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**15
     meta, scaler = scaled(make(device="meta"))
     meta.to_empty(device="cpu").load_state_dict(plain.state_dict())
     scaler.scale(loss_of(meta, 1)).backward()
