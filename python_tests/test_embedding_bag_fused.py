@@ -161,6 +161,42 @@ def test_autograd(optimizer: str) -> None:
     assert same_bits(factors.grad, case.expected_factor_gradient())
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (0,)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_autograd_of_a_scaled_loss(optimizer: str, shape: tuple[int, ...]) -> None:
+    """The update divides by grad_scale as it is then, or is skipped; the token's gradient says which: 0 or inf."""
+    case, scale = _case(), torch.tensor(8.0)
+    state = (case.weights.clone(), None if optimizer == "sgd" else case.sum.clone(), torch.tensor(6))
+    token = torch.zeros(shape, requires_grad=True)
+    options = case.layout | {"optimizer": optimizer, "eps": EPS, "grad_scale": scale}
+    for bad in (torch.inf, -torch.inf, torch.nan, None):
+        output, _ = ops.embedding_bag_fused(*state, torch.tensor(LR), token, *case.jagged, **options)
+        assert same_bits(output, case.expected_output())
+        scale.fill_(2.0)
+        grad, token.grad = case.grad * 2, None
+        if bad is not None:
+            grad[-1, -1] = bad
+        output.backward(grad)
+        assert same_bits(token.grad, torch.full(shape, 0.0 if bad is None else torch.inf))
+        assert state[2].item() == (7 if bad is None else 6)
+    weights, sums, _ = case.update(optimizer)
+    assert same_bits(state[0], weights)
+    assert optimizer == "sgd" or same_bits(state[1], sums)
+
+
+def test_the_forward_checks_grad_scale() -> None:
+    """And uses it for nothing else."""
+    case = _case()
+    state = (case.weights, case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0))
+    for backend in every_backend():
+        forward = backend.ops.embedding_bag_fused
+        output, _ = forward(*state, *case.jagged, **case.layout, grad_scale=torch.tensor([0.5]))
+        assert same_bits(output, case.expected_output()), backend.name
+        for bad, said in ((torch.ones(2), "one element, got shape"), (torch.tensor(1), "float32, got int64")):
+            with pytest.raises(ValueError, match=f"grad_scale must (have|be) {said}"):
+                forward(*state, *case.jagged, **case.layout, grad_scale=bad)
+
+
 def test_no_gradient_no_update() -> None:
     """Under no_grad, and for a token that asks for nothing, the op is a lookup and no more."""
     case = _case()

@@ -123,6 +123,8 @@ _PARTS = "partition_starts is missing: divisors, moduli, id_limits and combine m
         ({"weight_decay_mode": "l1"}, 'weight_decay_mode must be "l2" or "decoupled", got "l1"'),
         ({"table_ids": torch.tensor([0])}, "embedding_dims is missing: table_ids mean nothing without it"),
         ({"seed": torch.tensor([1])}, "seed must have 0 dimension"),
+        ({"grad_scale": torch.ones(2)}, "grad_scale must have one element, got shape \\[2\\]"),
+        ({"grad_scale": torch.tensor(1)}, "grad_scale must be float32, got int64"),
         ({"weights": torch.ones(3, 4).half()}, 'rounding must be "nearest" for float16 weights, got "stochastic"'),
     ],
 )

@@ -224,6 +224,7 @@ def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
         "embedding_bag_fused": [
             _fused(values, offsets, factors.clone()),
             (_fused(values, offsets, factors.clone())[0], partitions()),
+            (_fused(values, offsets, factors.clone())[0], layout() | {"grad_scale": torch.tensor([4.0])}),
         ],
         "embedding_bag_backward_fused_": [
             ((*state, grad, values, offsets, factors), layout()),

@@ -380,7 +380,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + layout +
          optimizer("", "", "") + ", ScalarType? output_dtype=None, " + cached +
          ", Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor? cache_dirty=None, " + places +
-         ") -> (Tensor output, Tensor status)")
+         ", Tensor? grad_scale=None) -> (Tensor output, Tensor status)")
             .c_str());
   m.def(
       ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +

@@ -16,8 +16,8 @@ from rec_kernels.nn.ahead import Ahead
 from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.assigned import allocate, assigns, copied
 from rec_kernels.nn.cached_tables import holds_rows
-from rec_kernels.nn.copies import CopiedTables
 from rec_kernels.nn.layout import move
+from rec_kernels.nn.loss_scaling import ScaledLosses
 from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.processes import refuse_data_parallel
 from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
@@ -41,7 +41,7 @@ from rec_kernels.ops.row_formats import FLOAT_DTYPES
 _ops = torch.ops.rec_kernels
 
 
-class TableCollection(CopiedTables):
+class TableCollection(ScaledLosses):
     """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
 
     The arguments are ``rk.EmbeddingBagCollection``'s.
@@ -128,7 +128,7 @@ class TableCollection(CopiedTables):
             if config.projection:
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
                 self.embedding_bags[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
-        self._token = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+        self._renew_token()
         if self.optimizer is not None:
             self.register_buffer(
                 "lr", torch.tensor(self.optimizer.lr, dtype=torch.float32, device=device), persistent=False
@@ -183,7 +183,8 @@ class TableCollection(CopiedTables):
 
     def _tie_optimizer(self) -> None:
         if self._fused_optimizer is not None:
-            self._fused_optimizer.retie([self.embedding_bags[n].weight for n in self.embedding_bags], self.lr)
+            weights = [self.embedding_bags[n].weight for n in self.embedding_bags]
+            self._fused_optimizer.retie(weights, self.lr, self._shown_token())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
         if self._file is not None and fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
@@ -202,7 +203,7 @@ class TableCollection(CopiedTables):
         for table in self.tables:
             if table.projection:
                 move(self.embedding_bags[table.name], "projection", fn)
-        self._token = torch.empty(0, dtype=torch.float32, device=self._device, requires_grad=True)
+        self._renew_token()
         self._tie_tables()
         self._tie_optimizer()
         return self
@@ -262,7 +263,7 @@ class TableCollection(CopiedTables):
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers.
+        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers and ``GradScaler.step``.
 
         Raises:
             ValueError: the collection has none (``optimizer=None``).
@@ -287,7 +288,7 @@ class TableCollection(CopiedTables):
         else:
             refuse_data_parallel(self)
             if self._pending is None:
-                state, options = (*self._state(), self._token), self._options()
+                state, options = (*self._state(), self._token), self._options() | self._scaling()
                 if cache:
                     options["cache_dirty"] = self.row_cache.dirty
                 output, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
@@ -405,17 +406,18 @@ class TableCollection(CopiedTables):
             )
         if self._pending is not None:
             raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
+        scaling = self._scaling()
         self._pending = pending = Pending(self._token)
         try:
             yield
             if pending.lookups:
-                self._apply_update(join(pending.lookups, len(self.feature_names)))
+                self._apply_update(join(pending.lookups, len(self.feature_names)), scaling)
         finally:
             pending.close()
             self._pending = None
         self._insert_after_update()
 
-    def _apply_update(self, lookup: Lookup) -> None:
+    def _apply_update(self, lookup: Lookup, scaling: dict[str, Tensor]) -> None:
         self._ahead.refuse("an update")
         options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
         if self._file is not None:
@@ -426,6 +428,7 @@ class TableCollection(CopiedTables):
                 *lookup[:4],
                 **self._layout(lookup.bag_starts, lookup.shared),
                 **options,
+                **self._found_by(scaling, lookup.grad),
                 status=lookup.status,
             )
         if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know

@@ -92,7 +92,7 @@ class EmbeddingCollection(SequenceLookups, TableCollection):
     """A row for each id, in one kernel call for all tables: sequence embeddings.
 
     Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
-    ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
+    ``set_grad_scaler()``, ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
 
     Args:
         tables: ``rk.EmbeddingConfig``, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is not used.

@@ -178,6 +178,7 @@ class EmbeddingBagCollection(PooledLookups, TableCollection):
     ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
     Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
     Dense parameters elsewhere in the model are the user's optimizer's business.
+    A loss that ``torch.amp.GradScaler`` multiplies needs ``set_grad_scaler``: else gradients are as much too large.
     With a fused optimizer, tables are the process's own: where torch.distributed has several, a lookup that will update
     them warns once, unless ``process_local`` of the collection has been set to True.
 

@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs.
+"""What torch.compile leaves out of its graphs, and what it would without a word from here.
 
 Imported where it is called, not before: the decorators take torch's compiler, whose import lasts as long as torch's.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
+from torch.amp import GradScaler
 
 from rec_kernels.nn.processes import warn_of_processes
 
@@ -29,3 +31,9 @@ def warn_while_traced() -> bool:
     """``warn_of_processes()`` when a lookup is traced, and never when the graph runs."""
     warn_of_processes()
     return True
+
+
+@torch._dynamo.dont_skip_tracing
+def scale_while_traced(scaler: GradScaler, one: Tensor) -> Tensor:
+    """``scaler.scale(one)`` as part of the graph: torch leaves all of torch.amp out of graphs."""
+    return scaler.scale(one)

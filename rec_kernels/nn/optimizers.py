@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
 
@@ -177,9 +178,19 @@ class _Group(dict):
 
     A number and not that tensor, because code that sets a learning rate aside and puts it back later (as
     torch.distributed.checkpoint does) would find the tensor changed.
+
+    "params" are the tables, and while it has a gradient ``token``, too, for a ``torch.amp.GradScaler`` to look at. At
+    other times others look, as torch.distributed.checkpoint, which would take it for a parameter of the model.
     """
 
     kernel_lr: Tensor | None = None
+    token: Tensor | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        found = super().__getitem__(key)
+        if key == "params" and self.token is not None and self.token.grad is not None:
+            return [*found, self.token]
+        return found
 
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
@@ -200,18 +211,26 @@ class _Group(dict):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers.
+    """The face of a fused optimizer: ``param_groups`` for learning-rate schedulers and ``torch.amp.GradScaler``.
 
     ``param_groups[0]["lr"]`` is the learning rate. A scheduler, or the assignment of a number, changes it from the next
     update on, without recompiling anything: it is written into ``lr``, which the kernels read. ``step`` and
-    ``zero_grad`` do nothing: the update happened in the backward. ``state_dict`` has the learning rate and what
+    ``zero_grad`` change no table: the update happened in the backward. ``state_dict`` has the learning rate and what
     schedulers have added; state of rows is in the collection's.
+
+    ``scaler.step(fused_optimizer)`` tells a ``torch.amp.GradScaler`` that the collection knows (``set_grad_scaler``)
+    whether a gradient of its outputs has overflowed.
 
     Args:
         tables: the collection's weights, as they are stored: [E, D] float32, float16 or bfloat16, or uint8 rows.
         rate: the learning rate.
         lr: 0-dim float32, the tensor that the kernels read.
     """
+
+    # A GradScaler calls step() after an overflow, too, and need not wait for a GPU to know of it.
+    _step_supports_amp_scaling = True
+    #: Whether a captured CUDA graph writes the token's gradient, whose memory is to stay then.
+    is_captured = False
 
     def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor) -> None:
         super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
@@ -222,19 +241,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         groups = [_Group({**group, "params": []}) for group in self.param_groups]
         return {**super().__getstate__(), "param_groups": groups}
 
-    def retie(self, tables: Sequence[Tensor], lr: Tensor) -> None:
-        """Other tensors from now on: those of the collection after it has moved. The learning rate stays."""
+    def retie(self, tables: Sequence[Tensor], lr: Tensor, token: Tensor | None = None) -> None:
+        """Other tensors from now on: those of the collection after it has moved. The learning rate stays.
+
+        Args:
+            token: what gets a gradient of inf from an update that was skipped, and of 0 from others: [1] float32; None:
+                losses are not scaled.
+        """
         group: Any = self.param_groups[0]
-        group.kernel_lr = lr
+        group.kernel_lr, group.token, self.is_captured = lr, token, False
         group.update(params=tables, lr=group["lr"])
+
+    @contextlib.contextmanager
+    def _tables_only(self) -> Iterator[Any]:
+        """The group, without the token."""
+        group: Any = self.param_groups[0]
+        token, group.token = group.token, None
+        try:
+            yield group
+        finally:
+            group.token = token
+
+    def state_dict(self) -> dict[str, Any]:
+        """The learning rate, and what schedulers have added."""
+        with self._tables_only():
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict) -> None:
         """Loads the learning rate, for the kernels too."""
-        group = self.param_groups[0]
-        super().load_state_dict(state_dict)
-        # torch puts a plain dict in the group's place.
-        group.update({**self.param_groups[0], "params": group["params"]})
-        self.param_groups[0] = group
+        with self._tables_only() as group:
+            super().load_state_dict(state_dict)
+            # torch puts a plain dict in the group's place.
+            group.update({**self.param_groups[0], "params": group["params"]})
+            self.param_groups[0] = group
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -243,8 +282,30 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float]) -> float: ...
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Nothing to do; returns closure's value if one is given."""
+        """Nothing to do but to forget what a GradScaler has seen by now; returns closure's value if one is given.
+
+        Raises:
+            RuntimeError: a GradScaler has called it that the collection does not know.
+        """
+        if hasattr(self, "found_inf") and self._token is None:
+            raise RuntimeError(
+                "the loss was scaled, and the updates of this collection were made with gradients as large as that: "
+                "call collection.set_grad_scaler(scaler) before the training"
+            )
+        self.zero_grad(set_to_none=not self.is_captured)
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: fused tables have no gradient."""
+        """Forgets what a GradScaler has not seen yet. Fused tables have no gradient."""
+        token = self._token
+        if token is None or token.grad is None:
+            return
+        if set_to_none:
+            token.grad = None
+        else:
+            token.grad.zero_()
+
+    @property
+    def _token(self) -> Tensor | None:
+        group: Any = self.param_groups[0]
+        return group.token

@@ -66,6 +66,8 @@ _UPDATE = (
 _CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_marks", "cache_sets", "cache_set_starts", "cache_ways")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
+_LARGEST = torch.finfo(torch.float32).max
+
 
 def _may_multiply(a: dict) -> bool:
     """Whether a feature multiplies rows of its parts, or nobody has said that none does.
@@ -216,6 +218,8 @@ def _setup_fused(ctx, inputs, output) -> None:
     # backward when a module is used twice in one graph.
     ctx.state = {name: a[name] for name in _STATE}
     ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
+    if a["grad_scale"] is not None:  # it may change, too
+        ctx.options["grad_scale"] = a["grad_scale"]
     if ctx.cache:
         ctx.options |= {name: a[name] for name in (*_CACHE, "cache_slots", "cache_dirty")}
     ctx.token_shape = a["token"].shape
@@ -234,12 +238,27 @@ def _backward_fused(ctx, grad: Tensor, _):
     grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, layout, grad, weights, *bags)
+    options, grad_token = ctx.options, grad.new_zeros(ctx.token_shape)
+    if "grad_scale" in options:
+        overflow = overflow_of(grad)
+        options, grad_token = options | {"found_inf": overflow}, grad_token + overflow
     _ops.embedding_bag_backward_fused_(
-        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **layout, **ctx.options
+        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **layout, **options
     )
     if not weights.is_inference():
         torch.autograd.graph.increment_version(weights)  # for other lookups that need the rows as they were
-    return _grads(ctx, token=grad.new_zeros(ctx.token_shape), per_sample_weights=grad_factors)
+    return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
+
+
+def overflow_of(grad: Tensor) -> Tensor:
+    """0-dim float32: inf if an element of ``grad``, float32, is infinite or NaN, else 0. Waits for no GPU.
+
+    Update ops take it as ``found_inf``; as the gradient of a parameter, ``torch.amp.GradScaler`` finds it.
+    """
+    if not grad.numel():
+        return grad.new_zeros(())
+    low, high = grad.aminmax()  # reads it once, and makes nothing of its size
+    return torch.where(torch.maximum(-low, high) <= _LARGEST, 0.0, torch.inf)  # a NaN is not
 
 
 def _check_version(weights: Tensor, version: int) -> None:

@@ -110,9 +110,10 @@ def embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 @_like_op
 def embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The same lookup; state, step and learning rate are for the backward only."""
+    """The same lookup; state, step, learning rate and the loss's scale are for the backward only."""
     inputs.check_update(a)
     inputs.check_rounding(a)
+    inputs.check_scalar(a, "grad_scale")
     return _pool(a)
 
 

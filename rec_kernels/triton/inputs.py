@@ -323,7 +323,12 @@ def check_controls(a: SimpleNamespace, bags: BagInput) -> None:
     if a.status is not None:
         check_tensor(a.status, "status", (torch.int64,), shape=(2,), contiguous=True)
     for name in ("grad_scale", "found_inf"):
-        t = getattr(a, name)
-        if t is not None:
-            check(t.numel() == 1, f"{name} must have one element, got shape {list(t.shape)}")
-            check_tensor(t, name, (torch.float32,))
+        check_scalar(a, name)
+
+
+def check_scalar(a: SimpleNamespace, name: str) -> None:
+    """Raises ValueError for a tensor that is neither None nor one float32 element."""
+    t = getattr(a, name)
+    if t is not None:
+        check(t.numel() == 1, f"{name} must have one element, got shape {list(t.shape)}")
+        check_tensor(t, name, (torch.float32,))
