@@ -227,6 +227,7 @@ const LongRun* first_long_run(const RunArgs& a, int64_t run) {
 template <class Target>
 void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const int64_t D = target.D;
+  for (int64_t r = begin; r < end && r < begin + 2 * kAhead; ++r) target.announce(key_of(a, table.starts[r]));
   for (int64_t r = begin; r < end && r < begin + kAhead; ++r) target.prefetch(key_of(a, table.starts[r]));
   const LongRun* next_long = first_long_run(a, table.first_run + begin);
   ProductRuns products(a, table, scratch + scratch_floats(D));
@@ -244,6 +245,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
     return of_partials.take(sum, 1, D);
   };
   for (int64_t r = begin; r < end; ++r) {
+    if (r + 2 * kAhead < end) target.announce(key_of(a, table.starts[r + 2 * kAhead]));
     if (r + kAhead < end) target.prefetch(key_of(a, table.starts[r + kAhead]));
     const int64_t start = table.starts[r], row = target.select(key_of(a, start));
     finish_row(target, terms_of(r, start, table.starts[r + 1] - start), row, r, a.inverse_scale, scratch);

@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/prefetch.h"
 #include "cpu/for_bags.h"
 #include "cpu/row_cache_tables.h"
 #include "cpu/row_sort.h"
@@ -29,6 +30,13 @@ struct Missing {
 struct Candidate {
   int64_t row, part, first, last;
   uint8_t count;
+};
+
+// A row that comes into a slot, and the one that leaves it: -1 if the slot was empty.
+struct Move {
+  int64_t slot, row, part, leaves, part_left;
+  uint8_t count_left;
+  bool written_back;
 };
 
 // Statistics of one worker: added up at the end.
@@ -80,8 +88,11 @@ class Insertion {
   // All that may fail for want of memory: nothing is written. `slots`: of the ids, as row_cache_lookup finds them.
   void prepare(const int64_t* slots) {
     const int64_t most = sort_by_set(collect(slots));
-    workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker{Counters(num_tables_), {}, {}});
-    for (Worker& w : workers_) w.candidates.reserve(static_cast<size_t>(most));
+    workers_.assign(static_cast<size_t>(workers_for(sets(), 8 * kSetsAtOnce)), Worker(num_tables_));
+    for (Worker& w : workers_) {
+      w.candidates.reserve(static_cast<size_t>(most));
+      w.moves.reserve(static_cast<size_t>(most + kMovesAhead));
+    }
   }
 
   // `slots`: the same, completed with those of the rows that come in.
@@ -91,9 +102,12 @@ class Insertion {
                     [&](int64_t begin, int64_t end, int64_t worker) {
                       Worker& w = workers_[static_cast<size_t>(worker)];
                       for (int64_t i = begin; i < end; ++i) {
+                        if (!plans_ && i + kSetsAhead < sets()) prefetch_set(i + kSetsAhead);
                         read_candidates(start(i), start(i + 1), &w.candidates);
                         take_in(slots, plans_ ? (i - at(start(i)).set) * cache_.ways : 0, &w);
+                        move_rows(&w, kMovesAhead);
                       }
+                      move_rows(&w, 0);
                     });
     for (const Worker& w : workers_) {
       add_up(w.counters);
@@ -104,12 +118,17 @@ class Insertion {
 
  private:
   static constexpr int64_t kSetsAtOnce = 32;
-  static constexpr int64_t kAhead = 16;  // ids between a slot's prefetch and its use
+  static constexpr int64_t kAhead = 16;                      // ids between a slot's prefetch and its use
+  static constexpr int64_t kSetsAhead = 4, kMovesAhead = 8;  // the same of sets, and of rows that move
 
   struct Worker {
+    explicit Worker(int64_t tables) : counters(tables) {}
+
     Counters counters;
     std::vector<int64_t> written;
     std::vector<Candidate> candidates;  // of one set
+    std::vector<Move> moves;            // that are still to be made
+    CachedTables::Rows rows{};          // around the last candidate's
   };
 
   const Missing& at(int64_t i) const { return missing_[i]; }
@@ -266,53 +285,101 @@ class Insertion {
                        [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
   }
 
+  // What decides in set i, and what its rows are read from.
+  void prefetch_set(int64_t i) const {
+    const int64_t slot = at(start(i)).set * cache_.ways, ways = cache_.ways;
+    prefetch_bytes(memory_.tags + slot, ways * 8);
+    prefetch_bytes(memory_.stamps + slot, ways * 8);
+    prefetch_bytes(memory_.dirty + slot, ways);
+    if (memory_.counts) prefetch_bytes(memory_.counts + slot, ways);
+    for (int64_t m = start(i); m < start(i + 1); ++m) {
+      if (memory_.row_counts) prefetch_line(memory_.row_counts + at(m).row);
+      tables_.prefetch_row(at(m).part, at(m).row);
+    }
+  }
+
   // `shift`: how far behind the cache's slots those of the set lie in `memory_`.
   void take_in(int64_t* slots, int64_t shift, Worker* worker) const {
     Counters* counters = &worker->counters;
     for (const Candidate& c : worker->candidates) {
-      const int64_t slot = slot_for(c, shift);
+      if (!worker->rows.have(c.row)) worker->rows = tables_.rows_around(c.row);
+      const int64_t slot = slot_for(c, worker->rows, shift), table = table_of_row(c.row);
       if (slot < 0) {
-        counters->add(table_of_row(c.row), kLeftOut);
+        counters->add(table, kLeftOut);
         if (plans_) worker->written.push_back(c.row);
         continue;
       }
-      if (memory_.tags[slot] >= 0) evict(slot, worker);
-      if (!plans_) tables_.decode(c.part, c.row, slot);
+      leave(slot, c, worker);
       memory_.tags[slot] = c.row;
-      if (!plans_) memory_.marks[slot] = mark_of(c.row);
       memory_.stamps[slot] = clock_;
       memory_.dirty[slot] = 0;
       if (memory_.counts) memory_.counts[slot] = c.count;
-      counters->add(table_of_row(c.row), kInserted);
+      counters->add(table, kInserted);
       for (int64_t i = c.first; i < c.last; ++i) slots[at(i).position] = slot;
     }
   }
 
-  // An empty slot of the row's set, or that of the victim, or -1.
-  int64_t slot_for(const Candidate& c, int64_t shift) const {
+  // An empty slot of the row's set, or that of the victim, or -1. `rows`: among which it is. Without branches that are
+  // hard to guess: the first smallest of numbers that sort as the rule says.
+  int64_t slot_for(const Candidate& c, const CachedTables::Rows& rows, int64_t shift) const {
     const int64_t first = at(c.first).set * cache_.ways + shift;
+    uint64_t least = kLocked;
     int64_t victim = -1;
-    const auto priority = [&](int64_t slot) {
-      return std::make_pair(memory_.counts ? memory_.counts[slot] : uint8_t{0}, memory_.stamps[slot]);
-    };
     for (int64_t slot = first; slot < first + cache_.ways; ++slot) {
-      if (memory_.tags[slot] < 0) return slot;
-      if (memory_.stamps[slot] == clock_ || tables_.part_at(slot - shift, memory_.tags[slot]) < 0) continue;
-      if (victim < 0 || priority(slot) < priority(victim)) victim = slot;
+      const int64_t row = memory_.tags[slot];
+      if (row >= 0 && !rows.have(row) && tables_.part_at(slot - shift, row) < 0) continue;
+      const uint64_t priority = priority_of(slot);
+      victim = priority < least ? slot : victim;
+      least = priority < least ? priority : least;
     }
-    return victim >= 0 && memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
+    if (victim < 0 || memory_.tags[victim] < 0) return victim;
+    return memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
   }
 
-  void evict(int64_t slot, Worker* worker) const {
-    const int64_t row = memory_.tags[slot], table = table_of_row(row);
-    // Of the batch before this one, whose update may still come.
-    const bool may_change = plans_ && memory_.stamps[slot] == clock_ - 1;
-    if (memory_.counts && !plans_) memory_.row_counts[row] = memory_.counts[slot];
-    worker->counters.add(table, kEvicted);
-    if (!memory_.dirty[slot] && !may_change) return;
-    if (plans_) return worker->written.push_back(row);
-    tables_.encode(slot);
-    worker->counters.add(table, kWritten);
+  // What is in a slot: an empty one before all, a locked one behind all. Stamps count steps, fewer than 2^56.
+  static constexpr uint64_t kLocked = ~uint64_t{0};
+  uint64_t priority_of(int64_t slot) const {
+    const int64_t stamp = memory_.stamps[slot];
+    const uint64_t count = memory_.counts ? memory_.counts[slot] : uint8_t{0};
+    const uint64_t used = count << 56 | ((static_cast<uint64_t>(stamp) + 1) & (kLocked >> 8));
+    return memory_.tags[slot] < 0 ? 0 : (stamp == clock_ ? kLocked : used);
+  }
+
+  // What is in the slot makes room for the candidate.
+  void leave(int64_t slot, const Candidate& c, Worker* worker) const {
+    const int64_t row = memory_.tags[slot];
+    Move move{slot, c.row, c.part, row, -1, 0, false};
+    if (row >= 0) {
+      move.part_left = tables_.part_of(row);
+      move.count_left = memory_.counts ? memory_.counts[slot] : uint8_t{0};
+      // Of the batch before this one, whose update may still come.
+      const bool may_change = plans_ && memory_.stamps[slot] == clock_ - 1;
+      move.written_back = memory_.dirty[slot] || may_change;
+      worker->counters.add(table_of(move.part_left), kEvicted);
+      if (move.written_back && plans_) worker->written.push_back(row);
+      else if (move.written_back) worker->counters.add(table_of(move.part_left), kWritten);
+    }
+    if (plans_) return;
+    worker->moves.push_back(move);
+    tables_.prefetch_slot(c.part, slot);
+    prefetch_line(memory_.marks + slot);
+    if (row < 0) return;
+    if (memory_.row_counts) prefetch_line(memory_.row_counts + row);
+    if (move.written_back) tables_.prefetch_row(move.part_left, row);
+  }
+
+  // Makes all moves but the last few, whose memory is on its way.
+  void move_rows(Worker* worker, int64_t kept) const {
+    const int64_t count = static_cast<int64_t>(worker->moves.size()) - kept;
+    if (count <= 0) return;
+    for (int64_t i = 0; i < count; ++i) {
+      const Move& m = worker->moves[static_cast<size_t>(i)];
+      if (m.leaves >= 0 && memory_.counts) memory_.row_counts[m.leaves] = m.count_left;
+      if (m.written_back) tables_.encode(m.part_left, m.leaves, m.slot);
+      tables_.decode(m.part, m.row, m.slot);
+      memory_.marks[m.slot] = mark_of(m.row);
+    }
+    worker->moves.erase(worker->moves.begin(), worker->moves.begin() + count);
   }
 
   const BagInput& in_;

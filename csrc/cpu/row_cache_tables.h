@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/prefetch.h"
 #include "cpu/row_cache.h"
 #include "cpu/row_formats.h"
 
@@ -22,6 +23,14 @@ class CachedTables {
     // Of parts that read one table, the first comes last.
     std::sort(parts_.begin(), parts_.end(),
               [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
+    for (const int64_t p : parts_) {
+      const CachePlace& place = cache.places[p];
+      const int64_t first = first_row(p), end = first + in.features[p].num_embeddings;
+      if (!rows_.empty() && rows_.back().end >= first && rows_.back().first_set == place.first &&
+          rows_.back().sets == place.sets)
+        rows_.back().end = end;
+      else rows_.push_back({first, end, place.sets, place.first});
+    }
   }
 
   // The first part whose table has the linear row, or -1.
@@ -37,10 +46,25 @@ class CachedTables {
     const int64_t p = part_of(row);
     return p >= 0 && cache_.places[p].has(slot, cache_.ways) ? p : -1;
   }
+  // Linear rows of tables that follow one another and share their sets.
+  struct Rows {
+    int64_t first, end, sets, first_set;
+    bool have(int64_t row) const { return first <= row && row < end; }
+  };
+  // Those among which the row of a cached part is.
+  const Rows& rows_around(int64_t row) const {
+    const auto after =
+        std::upper_bound(rows_.begin(), rows_.end(), row, [](int64_t r, const Rows& rows) { return r < rows.first; });
+    return *(after - 1);
+  }
+
   // The row in a slot back into its table, where there is such a table.
   void encode(int64_t slot) const {
     const int64_t row = cache_.tags[slot], p = part_at(slot, row);
-    if (p < 0) return;
+    if (p >= 0) encode(p, row, slot);
+  }
+  // A slot's row back into the table of a part, as this linear row.
+  void encode(int64_t p, int64_t row, int64_t slot) const {
     const Feature& f = in_.features[p];
     const int64_t number = row - f.row_offset;
     RowRounding how = rounding_;
@@ -51,12 +75,21 @@ class CachedTables {
   // A linear row of a part's table into a slot.
   void decode(int64_t p, int64_t row, int64_t slot) const {
     const Feature& f = in_.features[p];
-    formats_.decode[static_cast<int>(f.format)](weights_ + f.weight_offset + (row - f.row_offset) * f.row_bytes,
-                                                f.embedding_dim, slot_row(p, slot));
+    formats_.decode[static_cast<int>(f.format)](table_row(f, row), f.embedding_dim, slot_row(p, slot));
+  }
+  void prefetch_row(int64_t p, int64_t row) const {
+    const Feature& f = in_.features[p];
+    prefetch_bytes(table_row(f, row), f.row_bytes);
+  }
+  void prefetch_slot(int64_t p, int64_t slot) const {
+    prefetch_bytes(slot_row(p, slot), in_.features[p].embedding_dim * 4);
   }
 
  private:
   int64_t first_row(int64_t p) const { return in_.features[p].row_offset; }
+  const uint8_t* table_row(const Feature& f, int64_t row) const {
+    return weights_ + f.weight_offset + (row - f.row_offset) * f.row_bytes;
+  }
   float* slot_row(int64_t p, int64_t slot) const {
     return cache_.rows + (cache_.places[p].offset + slot * in_.features[p].embedding_dim);
   }
@@ -68,6 +101,7 @@ class CachedTables {
   const RowFormatKernels::EncodeRows* encode_;
   RowRounding rounding_;
   std::vector<int64_t> parts_;  // that are cached, by their rows
+  std::vector<Rows> rows_;
 };
 
 }  // namespace rec_kernels

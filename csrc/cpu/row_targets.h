@@ -12,12 +12,14 @@ inline namespace RK_ISA {
 // Runs between a row's prefetch and its update.
 constexpr int64_t kAhead = 8;
 
-// A target is what becomes of a row's gradient, for the rows of one table. open(row, run, mean of g^2) starts a row;
+// A target is what becomes of a row's gradient, for the rows of one table. announce(key) comes long before its run, and
+// prefetch(key) kAhead runs before. open(row, run, mean of g^2) starts a row;
 // put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
 struct StoredGradients {
   static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
   int64_t D;
 
+  static void announce(int64_t) {}
   void prefetch(int64_t) const {}
   static int64_t select(int64_t key) { return key; }
   template <int NV, bool kTail>
@@ -59,6 +61,7 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
 // What sorts runs, of tables without a cache: the row's number.
 struct OwnRows {
   static int64_t row_of(int64_t key) { return key; }
+  static void announce(int64_t) {}
   static void select(int64_t) {}
 };
 
@@ -131,6 +134,10 @@ class CachedRows {
   int64_t row_of(int64_t key) const {
     return key < num_slots_ ? cache_.tags[first_slot_ + key] - first_row_ : key - num_slots_;
   }
+  // Whose state is asked for follows from the tag.
+  void announce(int64_t key) const {
+    if (key < num_slots_) prefetch_line(cache_.tags + first_slot_ + key);
+  }
   void prefetch(int64_t key) const {
     if (key < num_slots_) prefetch_bytes(slots_ + key * D_, D_ * 4);
     else rows_.prefetch(key - num_slots_);
@@ -166,6 +173,7 @@ struct UpdateTarget {
     float* weights;
     float factor;
   };
+  void announce(int64_t key) const { rows.announce(key); }
   void prefetch(int64_t key) const {
     rows.prefetch(key);
     if (kNeedsMeanSquare) prefetch_line(sum + rows.row_of(key));
@@ -254,6 +262,7 @@ struct ElementwiseTarget {
   MomentRows moments;
   Rows rows;
 
+  void announce(int64_t key) const { rows.announce(key); }
   void prefetch(int64_t key) const {
     rows.prefetch(key);
     moments.prefetch(rows.row_of(key), optimizer.needs_mean_square());
