@@ -100,11 +100,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways,
     const OptionalTensor& grad_scale) {
   const BagOptions options = parse_bag_options(reading);
-  check_update(values, layout, {sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets}, step,
-               lr, parse_optimizer(fused.optimizer), fused.eps, fused.beta1, fused.beta2);
-  read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
-  parse_gradient_step(fused);
-  optional_scalar(grad_scale, values, "grad_scale");  // for the backward only
+  read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   read_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},

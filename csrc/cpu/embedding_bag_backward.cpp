@@ -317,11 +317,8 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
                     const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const BagOptions options = parse_bag_options(reading);
-  const Optimizer optimizer = parse_optimizer(fused.optimizer);
-  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
-  const UpdateRounding how = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
-  const GradientStep gradient_step = parse_gradient_step(fused);
+  const auto [optimizer, state, how, gradient_step, scale] =
+      read_update(values, layout, sum, step, lr, fused, grad_scale);
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
   set_table_ids(how.table_ids, in);
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
@@ -332,7 +329,6 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                               cache_dirty, cache_sets,    cache_set_starts, cache_ways};
   const CacheInput cache = read_cache(cached, layout, in, values);
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
-  const float* scale = optional_scalar(grad_scale, values, "grad_scale");
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
   const int64_t* found = options.raise ? optional_status(status, values) : nullptr;
   if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;

@@ -110,14 +110,10 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
     const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways,
     const OptionalTensor& grad_scale) {
-  check_update(values, layout, {sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets}, step,
-               lr, parse_optimizer(fused.optimizer), fused.eps, fused.beta1, fused.beta2);
-  read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
   check_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
       layout, values, CacheUse::kUpdate);
-  parse_gradient_step(fused);
-  optional_scalar(grad_scale, values, "grad_scale");  // for the backward only
   return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, output_dtype,
                             cache_rows, cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets,
                             cache_set_starts, cache_ways);

@@ -314,12 +314,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
                     const OptionalTensor& cache_set_starts, int64_t cache_ways) {
   const BagOptions options = parse_bag_options(reading);
-  const Optimizer optimizer = parse_optimizer(fused.optimizer);
-  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
+  const auto [optimizer, state, how, gradient_step, scale] =
+      read_update(values, layout, sum, step, lr, fused, grad_scale);
   check_weights(weights, values, layout);
-  const UpdateRounding how = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
-  const GradientStep gradient_step = parse_gradient_step(fused);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
@@ -328,7 +325,6 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Moments moments = is_elementwise(optimizer) ? read_moments(state, in.features) : Moments{};
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
-  const float* scale = optional_scalar(grad_scale, values, "grad_scale");
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
   const CacheTensors cache = read_cache(

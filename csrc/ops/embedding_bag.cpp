@@ -92,35 +92,6 @@ BagOptions parse_bag_options(const BagReading& reading) {
   return {pooling == "mean", reading.padding_idx, raise || ignore, raise};
 }
 
-Optimizer parse_optimizer(const std::string& name) {
-  int number = 0;
-  std::string known;
-  for (const char* each : kOptimizerNames) {
-    if (name == each) return static_cast<Optimizer>(number);
-    known += join(number++ ? ", " : "", each);
-  }
-  throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
-}
-
-GradientStep parse_gradient_step(const UpdateArguments& fused) {
-  const std::string& mode = fused.weight_decay_mode;
-  const double weight_decay = fused.weight_decay;
-  GradientStep step;
-  const bool l2 = mode == "l2";
-  check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
-  check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
-              " must be at least 0, and finite as float32");
-  step.weight_decay = static_cast<float>(weight_decay);
-  step.decoupled = !l2;
-  const auto limit = [](std::optional<double> clip, const char* name) {
-    check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
-    return clip ? static_cast<float>(*clip) : INFINITY;
-  };
-  step.clip_value = limit(fused.clip_grad_value, "clip_grad_value");
-  step.clip_norm = limit(fused.clip_grad_norm, "clip_grad_norm");
-  return step;
-}
-
 int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                    const TableLayout& layout, bool include_last_offset) {
   check_rank(values, 1, "values");
@@ -257,6 +228,38 @@ OptimizerState UpdateState::pointers() const {
   return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq), bf16};
 }
 
+namespace {
+
+Optimizer parse_optimizer(const std::string& name) {
+  int number = 0;
+  std::string known;
+  for (const char* each : kOptimizerNames) {
+    if (name == each) return static_cast<Optimizer>(number);
+    known += join(number++ ? ", " : "", each);
+  }
+  throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
+}
+
+GradientStep parse_gradient_step(const UpdateArguments& fused) {
+  const std::string& mode = fused.weight_decay_mode;
+  const double weight_decay = fused.weight_decay;
+  GradientStep step;
+  const bool l2 = mode == "l2";
+  check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
+  check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
+              " must be at least 0, and finite as float32");
+  step.weight_decay = static_cast<float>(weight_decay);
+  step.decoupled = !l2;
+  const auto limit = [](std::optional<double> clip, const char* name) {
+    check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
+    return clip ? static_cast<float>(*clip) : INFINITY;
+  };
+  step.clip_value = limit(fused.clip_grad_value, "clip_grad_value");
+  step.clip_norm = limit(fused.clip_grad_norm, "clip_grad_norm");
+  return step;
+}
+
+// Of everything but the rows' rounding.
 void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state, const Tensor& step,
                   const Tensor& lr, Optimizer optimizer, double eps, double beta1, double beta2) {
   check_rank(step, 0, "step");
@@ -291,6 +294,8 @@ void check_update(const Tensor& values, const TableLayout& layout, const UpdateS
                         ScalarType::Long);
 }
 
+}  // namespace
+
 void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows) {
   const auto check = [&](const OptionalTensor& t, const char* name) {
     check_value(t->numel() >= rows, name, " must have one element per row (", rows, "), got ", t->numel());
@@ -317,6 +322,16 @@ UpdateRounding read_rounding(const Tensor& values, const TableLayout& layout, co
     out.table_ids = table_ids->const_data_ptr<int64_t>();
   }
   return out;
+}
+
+Update read_update(const Tensor& values, const TableLayout& layout, const OptionalTensor& sum, const Tensor& step,
+                   const Tensor& lr, const UpdateArguments& fused, const OptionalTensor& grad_scale) {
+  const Optimizer optimizer = parse_optimizer(fused.optimizer);
+  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
+  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
+  const UpdateRounding rounding = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  const GradientStep gradient_step = parse_gradient_step(fused);
+  return {optimizer, state, rounding, gradient_step, optional_scalar(grad_scale, values, "grad_scale")};
 }
 
 WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout) {

@@ -158,9 +158,6 @@ struct UpdateState {
   RK_EXPORT OptimizerState pointers() const;
 };
 
-// The gradient's way to the optimizer, clipping and weight decay, as it arrives.
-RK_EXPORT GradientStep parse_gradient_step(const UpdateArguments& fused);
-
 // Of the output's elements. Not exported: torch's name of the type would be in that of the function.
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   const ScalarType type = dtype.value_or(ScalarType::Float);
@@ -177,7 +174,6 @@ RK_EXPORT void check_layout_tensor(const OptionalTensor& t, int64_t size, const 
                                    const char* asks = "embedding_dims is given, so the layout of every feature");
 
 RK_EXPORT BagOptions parse_bag_options(const BagReading& reading);
-RK_EXPORT Optimizer parse_optimizer(const std::string& name);
 
 // Shapes, dtypes and devices of everything but `weights`; returns the number of features F.
 RK_EXPORT int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
@@ -214,9 +210,6 @@ RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const 
 RK_EXPORT void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
                                  const TableLayout& layout, bool multiplies);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
-RK_EXPORT void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state,
-                            const Tensor& step, const Tensor& lr, Optimizer optimizer, double eps, double beta1,
-                            double beta2);
 // That row-wise state has an element for each of `rows` rows.
 RK_EXPORT void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows);
 
@@ -228,6 +221,19 @@ struct UpdateRounding {
 };
 RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const TableLayout& layout, const std::string& rounding,
                                        const OptionalTensor& seed, const OptionalTensor& table_ids);
+
+// What a fused update is asked for, whoever makes it and when.
+struct Update {
+  Optimizer optimizer;
+  UpdateState state;
+  UpdateRounding rounding;
+  GradientStep gradient_step;  // the gradient's way to the optimizer, clipping and weight decay, as it arrives
+  const float* grad_scale;     // or null: 1
+};
+// Checks it, too, but for what needs the bags or the tables: check_row_state(), moment_offsets.
+RK_EXPORT Update read_update(const Tensor& values, const TableLayout& layout, const OptionalTensor& sum,
+                             const Tensor& step, const Tensor& lr, const UpdateArguments& fused,
+                             const OptionalTensor& grad_scale);
 
 // Rows and columns of the single table of a call without a layout, from the shape its gradient is to have; with a
 // layout the number of floats in `weights`, and 1.
