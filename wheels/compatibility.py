@@ -32,7 +32,7 @@ TESTS = (
     *("row_formats", "row_formats_compile", "row_cache_ahead", "row_cache_disk", "grouped_projection"),
     *("dot_interaction", "factorization_machine", "expand", "jagged_bucketize", "jagged_dedup"),
     *("jagged_index_select", "jagged_overlaps", "jagged_permute", "jagged_windows", "opcheck", "serving"),
-    *("flops", "import", "embedding_collection", "jagged_containers"),
+    *("flops", "import", "embedding_collection", "jagged_containers", "grad_scaler", "grad_scaler_state"),
 )
 #: What of them compiles or reads files of the checkout.
 LEFT_OUT = (
