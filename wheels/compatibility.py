@@ -37,6 +37,7 @@ TESTS = (
 #: What of them compiles or reads files of the checkout.
 LEFT_OUT = (
     "python_tests/test_row_formats.py::test_vectors_of_the_page",
+    "python_tests/test_embedding_collection.py::test_late_reports",
     "python_tests/test_jagged_overlaps.py::test_rows_that_differ_in_one_id_spread_over_the_table",
 )
 REQUIREMENTS = ("pytest", "hypothesis", "filelock", "numpy", "ml_dtypes")
