@@ -89,6 +89,9 @@ class CMakeBuild(build_ext):
         build = ROOT / "build" / f"{kind}-torch{torch.__version__}"
         options = [f"-DREC_KERNELS_TORCH={torch.__path__[0]}", f"-DREC_KERNELS_OUTPUT={output}"]
         options += [f"-DREC_KERNELS_PYTHON={sys.executable}", f"-DREC_KERNELS_PORTABLE={PORTABLE}"]
+        if ninja := shutil.which("ninja"):
+            # The cache names that of an earlier build, whose virtual environment may be gone.
+            options.append(f"-DCMAKE_MAKE_PROGRAM={ninja}")
         output.mkdir(parents=True, exist_ok=True)
         architectures = []
         if nvcc:

@@ -249,7 +249,7 @@ Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights
   Tensor out = new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().dense);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return out;
 }
 
@@ -273,7 +273,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().sparse);
+  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return {rows, row_grads, row_counts};
 }
 

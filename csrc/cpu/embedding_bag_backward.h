@@ -67,7 +67,7 @@ struct RowTarget {
   ElementwiseKind kind;           // of an optimizer with state for every element, and what it needs beyond lr and eps
   const int64_t* moment_offsets;  // of the features
   float beta1, beta2, beta1_power, beta2_power;
-  int64_t* rows;  // sparse: row of each run
+  int64_t* rows;  // row of each run of sparse gradients; null for dense ones
   bool stochastic;
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
   CacheView cache;
@@ -97,7 +97,7 @@ struct EmbeddingBagBackwardKernels {
   // The same of runs [begin, end) of a multiplied table that are not long, into its `sums`.
   void (*sum_runs)(const RunArgs&, const TableRuns&, float* scratch, int64_t begin, int64_t end);
   // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
-  FinishRuns dense, sparse, sgd, rowwise_adagrad, elementwise;
+  FinishRuns store, sgd, rowwise_adagrad, elementwise;
 
   template <CpuIsa>
   static const EmbeddingBagBackwardKernels table;

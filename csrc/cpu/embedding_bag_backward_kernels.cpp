@@ -14,8 +14,13 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
+// Not inlined, as sum_products: where it stands costs nothing, its copies take long to compile.
+__attribute__((noinline)) void sum_terms(const Terms& terms, int64_t D, float* out) {
   for_blocks(D, SumInto{terms, out});
+}
+
+void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
+  sum_terms(terms, D, out);
   if (inverse_scale != 1.0f)
     for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
 }
@@ -53,6 +58,8 @@ struct SumProducts {
   }
 };
 
+__attribute__((noinline)) void sum_products(const SumProducts& sum, int64_t D) { for_blocks(D, sum); }
+
 // Sums over a multiplied table. `scratch` is scratch_factors(D) floats; there is none for other tables.
 class ProductRuns {
  public:
@@ -68,7 +75,7 @@ class ProductRuns {
   // Occurrences [first, first + count) of the sorted list, count <= kChunk.
   void sum(int64_t first, int64_t count, float* out) {
     take(first, count);
-    for_blocks(D_, SumProducts{t_, 0, count, out});
+    sum_products({t_, 0, count, out}, D_);
   }
   // Run r, which is not long. Runs are asked for in ascending order, and taken together as far as they fit.
   void sum_run(int64_t r, int64_t end, float* out) {
@@ -78,7 +85,7 @@ class ProductRuns {
       first_ = table_.starts[r];
       take(first_, table_.starts[last_run_] - first_);
     }
-    for_blocks(D_, SumProducts{t_, table_.starts[r] - first_, table_.starts[r + 1] - first_, out});
+    sum_products({t_, table_.starts[r] - first_, table_.starts[r + 1] - first_, out}, D_);
   }
 
  private:
@@ -132,7 +139,7 @@ void sum_chunks_of_table(const RunArgs& a, const ChunkSum* chunks, int64_t begin
   const TableRuns& table = *chunks[begin].table;
   TermsInOrder terms(a, table, chunks[end - 1].first + chunks[end - 1].count);
   for (int64_t i = begin; i < end; ++i)
-    for_blocks(table.feature->embedding_dim, SumInto{terms.take(chunks[i].first, chunks[i].count), chunks[i].out});
+    sum_terms(terms.take(chunks[i].first, chunks[i].count), table.feature->embedding_dim, chunks[i].out);
 }
 
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
@@ -142,7 +149,7 @@ void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_
     const int64_t D = c.table->feature->embedding_dim;
     next = i + 1;
     if (c.partials) {
-      for_blocks(D, SumInto{terms.take(c.partials, c.count, D), c.out});
+      sum_terms(terms.take(c.partials, c.count, D), D, c.out);
     } else if (c.table->multiplied) {
       ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
     } else {
@@ -253,16 +260,14 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
   target.flush();
 }
 
-void dense(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+// Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.
+void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   const Feature& f = *table.feature;
-  finish_runs(a, DenseTarget{{f.embedding_dim}, reinterpret_cast<float*>(t.weights + f.weight_offset)}, table, scratch,
-              begin, end);
-}
-
-void sparse(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const SparseTarget target{{table.feature->embedding_dim},
-                            t.rows + table.first_run,
-                            reinterpret_cast<float*>(t.weights) + table.first_float};
+  StoredGradients target{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset), nullptr};
+  if (t.rows) {
+    target.gradients = reinterpret_cast<float*>(t.weights) + table.first_float;
+    target.rows = t.rows + table.first_run;
+  }
   finish_runs(a, target, table, scratch, begin, end);
 }
 
@@ -271,19 +276,15 @@ float* state_of(const RowTarget& t, const TableRuns& table) {
   return t.state.sum ? t.state.sum + table.feature->row_offset : nullptr;
 }
 
-// The table's rows, which scratch memory holds while they wait to be encoded.
+// Whether the table's rows are floats where they lie, and none of them may be in a cache.
+bool is_plain(const RunArgs& a, const RowTarget& t, const Feature& f) {
+  const bool cached = t.cache.tags && t.cache.places[&f - a.features].sets > 0;
+  return f.format == RowFormat::kFp32 && !cached;
+}
 FloatRows float_rows(const RowTarget& t, const Feature& f) {
   return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
 }
-EncodedRows encoded_rows(const RowTarget& t, const Feature& f, float* scratch) {
-  return {f, t, scratch + scratch_held(f.embedding_dim)};
-}
-
-// Whether rows of the table may be in a cache.
-bool is_cached(const RunArgs& a, const RowTarget& t, const Feature& f) {
-  return t.cache.tags && t.cache.places[&f - a.features].sets > 0;
-}
-CachedRows cached_rows(const RunArgs& a, const RowTarget& t, const Feature& f, float* scratch) {
+KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Feature& f, float* scratch) {
   return {f, t, &f - a.features, scratch + scratch_held(f.embedding_dim)};
 }
 
@@ -293,16 +294,11 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
   const Feature& f = *table.feature;
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
-  if (is_cached(a, t, f))
-    finish_runs(a,
-                UpdateTarget<Optimizer, CachedRows>{D, optimizer, t.gradient_step, sum, cached_rows(a, t, f, scratch)},
-                table, scratch, begin, end);
-  else if (f.format == RowFormat::kFp32)
+  if (is_plain(a, t, f))
     finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.gradient_step, sum, float_rows(t, f)}, table,
                 scratch, begin, end);
   else
-    finish_runs(a,
-                UpdateTarget<Optimizer, EncodedRows>{D, optimizer, t.gradient_step, sum, encoded_rows(t, f, scratch)},
+    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.gradient_step, sum, kept_rows(a, t, f, scratch)},
                 table, scratch, begin, end);
 }
 
@@ -326,14 +322,11 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.table_id, scratch + scratch_moments(D)};
-  if (is_cached(a, t, f))
-    finish_runs(a, ElementwiseTarget<CachedRows>{D, o, t.gradient_step, moments, cached_rows(a, t, f, scratch)}, table,
-                scratch, begin, end);
-  else if (f.format == RowFormat::kFp32)
+  if (is_plain(a, t, f))
     finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
                 begin, end);
   else
-    finish_runs(a, ElementwiseTarget<EncodedRows>{D, o, t.gradient_step, moments, encoded_rows(t, f, scratch)}, table,
+    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.gradient_step, moments, kept_rows(a, t, f, scratch)}, table,
                 scratch, begin, end);
 }
 
@@ -342,7 +335,6 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
 
 template <>
 const EmbeddingBagBackwardKernels EmbeddingBagBackwardKernels::table<CpuIsa::RK_ISA> = {
-    RK_ISA::sum_chunks, RK_ISA::sum_runs,        RK_ISA::dense,      RK_ISA::sparse,
-    RK_ISA::sgd,        RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
+    RK_ISA::sum_chunks, RK_ISA::sum_runs, RK_ISA::store, RK_ISA::sgd, RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
 
 }  // namespace rec_kernels

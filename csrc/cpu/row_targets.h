@@ -18,10 +18,17 @@ constexpr int64_t kAhead = 8;
 struct StoredGradients {
   static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
   int64_t D;
+  float* gradients;  // of the table: dense ones by row, sparse ones by run
+  int64_t* rows;     // of the table's runs; null for dense gradients
 
   static void announce(int64_t) {}
   void prefetch(int64_t) const {}
   static int64_t select(int64_t key) { return key; }
+  float* open(int64_t row, int64_t run, float) const {
+    if (!rows) return gradients + row * D;
+    rows[run] = row;
+    return gradients + run * D;
+  }
   template <int NV, bool kTail>
   RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
     store_columns<NV, kTail>(g, row + column, tail);
@@ -30,22 +37,6 @@ struct StoredGradients {
   void flush() {}
   static bool takes_whole_rows() { return false; }
   void update(int64_t, float*) const {}
-};
-
-struct DenseTarget : StoredGradients {
-  float* gradient;  // of the table
-
-  float* open(int64_t row, int64_t, float) const { return gradient + row * D; }
-};
-
-struct SparseTarget : StoredGradients {
-  int64_t* rows;  // of the table's runs
-  float* gradients;
-
-  float* open(int64_t row, int64_t run, float) const {
-    rows[run] = row;
-    return gradients + run * D;
-  }
 };
 
 // Clips the gradient g of a row w, and adds the decay that goes through it.
@@ -58,19 +49,15 @@ inline void take_step(const GradientStep& step, const float* w, int64_t D, float
   if (step.adds_decay()) add_scaled(step.weight_decay, w, D, g);
 }
 
-// What sorts runs, of tables without a cache: the row's number.
-struct OwnRows {
-  static int64_t row_of(int64_t key) { return key; }
-  static void announce(int64_t) {}
-  static void select(int64_t) {}
-};
-
-// Rows to be updated. open(row) gives the row as floats, which close(row) takes back; flush() when all are done.
-struct FloatRows : OwnRows {
+// Rows to be updated, of a table whose rows are floats and in no cache: their number is what sorts runs. open(row)
+// gives the row as floats, which close(row) takes back; flush() when all are done.
+struct FloatRows {
   int64_t D;
   float* weights;  // of the table
 
-  FloatRows(int64_t D, float* weights) : D(D), weights(weights) {}
+  static int64_t row_of(int64_t key) { return key; }
+  static void announce(int64_t) {}
+  static void select(int64_t) {}
   void prefetch(int64_t row) const { prefetch_bytes(weights + row * D, D * 4); }
   RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
   void close(int64_t) {}
@@ -78,7 +65,7 @@ struct FloatRows : OwnRows {
 };
 
 // Rows of a format: decoded into scratch memory and encoded from there, several at a time.
-struct EncodedRows : OwnRows {
+struct EncodedRows {
   int64_t D;
   int64_t row_bytes;
   RowFormatKernels::Decode decode;
@@ -118,17 +105,18 @@ struct EncodedRows : OwnRows {
   }
 };
 
-// Rows of a table of which some are in a row cache, and are updated there.
-class CachedRows {
+// Rows of a table that has a format, or of which some are in a row cache, and are updated there. Without a cache there
+// are no slots, and keys are rows.
+class KeptRows {
  public:
-  CachedRows(const Feature& f, const RowTarget& t, int64_t part, float* held)
-      : rows_(f, t, held),
-        cache_(t.cache),
-        first_slot_(t.cache.places[part].first * t.cache.ways),
-        num_slots_(t.cache.places[part].sets * t.cache.ways),
-        first_row_(f.row_offset),
-        D_(f.embedding_dim),
-        slots_(t.cache.rows + (t.cache.places[part].offset + first_slot_ * D_)) {}
+  KeptRows(const Feature& f, const RowTarget& t, int64_t part, float* held)
+      : rows_(f, t, held), cache_(t.cache), first_row_(f.row_offset), D_(f.embedding_dim) {
+    if (!t.cache.tags) return;
+    const auto& place = t.cache.places[part];
+    first_slot_ = place.first * t.cache.ways;
+    num_slots_ = place.sets * t.cache.ways;
+    slots_ = t.cache.rows + (place.offset + first_slot_ * D_);
+  }
 
   // Keys are as in occurrences.h.
   int64_t row_of(int64_t key) const {
@@ -153,9 +141,9 @@ class CachedRows {
  private:
   EncodedRows rows_;
   CacheView cache_;
-  int64_t first_slot_, num_slots_, first_row_, D_;
-  float* slots_;     // the table's first
-  int64_t key_ = 0;  // of the row at hand
+  int64_t first_row_, D_, first_slot_ = 0, num_slots_ = 0;
+  float* slots_ = nullptr;  // the table's first
+  int64_t key_ = 0;         // of the row at hand
 };
 
 // An optimizer that only scales the gradient, by one factor for the row.
