@@ -382,7 +382,7 @@ def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool
 
 def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a CUDA graph finds when it is replayed is kept on the GPU, the smallest position."""
-    monkeypatch.setattr(bounds, "cannot_copy", lambda status: True)
+    monkeypatch.setattr(bounds, "cannot_read", lambda status: True)
     for bounds_check in ("error", "ignore"):
         found = make(bounds_check=bounds_check)
         for bad in ((), ((6, 9),), ((2, 9),), ((4, 9),)):

@@ -198,7 +198,7 @@ def test_a_capture_makes_bags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
     windows = given_parts()
     kept = windows.to_kjt()
     with monkeypatch.context() as patch:
-        patch.setattr(jagged_windows, "cannot_copy", lambda _: True)
+        patch.setattr(jagged_windows, "cannot_read", lambda _: True)
         captured = windows.to_kjt()
     assert captured is not kept
     assert_same_batch(captured, kept)

@@ -265,13 +265,13 @@ def test_opcheck(op: str) -> None:
         torch.library.opcheck(getattr(ops, op).default, args, kwargs)
 
 
-def _with_autograd() -> list[str]:
-    return [
-        op for op in registered() if torch._C._dispatch_has_kernel_for_dispatch_key(f"rec_kernels::{op}", "Autograd")
-    ]
+def with_autograd() -> list[str]:
+    """Ops with a gradient."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [op for op in registered() if has(f"rec_kernels::{op}", "Autograd")]
 
 
-@pytest.mark.parametrize("op", _with_autograd())
+@pytest.mark.parametrize("op", with_autograd())
 def test_no_forward_mode_derivative(op: str) -> None:
     """Refused for every tensor that may have a tangent, whatever requires a gradient: never taken for zero."""
 

@@ -34,9 +34,9 @@ def test_what_is_missing_or_wrong_is_said() -> None:
     class Wrong:
         def __getattr__(self, name: str):
             op = getattr(torch.ops.rec_kernels, name)
-            return (lambda *args: op(*args) + 1) if name == "row_dot" else op
+            return (lambda *args: op(*args) + 1) if name == "scale_rows" else op
 
-    with pytest.raises(AssertionError, match=r"tensors \[1\]"):
+    with pytest.raises(AssertionError, match=r"tensors \[0\]"):
         check(Wrong(), set())
 
 

@@ -66,7 +66,7 @@ def _load_cuda() -> str | None:
     """Loads the CUDA kernels where they can run; returns the reason when they cannot."""
     path = _FOLDER / _CUDA_LIBRARY
     if not path.exists():
-        return "this build of rec_kernels has no CUDA library (nvcc was not found when it was built)"
+        return "this build of rec_kernels has no CUDA library (built without nvcc, or with REC_KERNELS_CUDA=0)"
     if torch.version.cuda is None:
         return f"torch {torch.__version__} was built without CUDA"
     try:

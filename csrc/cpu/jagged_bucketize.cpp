@@ -55,10 +55,10 @@ struct Input {
 constexpr int64_t kBagsAtOnce = 64, kCountsAtOnce = 1 << 15;
 
 // Where `count` bags from `first` on begin, and the last one ends.
-struct Bounds {
+struct BagBounds {
   int64_t at[kBagsAtOnce + 1];
 
-  Bounds(const Bags& rows, int64_t first, int64_t count) {
+  BagBounds(const Bags& rows, int64_t first, int64_t count) {
     for (int64_t j = 0; j <= count; ++j) at[j] = rows.offset(first + j);
   }
 };
@@ -88,7 +88,7 @@ int64_t count_ids(const Input& in, int64_t workers, int64_t piece, uint32_t* buc
     });
     for (int64_t first = begin; first < end; first += in.at_once) {
       const int64_t here = std::min(in.at_once, end - first);
-      const Bounds bounds(in.rows, first, here);
+      const BagBounds bounds(in.rows, first, here);
       int64_t* count = counts.get();
       std::fill_n(count, in.buckets * in.at_once, int64_t{0});
       for (int64_t j = 0; j < here; ++j)
@@ -109,7 +109,7 @@ int64_t count_ids(const Input& in, int64_t workers, int64_t piece, uint32_t* buc
                                f, "] = ", limit / in.buckets, " for each of the ", in.buckets, " buckets"));
 }
 
-struct Output {
+struct Bucketized {
   void* values;
   const float* weights;
   float* new_weights;
@@ -120,11 +120,11 @@ struct Output {
 // next[bucket * at_once + bag - from] are those places.
 template <class Id>
 void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, const uint32_t* bucket_of, int64_t* next,
-               const Output& out) {
+               const Bucketized& out) {
   const auto* ids = static_cast<const Id*>(in.rows.ids);
   auto* values = static_cast<Id*>(out.values);
-  const Bounds bounds(in.rows, from, to - from);
-  const Output to_write = out;
+  const BagBounds bounds(in.rows, from, to - from);
+  const Bucketized to_write = out;
   const int64_t rows = block.rows.value, stride = in.at_once;
   for (int64_t j = 0; j < to - from; ++j)
     for (int64_t i = bounds.at[j]; i < bounds.at[j + 1]; ++i) {
@@ -136,7 +136,7 @@ void place_ids(const Input& in, const Block& block, int64_t from, int64_t to, co
 }
 
 void place_bags(const Input& in, int64_t begin, int64_t end, const uint32_t* bucket_of, const int64_t* places,
-                const Output& out) {
+                const Bucketized& out) {
   const int64_t bags = in.rows.num_bags;
   const Scratch<int64_t> next(in.buckets * in.at_once);
   in.by_feature(begin, end, [&](const Block& block, int64_t from, int64_t to) {
@@ -183,8 +183,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cpu(const Te
   Tensor out = new_tensor(values, {count}, values.scalar_type());
   Tensor new_weights = new_tensor(values, {weights ? count : 0}, ScalarType::Float);
   Tensor positions = new_tensor(values, {count}, ScalarType::Long);
-  const Output output{out.mutable_data_ptr(), weights ? weights->const_data_ptr<float>() : nullptr,
-                      new_weights.mutable_data_ptr<float>(), positions.mutable_data_ptr<int64_t>()};
+  const Bucketized output{out.mutable_data_ptr(), weights ? weights->const_data_ptr<float>() : nullptr,
+                          new_weights.mutable_data_ptr<float>(), positions.mutable_data_ptr<int64_t>()};
   parallel_pieces(bags, piece, workers, [&](int64_t begin, int64_t end, int64_t) {
     place_bags(in, begin, end, bucket_of.get(), places.get(), output);
   });

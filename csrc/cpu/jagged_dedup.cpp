@@ -28,7 +28,7 @@ uint64_t hash_words(const Word* words, int64_t count, uint64_t h) {
 }
 
 // A group: samples are told apart by the bags of its features.
-struct Group {
+struct SampleGroup {
   const Bags& rows;
   const float* weights;
   int64_t batch;
@@ -82,7 +82,7 @@ struct Slot {
 };
 
 // firsts[b] = the first sample that is the same as b, for the samples of one part. Parts do not share a hash.
-void find_firsts(const Group& group, const Samples& samples, int64_t part, int64_t parts, int64_t* firsts) {
+void find_firsts(const SampleGroup& group, const Samples& samples, int64_t part, int64_t parts, int64_t* firsts) {
   int64_t count = 0, size = 1;
   samples.for_part(part, parts, [&](int64_t, uint64_t) { ++count; });
   while (size < 2 * count) size *= 2;
@@ -117,12 +117,12 @@ int64_t number(const bool* repeats, int64_t batch, int64_t* inverse, int64_t* ro
   return count;
 }
 
-struct Output {
+struct Distinct {
   int64_t *rows, *inverse, *counts;
 };
 
-void find_distinct(const std::vector<Group>& groups, int64_t batch, int64_t num_ids, int64_t hash_bits,
-                   const Output& out) {
+void find_distinct(const std::vector<SampleGroup>& groups, int64_t batch, int64_t num_ids, int64_t hash_bits,
+                   const Distinct& out) {
   const auto num_groups = static_cast<int64_t>(groups.size()), samples = num_groups * batch;
   const uint64_t kept = hash_bits == 64 ? ~uint64_t{0} : (uint64_t{1} << hash_bits) - 1;
   const int64_t cost = 8 * num_ids + 64 * samples, workers = workers_for(1 + cost / kFewBytes, 1);
@@ -131,7 +131,7 @@ void find_distinct(const std::vector<Group>& groups, int64_t batch, int64_t num_
   const int64_t piece = 1 + samples / pieces_for(cost, kFewBytes, workers);
   parallel_pieces(samples, piece, workers, [&](int64_t begin, int64_t end, int64_t) {
     for (int64_t i = begin; i < end; ++i) {
-      const Group& group = groups[static_cast<size_t>(i / batch)];
+      const SampleGroup& group = groups[static_cast<size_t>(i / batch)];
       const int64_t b = i % batch;
       repeats[i] = b > 0 && group.same(b - 1, b);
       hashes[i] = repeats[i] ? 0 : group.hash(b) & kept;
@@ -159,14 +159,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cpu(const Tensor& values
   rows.ids64 = values.scalar_type() == ScalarType::Long;
   check_offsets(rows);
   const float* weight = weights ? weights->const_data_ptr<float>() : nullptr;
-  std::vector<Group> groups(static_cast<size_t>(sizes.groups), Group{rows, weight, sizes.batch, {}});
+  std::vector<SampleGroup> groups(static_cast<size_t>(sizes.groups), SampleGroup{rows, weight, sizes.batch, {}});
   for (size_t f = 0; f < group_of.size(); ++f)
     if (group_of[f] >= 0) groups[static_cast<size_t>(group_of[f])].features.push_back(static_cast<int64_t>(f));
   Tensor first = new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long);
   Tensor inverse = new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long);
   Tensor counts = new_tensor(values, {sizes.groups}, ScalarType::Long);
-  const Output out{first.mutable_data_ptr<int64_t>(), inverse.mutable_data_ptr<int64_t>(),
-                   counts.mutable_data_ptr<int64_t>()};
+  const Distinct out{first.mutable_data_ptr<int64_t>(), inverse.mutable_data_ptr<int64_t>(),
+                     counts.mutable_data_ptr<int64_t>()};
   if (sizes.batch > 0 && sizes.groups > 0) find_distinct(groups, sizes.batch, rows.num_ids, hash_bits, out);
   else std::fill_n(out.counts, sizes.groups, int64_t{0});
   return {first, inverse, counts, good_status(offsets)};

@@ -12,7 +12,7 @@
 namespace rec_kernels {
 namespace {
 
-constexpr const char* kNames[] = {"baseline", "v3", "v4"};
+constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
 
 CpuIsa best_isa() {
 #if defined(__x86_64__)
@@ -31,14 +31,14 @@ std::atomic<CpuIsa>& current() {
   return isa;
 }
 
-std::string get_cpu_isa() { return kNames[static_cast<int>(cpu_isa())]; }
+std::string get_cpu_isa() { return kIsaNames[static_cast<int>(cpu_isa())]; }
 
 // For tests and benchmarks: run the kernels of an older instruction set. Returns the one in use before.
 std::string set_cpu_isa(std::string name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
-    if (name == kNames[i]) return kNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
+    if (name == kIsaNames[i]) return kIsaNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
   throw_value_error(join("name must be an instruction set of this machine (up to \"",
-                         kNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
+                         kIsaNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
 }
 
 // Asks the system to back a large tensor with huge pages: a random row then costs a page walk far less often. Advice

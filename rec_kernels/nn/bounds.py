@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rec_kernels.nn.selected import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
+from rec_kernels.ops.status import cannot_read
 
 # The first element of a lookup's ``status``: the smallest bad position. Of ids, their position in ``values``; of
 # ``offsets[i]``, BAD_LAYOUT + 1 + i; of ``inverse``, behind as many of these as there are offsets.
@@ -25,11 +26,6 @@ def reports_late(status: Tensor) -> bool:
     False for the fake tensors of a tracer, which hold no data.
     """
     return status.is_cuda and type(status) is Tensor
-
-
-def cannot_copy(t: Tensor) -> bool:
-    """Whether nothing on the host sees a lookup's ``status``, of ``t``'s device: it is compiled, or captured."""
-    return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def _copied(device: torch.device) -> torch.cuda.Event | None:
@@ -85,7 +81,7 @@ class Reports:
                 B bags of each feature. shared: which of them samples have, or None. Tensors other than ``status`` are
                 read if there is an error to tell.
         """
-        if cannot_copy(status):
+        if cannot_read(status):
             unseen.copy_(torch.minimum(unseen, status[0]))
             return
         # torch makes the target of a copy that does not block page-locked, without which it would block.
@@ -101,7 +97,7 @@ class Reports:
         Raises:
             IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
         """
-        if self._lookups and not cannot_copy(unseen):
+        if self._lookups and not cannot_read(unseen):
             self._raise_next(wait=False)
 
     def check(self, position: Tensor) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.bounds import cannot_copy
 from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_integers, has_data, to_offsets
 from rec_kernels.nn.learned import LearnedOffsets
 from rec_kernels.nn.moving import Moving
 from rec_kernels.nn.selected import check_keys
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
+from rec_kernels.ops.status import cannot_read
 
 
 class KeyedJaggedWindows(LearnedOffsets, Moving):
@@ -145,7 +145,7 @@ class KeyedJaggedWindows(LearnedOffsets, Moving):
         Raises:
             IndexError: as of ``offset_per_key``.
         """
-        if cannot_copy(self._values):
+        if cannot_read(self._values):
             return self._made_bags()
         tensors = (self._values, self._starts, self._lengths)
         bags = _still(self._bags, *tensors)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.fakes import check_one_device
+from rec_kernels.ops.status import cannot_read
 
 _ops = torch.ops.rec_kernels
 
@@ -93,7 +94,7 @@ def quantize_rows(
     """
     scalars = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     rows, status = _ops.quantize_rows(x, format, rounding, *scalars, table, first_row, scale_rule)
-    if format in _FINITE_ONLY and x.is_cuda and _can_wait():
+    if format in _FINITE_ONLY and x.is_cuda and not cannot_read(status):
         raise_not_finite(x, format, status)
     return rows
 
@@ -127,10 +128,6 @@ def raise_not_finite(x: Tensor, format: str, status: Tensor) -> None:
         row, column = divmod(position, x.shape[1])
         value = x[row, column].item()
         raise ValueError(f'x[{row}, {column}] = {value}: format "{format}" holds finite numbers only')
-
-
-def _can_wait() -> bool:
-    return not (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing())
 
 
 def as_scalar(value: int | Tensor, name: str, rounding: str, x: Tensor) -> Tensor | None:

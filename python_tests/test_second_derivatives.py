@@ -1,0 +1,59 @@
+"""Second derivatives: those that there are, by differences, and the refusal of all others."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from test_opcheck import ops, samples, with_autograd
+from torch.utils import _pytree as pytree
+
+#: What is differentiable twice.
+TWICE = ("scale_rows", "row_dot", "fake_quantize")
+
+
+def _squares_of_gradients(op: str, args: tuple, kwargs: dict, inputs: list, grads_in: list) -> torch.Tensor:
+    """Of all inputs' gradients, where those of the outputs are ``grads_in``, which is filled if it is empty."""
+    found = getattr(ops, op)(*args, **kwargs)
+    outputs = [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
+    if not grads_in:
+        grads_in += [torch.randn(t.shape, dtype=t.dtype, requires_grad=True) for t in outputs]
+    gradients = torch.autograd.grad(outputs, inputs, grads_in, create_graph=True, allow_unused=True)
+    return sum(g.double().square().sum() for g in gradients if g is not None)
+
+
+def _second_derivative_agrees(op: str, args: tuple, kwargs: dict) -> None:
+    inputs = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad]
+    grads_in: list[torch.Tensor] = []
+    _squares_of_gradients(op, args, kwargs, inputs, grads_in).backward()
+    ways = [torch.randn_like(t) for t in inputs + grads_in]
+    slope = torch.zeros((), dtype=torch.float64)
+    for t, way in zip(inputs + grads_in, ways, strict=True):
+        slope += 0.0 if t.grad is None else (t.grad * way).sum()
+
+    def moved(by: float) -> torch.Tensor:
+        with torch.no_grad():
+            for t, way in zip(inputs + grads_in, ways, strict=True):
+                t += by * way
+        return _squares_of_gradients(op, args, kwargs, inputs, grads_in).detach()
+
+    step = 2**-7
+    after, before = moved(step), moved(-2 * step)
+    torch.testing.assert_close(slope, (after - before) / (2 * step), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("op", [op for op in with_autograd() if "backward" not in op])
+def test_second_derivative_is_right_or_refused(op: str) -> None:
+    """A backward op that does not refuse has none as far as torch knows: zeros, and a warning."""
+    differentiable = [(args, kwargs) for args, kwargs in samples(op) if _has_gradient(op, args, kwargs)]
+    assert differentiable or op in ("jagged_permute", "jagged_bucketize")
+    for args, kwargs in differentiable:
+        refused = rf"{op}\w* has no second derivative|once_differentiable"
+        with contextlib.nullcontext() if op in TWICE else pytest.raises(RuntimeError, match=refused):
+            _second_derivative_agrees(op, args, kwargs)
+
+
+def _has_gradient(op: str, args: tuple, kwargs: dict) -> bool:
+    found = getattr(ops, op)(*args, **kwargs)
+    return any(t.requires_grad and t.dtype == torch.float32 for t in (found if isinstance(found, tuple) else (found,)))
