@@ -1,8 +1,9 @@
 """embedding_bag over every bag format, forward and a training step with stochastic rounding.
 
-Beside it in the same turn: our own float32, FBGEMM's lookup of the same rows (forward of fp16, int8, int4; a step is
-set beside its float32: of these formats it trains fp16 only), and the limit: a bare loop that touches every cache line
-of the same rows and writes the outputs (a step: and rewrites the touched rows), without looking at what is in them.
+Beside it in the same turn: our own float32; FBGEMM's lookup of the same rows (forward of fp16, int8, int4); its step
+(fp16 rows beside ours of fp16, the only ones of these that its CPU kernels train, else float32); and the limit: a bare
+loop that touches every cache line of the same rows and writes the outputs (a step: and rewrites the touched rows),
+without looking at what is in them.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ class Formats(Subject):
         return self._built[kind, format]
 
     def _build(self, kind: str, format: str) -> object:
-        if kind == "fbgemm" and format == "fp32":
-            return peers.Fbgemm(self.workload)
+        if kind == "fbgemm training":
+            return peers.Fbgemm(self.workload, format)
         if kind == "ours":
             return peers.Ours(self.workload, format)
         ours = self._tables("ours", format)
@@ -64,13 +65,15 @@ class Formats(Subject):
     @staticmethod
     def read_format(direction: str, format: str, name: str) -> str:
         """Of the rows that an implementation has where ours are of ``format``."""
-        return "fp32" if name == "ours fp32" or (name == "fbgemm" and direction == "train") else format
+        untrained = name == "fbgemm" and direction == "train" and format not in peers.FBGEMM_FORMATS
+        return "fp32" if name == "ours fp32" or untrained else format
 
     def call(self, direction: str, format: str, name: str) -> Callable[[int], object]:
         """A function of a batch number."""
         if name == "limit":
             return self._limit(direction, self._rows(format))
-        tables = self._tables(name.split()[0], self.read_format(direction, format, name))
+        kind = "fbgemm training" if (name, direction) == ("fbgemm", "train") else name.split()[0]
+        tables = self._tables(kind, self.read_format(direction, format, name))
         if direction == "forward":
             return lambda i: tables.forward(self.batches[i])
         return lambda i: tables.train(self.batches[i], self.grad)

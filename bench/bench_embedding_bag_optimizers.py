@@ -1,7 +1,7 @@
 """A training step of embedding_bag with each fused optimizer, rows of float32 and of int8.
 
 Beside it in the same turn: torch with sparse gradients and its own optimizer where it has one for them (Adagrad, Adam),
-and our row-wise Adagrad. Of FBGEMM, row-wise Adagrad is measured in bench_embedding_bag.py.
+FBGEMM where its CPU kernels have the optimizer (row-wise Adagrad, Adagrad), and our row-wise Adagrad.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from bench.shapes import BATCHES, Workload
 from bench.subject import Subject, subject_fixture
 from bench.timing import time_calls, turned
 
+HAS_FBGEMM = "fbgemm" in peers.available()
 CASES = [(optimizer, format) for optimizer in peers.OPTIMIZERS for format in ("fp32", "int8")]
 
 
 def implementations(optimizer: str, format: str) -> list[str]:
     """Who takes part."""
     plain = ["ours rowwise_adagrad"] if optimizer != "rowwise_adagrad" else []
-    return ["ours", *plain, *["torch"] * (optimizer in peers.TORCH_OPTIMIZERS and format == "fp32")]
+    others = {"torch": peers.TORCH_OPTIMIZERS, "fbgemm": peers.FBGEMM_OPTIMIZERS if HAS_FBGEMM else {}}
+    return ["ours", *plain, *(name for name, has in others.items() if optimizer in has and format == "fp32")]
 
 
 def optimizer_of(name: str, optimizer: str) -> str:
@@ -47,12 +49,16 @@ class Steps(Subject):
             self.drop()
             self._case = optimizer, format
         if name not in self._built:
-            own = optimizer_of(name, optimizer)
-            ours = name != "torch"
-            new = peers.Ours(self.workload, format, own) if ours else peers.TorchTables(self.workload, own)
-            self._built[name] = new
+            self._built[name] = self._build(name, format, optimizer_of(name, optimizer))
         tables = self._built[name]
         return lambda i: tables.train(self.batches[i], self.grad)
+
+    def _build(self, name: str, format: str, optimizer: str) -> object:
+        if name == "torch":
+            return peers.TorchTables(self.workload, optimizer)
+        if name == "fbgemm":
+            return peers.Fbgemm(self.workload, format, optimizer)
+        return peers.Ours(self.workload, format, optimizer)
 
     def bytes_moved(self, optimizer: str, format: str) -> float:
         """What a step of ours moves."""

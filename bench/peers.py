@@ -76,12 +76,17 @@ class TorchQuotientRemainder(TorchTables):
         return outputs
 
 
-class Fbgemm:
-    """FBGEMM's table-batched embedding with fused row-wise Adagrad."""
+#: The optimizers that FBGEMM's CPU kernels have, too, and the formats of rows that they train.
+FBGEMM_OPTIMIZERS = {"rowwise_adagrad": "EXACT_ROWWISE_ADAGRAD", "adagrad": "EXACT_ADAGRAD"}
+FBGEMM_FORMATS = ("fp32", "fp16")
 
-    def __init__(self, w: Shape) -> None:
+
+class Fbgemm:
+    """FBGEMM's table-batched embedding with a fused optimizer; rows of float16 are rounded stochastically."""
+
+    def __init__(self, w: Shape, format: str = "fp32", optimizer: str = "rowwise_adagrad") -> None:
         with contextlib.redirect_stdout(io.StringIO()):
-            from fbgemm_gpu.split_embedding_configs import EmbOptimType
+            from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
             from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
                 ComputeDevice,
                 EmbeddingLocation,
@@ -89,7 +94,11 @@ class Fbgemm:
             )
         specs = [(rows, w.dim, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in w.table_rows]
         self.module = SplitTableBatchedEmbeddingBagsCodegen(
-            specs, optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD, learning_rate=LR, eps=EPS
+            specs,
+            optimizer=EmbOptimType[FBGEMM_OPTIMIZERS[optimizer]],
+            weights_precision=SparseType(format),
+            learning_rate=LR,
+            eps=EPS,
         )
         fill(self.module)
         self.offsets = w.offsets()
