@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/samples.h"
 #include "cpu/scratch.h"
@@ -88,8 +89,8 @@ std::tuple<Tensor, Tensor> dot_interaction_backward_cpu(const Tensor& grad_in, c
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("dot_interaction", TORCH_BOX(&dot_interaction_cpu));
-  m.impl("dot_interaction_backward", TORCH_BOX(&dot_interaction_backward_cpu));
+  m.impl("dot_interaction", boxed<&dot_interaction_cpu>);
+  m.impl("dot_interaction_backward", boxed<&dot_interaction_backward_cpu>);
 }
 
 }  // namespace rec_kernels

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/for_bags.h"
 #include "cpu/row_cache.h"
@@ -134,10 +135,10 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("embedding_bag", TORCH_BOX(flat<&embedding_bag_cpu>));
-  m.impl("embedding_bag_tables", TORCH_BOX(flat<&embedding_bag_tables_cpu>));
-  m.impl("embedding_bag_fused", TORCH_BOX(flat<&embedding_bag_fused_cpu>));
-  m.impl("embedding_bag_backward_per_sample_weights", TORCH_BOX(flat<&per_sample_weights_gradient>));
+  m.impl("embedding_bag", boxed<&embedding_bag_cpu>);
+  m.impl("embedding_bag_tables", boxed<&embedding_bag_tables_cpu>);
+  m.impl("embedding_bag_fused", boxed<&embedding_bag_fused_cpu>);
+  m.impl("embedding_bag_backward_per_sample_weights", boxed<&per_sample_weights_gradient>);
 }
 
 }  // namespace rec_kernels

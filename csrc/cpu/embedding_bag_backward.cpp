@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/occurrences.h"
 #include "cpu/row_cache.h"
@@ -358,9 +359,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("embedding_bag_backward_dense", TORCH_BOX(flat<&backward_dense>));
-  m.impl("embedding_bag_backward_sparse", TORCH_BOX(flat<&backward_sparse>));
-  m.impl("embedding_bag_backward_fused_", TORCH_BOX(flat<&backward_fused>));
+  m.impl("embedding_bag_backward_dense", boxed<&backward_dense>);
+  m.impl("embedding_bag_backward_sparse", boxed<&backward_sparse>);
+  m.impl("embedding_bag_backward_fused_", boxed<&backward_fused>);
 }
 
 }  // namespace rec_kernels

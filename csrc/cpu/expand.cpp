@@ -3,6 +3,7 @@
 
 #include <tuple>
 
+#include "core/boxing.h"
 #include "cpu/jagged.h"
 #include "cpu/row_sums.h"
 #include "ops/expand.h"
@@ -44,8 +45,8 @@ Tensor expand_backward_cpu(const Tensor& grad_in, const Tensor& inverse_in, int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("expand", TORCH_BOX(&expand_cpu));
-  m.impl("expand_backward", TORCH_BOX(&expand_backward_cpu));
+  m.impl("expand", boxed<&expand_cpu>);
+  m.impl("expand_backward", boxed<&expand_backward_cpu>);
 }
 
 }  // namespace rec_kernels

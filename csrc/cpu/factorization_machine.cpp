@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/grouped_projection.h"
 #include "cpu/samples.h"
@@ -141,8 +142,8 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("factorization_machine", TORCH_BOX(&factorization_machine_cpu));
-  m.impl("factorization_machine_backward", TORCH_BOX(&factorization_machine_backward_cpu));
+  m.impl("factorization_machine", boxed<&factorization_machine_cpu>);
+  m.impl("factorization_machine_backward", boxed<&factorization_machine_backward_cpu>);
 }
 
 }  // namespace rec_kernels

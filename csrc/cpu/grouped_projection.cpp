@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/scratch.h"
 #include "ops/grouped_projection.h"
@@ -268,9 +269,9 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("grouped_projection", TORCH_BOX(&grouped_projection_cpu));
-  m.impl("grouped_projection_backward_input", TORCH_BOX(&backward_input_cpu));
-  m.impl("grouped_projection_backward_weights", TORCH_BOX(&backward_weights_cpu));
+  m.impl("grouped_projection", boxed<&grouped_projection_cpu>);
+  m.impl("grouped_projection_backward_input", boxed<&backward_input_cpu>);
+  m.impl("grouped_projection_backward_weights", boxed<&backward_weights_cpu>);
 }
 
 }  // namespace rec_kernels

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "core/boxing.h"
 #include "core/division.h"
 #include "cpu/jagged.h"
 #include "cpu/scratch.h"
@@ -193,6 +194,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cpu(const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_bucketize", TORCH_BOX(&jagged_bucketize_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_bucketize", boxed<&jagged_bucketize_cpu>); }
 
 }  // namespace rec_kernels

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <tuple>
 
+#include "core/boxing.h"
 #include "core/mix.h"
 #include "cpu/jagged.h"
 #include "cpu/scratch.h"
@@ -174,6 +175,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cpu(const Tensor& values
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_dedup", TORCH_BOX(&jagged_dedup_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_dedup", boxed<&jagged_dedup_cpu>); }
 
 }  // namespace rec_kernels

@@ -1,5 +1,6 @@
 #include "ops/jagged_index_select.h"
 
+#include "core/boxing.h"
 #include "cpu/jagged_copy.h"
 
 namespace rec_kernels {
@@ -26,6 +27,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cpu(const Tensor& values_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_index_select", TORCH_BOX(&jagged_index_select_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_index_select", boxed<&jagged_index_select_cpu>); }
 
 }  // namespace rec_kernels

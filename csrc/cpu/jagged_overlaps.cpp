@@ -6,6 +6,7 @@
 #include <tuple>
 #include <utility>
 
+#include "core/boxing.h"
 #include "cpu/jagged.h"
 #include "cpu/last_ids.h"
 #include "cpu/scratch.h"
@@ -107,6 +108,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_overlaps_cpu(const Tensor& values_in, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_overlaps", TORCH_BOX(&jagged_overlaps_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_overlaps", boxed<&jagged_overlaps_cpu>); }
 
 }  // namespace rec_kernels

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <tuple>
 
+#include "core/boxing.h"
 #include "cpu/jagged.h"
 
 namespace rec_kernels {
@@ -75,6 +76,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cpu(const Tensor& valu
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_permute", TORCH_BOX(&jagged_permute_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_permute", boxed<&jagged_permute_cpu>); }
 
 }  // namespace rec_kernels

@@ -1,5 +1,6 @@
 #include "ops/jagged_windows.h"
 
+#include "core/boxing.h"
 #include "cpu/jagged_copy.h"
 
 namespace rec_kernels {
@@ -36,6 +37,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_windows_cpu(const Tensor& values_in, c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_windows", TORCH_BOX(&jagged_windows_cpu)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_windows", boxed<&jagged_windows_cpu>); }
 
 }  // namespace rec_kernels

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <string>
 
+#include "core/boxing.h"
 #include "core/cpu_isa.h"
 #include "core/stable.h"
 
@@ -68,10 +69,10 @@ STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
-  m.impl("_get_cpu_isa", TORCH_BOX(&get_cpu_isa));
-  m.impl("_set_cpu_isa", TORCH_BOX(&set_cpu_isa));
+  m.impl("_get_cpu_isa", boxed<&get_cpu_isa>);
+  m.impl("_set_cpu_isa", boxed<&set_cpu_isa>);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("_advise_huge_pages", TORCH_BOX(&advise_huge_pages)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("_advise_huge_pages", boxed<&advise_huge_pages>); }
 
 }  // namespace rec_kernels

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/boxing.h"
 #include "cpu/for_bags.h"
 #include "cpu/occurrences.h"
 #include "cpu/row_cache_tables.h"
@@ -136,9 +137,9 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("row_cache_lookup", TORCH_BOX(flat<&lookup>));
-  m.impl("row_cache_flush_", TORCH_BOX(flat<&flush>));
-  m.impl("row_cache_stats", TORCH_BOX(&stats));
+  m.impl("row_cache_lookup", boxed<&lookup>);
+  m.impl("row_cache_flush_", boxed<&flush>);
+  m.impl("row_cache_stats", boxed<&stats>);
 }
 
 }  // namespace rec_kernels

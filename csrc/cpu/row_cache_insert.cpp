@@ -1,6 +1,7 @@
 // Insertion into the row cache on the CPU: what docs/numerics.md calls so, set by set.
 #include <algorithm>
 
+#include "core/boxing.h"
 #include "cpu/for_bags.h"
 #include "cpu/occurrences.h"
 #include "cpu/row_cache_insertion.h"
@@ -74,6 +75,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_insert_", TORCH_BOX(flat<&insert>)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_insert_", boxed<&insert>); }
 
 }  // namespace rec_kernels

@@ -1,6 +1,7 @@
 // Which rows of the tables a batch will read and write there: what has to be in memory by then.
 #include <tuple>
 
+#include "core/boxing.h"
 #include "cpu/occurrences.h"
 #include "cpu/row_cache_insertion.h"
 #include "cpu/scratch.h"
@@ -150,6 +151,6 @@ std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_ma
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", TORCH_BOX(flat<&plan>)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", boxed<&plan>); }
 
 }  // namespace rec_kernels

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <memory>
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "ops/row_formats.h"
 
@@ -165,9 +166,9 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cpu));
-  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cpu));
-  m.impl("fake_quantize", TORCH_BOX(&fake_quantize_cpu));
+  m.impl("quantize_rows", boxed<&quantize_rows_cpu>);
+  m.impl("dequantize_rows", boxed<&dequantize_rows_cpu>);
+  m.impl("fake_quantize", boxed<&fake_quantize_cpu>);
 }
 
 }  // namespace rec_kernels

@@ -1,5 +1,6 @@
 #include "cpu/scale_rows.h"
 
+#include "core/boxing.h"
 #include "core/parallel.h"
 #include "ops/scale_rows.h"
 
@@ -38,8 +39,8 @@ Tensor row_dot_cpu(const Tensor& a_in, const Tensor& b_in) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("scale_rows", TORCH_BOX(&scale_rows_cpu));
-  m.impl("row_dot", TORCH_BOX(&row_dot_cpu));
+  m.impl("scale_rows", boxed<&scale_rows_cpu>);
+  m.impl("row_dot", boxed<&row_dot_cpu>);
 }
 
 }  // namespace rec_kernels

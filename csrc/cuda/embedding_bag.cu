@@ -1,4 +1,5 @@
 // embedding_bag on the GPU: forward (kernels in embedding_bag_pool.cu) and the gradient of per_sample_weights.
+#include "core/boxing.h"
 #include "cuda/embedding_bag_pool.cuh"
 #include "cuda/shared_rows.cuh"
 #include "ops/row_cache.h"
@@ -150,10 +151,10 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("embedding_bag", TORCH_BOX(flat<&embedding_bag_cuda>));
-  m.impl("embedding_bag_tables", TORCH_BOX(flat<&embedding_bag_tables_cuda>));
-  m.impl("embedding_bag_fused", TORCH_BOX(flat<&embedding_bag_fused_cuda>));
-  m.impl("embedding_bag_backward_per_sample_weights", TORCH_BOX(flat<&per_sample_weights_gradient>));
+  m.impl("embedding_bag", boxed<&embedding_bag_cuda>);
+  m.impl("embedding_bag_tables", boxed<&embedding_bag_tables_cuda>);
+  m.impl("embedding_bag_fused", boxed<&embedding_bag_fused_cuda>);
+  m.impl("embedding_bag_backward_per_sample_weights", boxed<&per_sample_weights_gradient>);
 }
 
 }  // namespace rec_kernels

@@ -1,5 +1,6 @@
 // Backward of embedding_bag: each row's gradient summed once, in the order of docs/numerics.md, then stored (dense,
 // sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
+#include "core/boxing.h"
 #include "core/device_algorithms.h"
 #include "cuda/elementwise_target.cuh"
 #include "cuda/row_cache.cuh"
@@ -359,9 +360,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("embedding_bag_backward_dense", TORCH_BOX(flat<&backward_dense>));
-  m.impl("embedding_bag_backward_sparse", TORCH_BOX(flat<&backward_sparse>));
-  m.impl("embedding_bag_backward_fused_", TORCH_BOX(flat<&backward_fused>));
+  m.impl("embedding_bag_backward_dense", boxed<&backward_dense>);
+  m.impl("embedding_bag_backward_sparse", boxed<&backward_sparse>);
+  m.impl("embedding_bag_backward_fused_", boxed<&backward_fused>);
 }
 
 }  // namespace rec_kernels

@@ -3,6 +3,7 @@
 // rows by number.
 #include <algorithm>
 
+#include "core/boxing.h"
 #include "core/division.h"
 #include "cuda/jagged.cuh"
 #include "cuda/row_sums.cuh"
@@ -72,8 +73,8 @@ Tensor expand_backward_cuda(const Tensor& grad, const Tensor& inverse, int64_t r
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("expand", TORCH_BOX(&expand_cuda));
-  m.impl("expand_backward", TORCH_BOX(&expand_backward_cuda));
+  m.impl("expand", boxed<&expand_cuda>);
+  m.impl("expand_backward", boxed<&expand_backward_cuda>);
 }
 
 }  // namespace rec_kernels

@@ -2,6 +2,7 @@
 // over all counts gives the places of bags. Bytes moved: ids twice, every id, weight and position written once, and a
 // count and an offset for every bucket of every bag. A group of lanes takes a bag.
 #include "core/bits.h"
+#include "core/boxing.h"
 #include "core/device_algorithms.h"
 #include "cuda/jagged.cuh"
 #include "ops/jagged_bucketize.h"
@@ -180,6 +181,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cuda(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_bucketize", TORCH_BOX(&jagged_bucketize_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_bucketize", boxed<&jagged_bucketize_cuda>); }
 
 }  // namespace rec_kernels

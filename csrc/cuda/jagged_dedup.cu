@@ -1,6 +1,7 @@
 // jagged_dedup: samples are hashed, then put into an open-addressing table of each group, where those of one hash are
 // compared; then the first ones are numbered. Bytes moved: ids (and weights) twice, once to hash and once to compare,
 // and a slot of the table or two per sample. A group of lanes takes a sample.
+#include "core/boxing.h"
 #include "core/device_algorithms.h"
 #include "core/mix.h"
 #include "cuda/jagged.cuh"
@@ -223,6 +224,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& value
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_dedup", TORCH_BOX(&jagged_dedup_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_dedup", boxed<&jagged_dedup_cuda>); }
 
 }  // namespace rec_kernels

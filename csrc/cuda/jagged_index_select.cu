@@ -1,4 +1,5 @@
 // jagged_index_select: see jagged.cu, which counts and copies.
+#include "core/boxing.h"
 #include "cuda/jagged.cuh"
 #include "ops/jagged_index_select.h"
 
@@ -20,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cuda(const Tensor& values
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("jagged_index_select", TORCH_BOX(&jagged_index_select_cuda));
+  m.impl("jagged_index_select", boxed<&jagged_index_select_cuda>);
 }
 
 }  // namespace rec_kernels

@@ -1,4 +1,5 @@
 // jagged_permute: the rows to choose are counted out for the features that are named; jagged.cu does the rest.
+#include "core/boxing.h"
 #include "cuda/jagged.cuh"
 #include "ops/jagged_permute.h"
 
@@ -60,6 +61,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cuda(const Tensor& val
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_permute", TORCH_BOX(&jagged_permute_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_permute", boxed<&jagged_permute_cuda>); }
 
 }  // namespace rec_kernels

@@ -1,6 +1,7 @@
 // jagged_windows: a thread looks at a window; jagged.cu copies them. Bytes moved: every start read twice and every
 // length once, where each window begins in the output (int64 [M + 1], its length at first) written twice and read
 // twice, the offsets written, and every value of a window read and written once.
+#include "core/boxing.h"
 #include "cuda/jagged.cuh"
 #include "ops/jagged_windows.h"
 
@@ -38,6 +39,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_windows_cuda(const Tensor& values_in, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_windows", TORCH_BOX(&jagged_windows_cuda)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_windows", boxed<&jagged_windows_cuda>); }
 
 }  // namespace rec_kernels

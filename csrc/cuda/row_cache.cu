@@ -1,4 +1,5 @@
 // The row cache on the GPU: finding rows, flushing, statistics. Insertion is in row_cache_insert.cu.
+#include "core/boxing.h"
 #include "cuda/row_cache.cuh"
 
 namespace rec_kernels {
@@ -356,9 +357,9 @@ void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, c
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("row_cache_lookup", TORCH_BOX(flat<&lookup>));
-  m.impl("row_cache_flush_", TORCH_BOX(flat<&flush>));
-  m.impl("row_cache_stats", TORCH_BOX(&stats));
+  m.impl("row_cache_lookup", boxed<&lookup>);
+  m.impl("row_cache_flush_", boxed<&flush>);
+  m.impl("row_cache_stats", boxed<&stats>);
 }
 
 }  // namespace rec_kernels

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/bits.h"
+#include "core/boxing.h"
 #include "core/device_algorithms.h"
 #include "cuda/row_cache.cuh"
 
@@ -429,6 +430,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", TORCH_BOX(flat<&insert>)); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", boxed<&insert>); }
 
 }  // namespace rec_kernels

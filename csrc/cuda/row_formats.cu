@@ -1,5 +1,6 @@
 // quantize_rows and dequantize_rows. Bytes moved: every float and every byte of a row once (int8, int4 and int2 read
 // the floats twice, the second time from a cache), so both are bound by memory.
+#include "core/boxing.h"
 #include "cuda/row_codec.cuh"
 #include "ops/row_formats.h"
 
@@ -146,8 +147,8 @@ Tensor dequantize_rows_cuda(const Tensor& rows_in, const std::string& format, in
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("quantize_rows", TORCH_BOX(&quantize_rows_cuda));
-  m.impl("dequantize_rows", TORCH_BOX(&dequantize_rows_cuda));
+  m.impl("quantize_rows", boxed<&quantize_rows_cuda>);
+  m.impl("dequantize_rows", boxed<&dequantize_rows_cuda>);
 }
 
 }  // namespace rec_kernels

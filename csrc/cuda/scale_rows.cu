@@ -1,5 +1,6 @@
 // y[n, :] = scale[n] * x[n, :], and out[n] = dot(a[n, :], b[n, :]). Bytes moved: two rows read or written per row, so
 // both are bound by memory; a warp takes a row, lanes take neighbouring columns.
+#include "core/boxing.h"
 #include "core/launch.h"
 #include "cuda/group.cuh"
 #include "ops/scale_rows.h"
@@ -52,8 +53,8 @@ Tensor row_dot_cuda(const Tensor& a_in, const Tensor& b_in) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("scale_rows", TORCH_BOX(&scale_rows_cuda));
-  m.impl("row_dot", TORCH_BOX(&row_dot_cuda));
+  m.impl("scale_rows", boxed<&scale_rows_cuda>);
+  m.impl("row_dot", boxed<&row_dot_cuda>);
 }
 
 }  // namespace rec_kernels

@@ -1,4 +1,5 @@
 // What the tests ask of the emulator itself.
+#include "core/boxing.h"
 #include "core/stable.h"
 #include "emulator/launch.h"
 
@@ -20,8 +21,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
-  m.impl("_set_order", TORCH_BOX(&set_order));
-  m.impl("_set_pinned", TORCH_BOX(&set_pinned));
+  m.impl("_set_order", boxed<&set_order>);
+  m.impl("_set_pinned", boxed<&set_pinned>);
 }
 
 }  // namespace rec_kernels

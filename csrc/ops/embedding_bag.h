@@ -46,8 +46,8 @@
 
 #include <vector>
 
+#include "core/boxing.h"
 #include "core/stable.h"
-#include "ops/argument_groups.h"
 #include "ops/bags.h"
 #include "ops/row_formats.h"
 #include "optimizers/elementwise.h"

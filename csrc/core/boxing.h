@@ -1,0 +1,127 @@
+// Ops as torch calls them: with all arguments in one array, where the results are put, too. boxed<&f> is f for
+// StableLibrary::impl. torch's TORCH_BOX does the same by way of tuples, which for ops of 50 arguments take as long to
+// compile as the ops.
+//
+// Ops have dozens of arguments, and what belongs together of them is one struct in C++, which is filled here.
+#pragma once
+
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "core/boxing.h"
+#include "core/stable.h"
+
+namespace rec_kernels {
+
+template <class... Ts>
+struct Types {};
+
+// The types of the arguments that a parameter stands for: its own; those of a group's members, in their order.
+template <class Parameter>
+struct ArgumentsOf {
+  using types = Types<Parameter>;
+};
+
+namespace boxing {
+
+template <class... Lists>
+struct Joined {
+  using types = Types<>;
+};
+template <class... Ts>
+struct Joined<Types<Ts...>> {
+  using types = Types<Ts...>;
+};
+template <class... Ts, class... Us, class... Rest>
+struct Joined<Types<Ts...>, Types<Us...>, Rest...> : Joined<Types<Ts..., Us...>, Rest...> {};
+
+template <class... Ts>
+constexpr size_t count(Types<Ts...>) {
+  return sizeof...(Ts);
+}
+
+// How many arguments come before parameter `at`.
+template <class... Parameters>
+constexpr size_t first_of(size_t at) {
+  const size_t counts[] = {count(typename ArgumentsOf<Parameters>::types())...};
+  size_t first = 0;
+  for (size_t i = 0; i < at; ++i) first += counts[i];
+  return first;
+}
+
+template <size_t I, class T>
+struct Argument {
+  T value;
+};
+template <size_t I, class T>
+T& get(Argument<I, T>& argument) {
+  return argument.value;
+}
+
+// All of a call, which owns them.
+template <class Places, class Ts>
+struct Arguments;
+template <size_t... I, class... Ts>
+struct Arguments<std::index_sequence<I...>, Types<Ts...>> : Argument<I, std::decay_t<Ts>>... {
+  explicit Arguments(StableIValue* stack)
+      : Argument<I, std::decay_t<Ts>>{torch::stable::detail::to<std::decay_t<Ts>>(stack[I])}... {}
+};
+
+template <class Parameter, size_t First, class All, size_t... K>
+decltype(auto) take(All& all, std::index_sequence<K...>) {
+  if constexpr (std::is_same_v<typename ArgumentsOf<Parameter>::types, Types<Parameter>>) return get<First>(all);
+  else return std::decay_t<Parameter>{get<First + K>(all)...};
+}
+
+template <class T>
+void put(StableIValue* stack, T&& result) {
+  stack[0] = torch::stable::detail::from(std::forward<T>(result));
+}
+template <class... Ts>
+void put(StableIValue* stack, std::tuple<Ts...>&& results) {
+  std::apply([&](Ts&... each) { ((*stack++ = torch::stable::detail::from(std::move(each))), ...); }, results);
+}
+
+template <class R>
+constexpr size_t kResults = 1;
+template <>
+inline constexpr size_t kResults<void> = 0;
+template <class... Ts>
+constexpr size_t kResults<std::tuple<Ts...>> = sizeof...(Ts);
+
+inline void check_counts(uint64_t arguments, uint64_t in_function, uint64_t results, uint64_t of_function) {
+  if (arguments != in_function || results != of_function)
+    throw std::logic_error(join("the schema has ", static_cast<int64_t>(arguments), " arguments and ",
+                                static_cast<int64_t>(results), " results, its kernel ",
+                                static_cast<int64_t>(in_function), " and ", static_cast<int64_t>(of_function)));
+}
+
+template <auto F, class Signature>
+struct Boxed;
+template <auto F, class R, class... Parameters>
+struct Boxed<F, R (*)(Parameters...)> {
+  using Flat = typename Joined<typename ArgumentsOf<Parameters>::types...>::types;
+
+  static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
+    check_counts(arguments, count(Flat()), results, kResults<R>);
+    Arguments<std::make_index_sequence<count(Flat())>, Flat> all(stack);
+    const auto parameters = std::index_sequence_for<Parameters...>();
+    if constexpr (std::is_void_v<R>) gather(all, parameters);
+    else put(stack, gather(all, parameters));
+  }
+
+ private:
+  template <class All, size_t... I>
+  static R gather(All& all, std::index_sequence<I...>) {
+    return F(take<Parameters, first_of<Parameters...>(I)>(
+        all, std::make_index_sequence<count(typename ArgumentsOf<Parameters>::types())>())...);
+  }
+};
+
+}  // namespace boxing
+
+template <auto F>
+constexpr auto* boxed = &boxing::Boxed<F, decltype(F)>::call;
+
+}  // namespace rec_kernels
