@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,33 @@ def test_slow_modules_are_left_out() -> None:
     imported = run(script).split()
     assert "rec_kernels.ops.flops" in imported
     assert not set(SLOW) & set(imported)
+
+
+def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
+    """In a checkout; of a wheel's folder there is nothing to say, nor of what no library is made of."""
+    package = tmp_path / "rec_kernels"
+    for name in ("csrc/cpu/a.cpp", "csrc/core/b.h", "csrc/emulator/c.h", "rec_kernels/lib.so", "CMakeLists.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (1000, 1000))
+    assert _library.changed_source(package) is None
+    os.utime(tmp_path / "csrc/emulator/c.h", (3000, 3000))
+    assert _library.changed_source(package) is None
+    os.utime(tmp_path / "csrc/core/b.h", (2000, 2000))
+    assert _library.changed_source(package) == tmp_path / "csrc/core/b.h"
+    (package / "cuda_architectures.txt").touch()  # a build that found nothing to do
+    assert _library.changed_source(package) is None
+    os.utime(package / "cuda_architectures.txt", (1000, 1000))
+    (tmp_path / "CMakeLists.txt").unlink()
+    assert _library.changed_source(package) is None
+
+
+def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what to do."""
+    monkeypatch.setattr(_library, "changed_source", lambda folder: folder / "a.cpp")
+    with pytest.warns(RuntimeWarning, match=r"a\.cpp has changed .* run `make build`"):
+        _library._warn_of_changes()
 
 
 LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"

@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -51,6 +52,30 @@ def _load_cpu() -> None:
     if torch_version() >= FEWER_ERRORS:
         with contextlib.suppress(ImportError):  # without _host they stay RuntimeErrors
             keep_value_errors(path)
+
+
+def changed_source(package: Path) -> Path | None:
+    """The newest C++ file of the checkout that ``package`` is in, if nothing was built since; None for a wheel's."""
+    checkout = package.parent
+    if not (checkout / "CMakeLists.txt").exists():
+        return None
+    files = [path for path in (checkout / "csrc").rglob("*.*") if "emulator" not in path.parts]
+    built = [
+        path.stat().st_mtime for path in (*package.glob("*.so"), package / "cuda_architectures.txt") if path.exists()
+    ]
+    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
+    return newest if newest and built and newest.stat().st_mtime > max(built) else None
+
+
+def _warn_of_changes() -> None:
+    with contextlib.suppress(OSError):  # a file that goes while it is looked at
+        if changed := changed_source(_FOLDER):
+            warnings.warn(
+                f"{changed} has changed since rec_kernels was built, and this is the build of before: run `make build` "
+                "(or `pip install --no-build-isolation -e .`), which compiles what has changed",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def keep_value_errors(path: str | Path) -> None:
@@ -121,6 +146,7 @@ def _triton_version() -> str | None:
     return importlib.metadata.version(names[0]) if names else "unknown"
 
 
+_warn_of_changes()
 _load_cpu()
 cuda_unavailable = _load_cuda()
 
