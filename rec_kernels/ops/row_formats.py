@@ -94,7 +94,7 @@ def quantize_rows(
     """
     scalars = as_scalar(seed, "seed", rounding, x), as_scalar(step, "step", rounding, x)
     rows, status = _ops.quantize_rows(x, format, rounding, *scalars, table, first_row, scale_rule)
-    if format in _FINITE_ONLY and x.is_cuda and not cannot_read(status):
+    if format in _FINITE_ONLY and x.is_cuda and not cannot_read(x):
         raise_not_finite(x, format, status)
     return rows
 
