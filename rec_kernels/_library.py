@@ -60,11 +60,11 @@ def changed_source(package: Path) -> Path | None:
     if not (checkout / "CMakeLists.txt").exists():
         return None
     files = [path for path in (checkout / "csrc").rglob("*.*") if "emulator" not in path.parts]
-    built = [
-        path.stat().st_mtime for path in (*package.glob("*.so"), package / "cuda_architectures.txt") if path.exists()
-    ]
-    newest = max(files, key=lambda path: path.stat().st_mtime, default=None)
-    return newest if newest and built and newest.stat().st_mtime > max(built) else None
+    built = [*package.glob("*.so"), *package.glob("cuda_architectures.txt")]
+    if not files or not built:
+        return None
+    newest, last_built = (max(paths, key=lambda path: path.stat().st_mtime) for paths in (files, built))
+    return newest if newest.stat().st_mtime > last_built.stat().st_mtime else None
 
 
 def _warn_of_changes() -> None:

@@ -9,7 +9,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "core/boxing.h"
 #include "core/stable.h"
 
 namespace rec_kernels {
