@@ -1,6 +1,7 @@
 """Builds the native libraries with CMake and ninja; everything else is in pyproject.toml.
 
-Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out, unset builds it where nvcc is found;
+Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out; unset, it is built where nvcc is found and the
+torch at hand is a CUDA build, as a torch for CPUs could not load it.
 TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"). Unset, a wheel is for those below, and a build
 in place for the machine's own GPUs, or 9.0 where there is none: each architecture takes minutes.
 REC_KERNELS_PORTABLE=1 builds for a wheel that others install: stripped, for older C and C++ libraries (csrc/portable),
@@ -30,10 +31,18 @@ def cuda_compiler() -> str | None:
     wish = os.environ.get("REC_KERNELS_CUDA", "auto")
     if wish not in ("0", "1", "auto"):
         sys.exit(f"REC_KERNELS_CUDA must be 0, 1 or unset, got {wish!r}")
-    nvcc = None if wish == "0" else shutil.which("nvcc")
+    if wish == "0" or (wish == "auto" and not torch_has_cuda()):
+        return None
+    nvcc = shutil.which("nvcc")
     if wish == "1" and nvcc is None:
         sys.exit("REC_KERNELS_CUDA=1 asks for the CUDA library, but nvcc is not on the PATH")
     return nvcc
+
+
+def torch_has_cuda() -> bool:
+    import torch
+
+    return torch.version.cuda is not None
 
 
 def cmake_architectures(text: str) -> list[str]:

@@ -1,6 +1,6 @@
-// Ops as torch calls them: with all arguments in one array, where the results are put, too. boxed<&f> is f for
-// StableLibrary::impl. torch's TORCH_BOX does the same by way of tuples, which for ops of 50 arguments take as long to
-// compile as the ops.
+// Ops as torch calls them: with all arguments in one array, where the results are put, too. implement<&f>(m, "op")
+// makes f the kernel of an op. torch's TORCH_BOX does the same by way of tuples, which for ops of 50 arguments take as
+// long to compile as the ops; and it loses what core/received.h frees.
 //
 // Ops have dozens of arguments, and what belongs together of them is one struct in C++, which is filled here.
 #pragma once
@@ -9,6 +9,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "core/received.h"
+#include "core/schema.h"
 #include "core/stable.h"
 
 namespace rec_kernels {
@@ -49,6 +51,12 @@ constexpr size_t first_of(size_t at) {
   return first;
 }
 
+// The I-th argument of a call: as received, then as a value. Bases are made in their order, so that of two lists of
+// bases all of the first are made before any of the second.
+template <size_t I, class T>
+struct ReceivedAt {
+  Received<T> received;
+};
 template <size_t I, class T>
 struct Argument {
   T value;
@@ -58,13 +66,15 @@ T& get(Argument<I, T>& argument) {
   return argument.value;
 }
 
-// All of a call, which owns them.
+// All arguments of a call, which owns them.
 template <class Places, class Ts>
 struct Arguments;
 template <size_t... I, class... Ts>
-struct Arguments<std::index_sequence<I...>, Types<Ts...>> : Argument<I, std::decay_t<Ts>>... {
+struct Arguments<std::index_sequence<I...>, Types<Ts...>> : ReceivedAt<I, std::decay_t<Ts>>...,
+                                                            Argument<I, std::decay_t<Ts>>... {
   explicit Arguments(StableIValue* stack)
-      : Argument<I, std::decay_t<Ts>>{torch::stable::detail::to<std::decay_t<Ts>>(stack[I])}... {}
+      : ReceivedAt<I, std::decay_t<Ts>>{Received<std::decay_t<Ts>>(stack[I])}...,
+        Argument<I, std::decay_t<Ts>>{ReceivedAt<I, std::decay_t<Ts>>::received.take()}... {}
 };
 
 template <class Parameter, size_t First, class All, size_t... K>
@@ -74,13 +84,29 @@ decltype(auto) take(All& all, std::index_sequence<K...>) {
 }
 
 template <class T>
-void put(StableIValue* stack, T&& result) {
-  stack[0] = torch::stable::detail::from(std::forward<T>(result));
+void put(StableIValue* stack, const T& result) {
+  stack[0] = torch::stable::detail::from(result);
 }
 template <class... Ts>
-void put(StableIValue* stack, std::tuple<Ts...>&& results) {
-  std::apply([&](Ts&... each) { ((*stack++ = torch::stable::detail::from(std::move(each))), ...); }, results);
+void put(StableIValue* stack, const std::tuple<Ts...>& results) {
+  static_assert((std::is_same_v<Ts, Tensor> && ...));
+  size_t done = 0;
+  try {
+    std::apply([&](const Ts&... each) { ((put(stack + done, each), ++done), ...); }, results);
+  } catch (...) {  // torch looks at no result of a call that throws
+    while (done > 0) Received<Tensor> dropped(stack[--done]);
+    throw;
+  }
 }
+
+// The tensor among an op's arguments that check_memory() looks at, or null. A list's tensors are views of another
+// argument (embedding_bag_tables).
+template <class T>
+const Tensor* tensor_in(const T&) {
+  return nullptr;
+}
+inline const Tensor* tensor_in(const Tensor& t) { return &t; }
+inline const Tensor* tensor_in(const OptionalTensor& t) { return t ? &*t : nullptr; }
 
 template <class R>
 constexpr size_t kResults = 1;
@@ -101,16 +127,25 @@ struct Boxed;
 template <auto F, class R, class... Parameters>
 struct Boxed<F, R (*)(Parameters...)> {
   using Flat = typename Joined<typename ArgumentsOf<Parameters>::types...>::types;
+  using Places = std::make_index_sequence<count(Flat())>;
+  static inline const char* op = nullptr;
 
   static void call(StableIValue* stack, uint64_t arguments, uint64_t results) {
     check_counts(arguments, count(Flat()), results, kResults<R>);
-    Arguments<std::make_index_sequence<count(Flat())>, Flat> all(stack);
+    Arguments<Places, Flat> all(stack);
+    check_memory_of(all, Places());
     const auto parameters = std::index_sequence_for<Parameters...>();
     if constexpr (std::is_void_v<R>) gather(all, parameters);
     else put(stack, gather(all, parameters));
   }
 
  private:
+  template <class All, size_t... I>
+  static void check_memory_of(All& all, std::index_sequence<I...>) {
+    static const OpSchema& schema = arguments_of(op);
+    const Tensor* const tensors[] = {tensor_in(get<I>(all))..., nullptr};
+    check_memory(schema, tensors);
+  }
   template <class All, size_t... I>
   static R gather(All& all, std::index_sequence<I...>) {
     return F(take<Parameters, first_of<Parameters...>(I)>(
@@ -120,7 +155,11 @@ struct Boxed<F, R (*)(Parameters...)> {
 
 }  // namespace boxing
 
-template <auto F>
-constexpr auto* boxed = &boxing::Boxed<F, decltype(F)>::call;
+template <auto F, class Library>
+void implement(Library& m, const char* op) {
+  using Kernel = boxing::Boxed<F, decltype(F)>;
+  Kernel::op = op;
+  m.impl(op, &Kernel::call);
+}
 
 }  // namespace rec_kernels

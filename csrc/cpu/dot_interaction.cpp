@@ -89,8 +89,8 @@ std::tuple<Tensor, Tensor> dot_interaction_backward_cpu(const Tensor& grad_in, c
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("dot_interaction", boxed<&dot_interaction_cpu>);
-  m.impl("dot_interaction_backward", boxed<&dot_interaction_backward_cpu>);
+  implement<&dot_interaction_cpu>(m, "dot_interaction");
+  implement<&dot_interaction_backward_cpu>(m, "dot_interaction_backward");
 }
 
 }  // namespace rec_kernels

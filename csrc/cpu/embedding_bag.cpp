@@ -40,10 +40,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
 std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
                                              const OptionalTensor& per_sample_weights, const TableLayout& layout,
                                              const BagReading& reading, bool, bool include_last_offset,
-                                             std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
-                                             const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                                             const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+                                             const OptionalTensor& cache_slots, const OptionalTensor&,
                                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                             const OptionalTensor&, int64_t) {
+                                             int64_t, std::optional<ScalarType> output_dtype) {
   const BagOptions options = parse_bag_options(reading);
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset);
   return forward(weights, in, output_dtype,
@@ -95,11 +95,11 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const
 std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
     const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
     const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-    const BagReading& reading, const UpdateArguments& fused, std::optional<ScalarType> output_dtype,
-    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
-    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways,
-    const OptionalTensor& grad_scale) {
+    const BagReading& reading, const UpdateArguments& fused, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways, const OptionalTensor& grad_scale,
+    std::optional<ScalarType> output_dtype) {
   const BagOptions options = parse_bag_options(reading);
   read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
   const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
@@ -135,10 +135,10 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("embedding_bag", boxed<&embedding_bag_cpu>);
-  m.impl("embedding_bag_tables", boxed<&embedding_bag_tables_cpu>);
-  m.impl("embedding_bag_fused", boxed<&embedding_bag_fused_cpu>);
-  m.impl("embedding_bag_backward_per_sample_weights", boxed<&per_sample_weights_gradient>);
+  implement<&embedding_bag_cpu>(m, "embedding_bag");
+  implement<&embedding_bag_tables_cpu>(m, "embedding_bag_tables");
+  implement<&embedding_bag_fused_cpu>(m, "embedding_bag_fused");
+  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights");
 }
 
 }  // namespace rec_kernels

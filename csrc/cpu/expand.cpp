@@ -45,8 +45,8 @@ Tensor expand_backward_cpu(const Tensor& grad_in, const Tensor& inverse_in, int6
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("expand", boxed<&expand_cpu>);
-  m.impl("expand_backward", boxed<&expand_backward_cpu>);
+  implement<&expand_cpu>(m, "expand");
+  implement<&expand_backward_cpu>(m, "expand_backward");
 }
 
 }  // namespace rec_kernels

@@ -142,8 +142,8 @@ std::tuple<Tensor, Tensor> factorization_machine_backward_cpu(const Tensor& grad
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("factorization_machine", boxed<&factorization_machine_cpu>);
-  m.impl("factorization_machine_backward", boxed<&factorization_machine_backward_cpu>);
+  implement<&factorization_machine_cpu>(m, "factorization_machine");
+  implement<&factorization_machine_backward_cpu>(m, "factorization_machine_backward");
 }
 
 }  // namespace rec_kernels

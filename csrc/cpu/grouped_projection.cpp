@@ -269,9 +269,9 @@ Tensor backward_weights_cpu(const Tensor& grad_in, const Tensor& x_in, const std
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("grouped_projection", boxed<&grouped_projection_cpu>);
-  m.impl("grouped_projection_backward_input", boxed<&backward_input_cpu>);
-  m.impl("grouped_projection_backward_weights", boxed<&backward_weights_cpu>);
+  implement<&grouped_projection_cpu>(m, "grouped_projection");
+  implement<&backward_input_cpu>(m, "grouped_projection_backward_input");
+  implement<&backward_weights_cpu>(m, "grouped_projection_backward_weights");
 }
 
 }  // namespace rec_kernels

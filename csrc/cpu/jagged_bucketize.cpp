@@ -194,6 +194,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cpu(const Te
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_bucketize", boxed<&jagged_bucketize_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_bucketize_cpu>(m, "jagged_bucketize"); }
 
 }  // namespace rec_kernels

@@ -175,6 +175,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cpu(const Tensor& values
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_dedup", boxed<&jagged_dedup_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_dedup_cpu>(m, "jagged_dedup"); }
 
 }  // namespace rec_kernels

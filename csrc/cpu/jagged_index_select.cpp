@@ -27,6 +27,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cpu(const Tensor& values_
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_index_select", boxed<&jagged_index_select_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_index_select_cpu>(m, "jagged_index_select"); }
 
 }  // namespace rec_kernels

@@ -108,6 +108,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_overlaps_cpu(const Tensor& values_in, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_overlaps", boxed<&jagged_overlaps_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_overlaps_cpu>(m, "jagged_overlaps"); }
 
 }  // namespace rec_kernels

@@ -76,6 +76,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cpu(const Tensor& valu
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_permute", boxed<&jagged_permute_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_permute_cpu>(m, "jagged_permute"); }
 
 }  // namespace rec_kernels

@@ -37,6 +37,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_windows_cpu(const Tensor& values_in, c
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("jagged_windows", boxed<&jagged_windows_cpu>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&jagged_windows_cpu>(m, "jagged_windows"); }
 
 }  // namespace rec_kernels

@@ -63,16 +63,16 @@ bool advise_huge_pages([[maybe_unused]] const Tensor& t) {
 CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
 
 STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
-  m.def("_get_cpu_isa() -> str");
-  m.def("_set_cpu_isa(str name) -> str");
-  m.def("_advise_huge_pages(Tensor t) -> bool");
+  define(m, "_get_cpu_isa() -> str");
+  define(m, "_set_cpu_isa(str name) -> str");
+  define(m, "_advise_huge_pages(Tensor t) -> bool");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
-  m.impl("_get_cpu_isa", boxed<&get_cpu_isa>);
-  m.impl("_set_cpu_isa", boxed<&set_cpu_isa>);
+  implement<&get_cpu_isa>(m, "_get_cpu_isa");
+  implement<&set_cpu_isa>(m, "_set_cpu_isa");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("_advise_huge_pages", boxed<&advise_huge_pages>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&advise_huge_pages>(m, "_advise_huge_pages"); }
 
 }  // namespace rec_kernels

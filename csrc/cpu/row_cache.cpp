@@ -137,9 +137,9 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("row_cache_lookup", boxed<&lookup>);
-  m.impl("row_cache_flush_", boxed<&flush>);
-  m.impl("row_cache_stats", boxed<&stats>);
+  implement<&lookup>(m, "row_cache_lookup");
+  implement<&flush>(m, "row_cache_flush_");
+  implement<&stats>(m, "row_cache_stats");
 }
 
 }  // namespace rec_kernels

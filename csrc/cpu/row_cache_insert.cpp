@@ -75,6 +75,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_insert_", boxed<&insert>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&insert>(m, "row_cache_insert_"); }
 
 }  // namespace rec_kernels

@@ -151,6 +151,6 @@ std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_ma
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { m.impl("row_cache_plan", boxed<&plan>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&plan>(m, "row_cache_plan"); }
 
 }  // namespace rec_kernels

@@ -166,9 +166,9 @@ Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const st
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("quantize_rows", boxed<&quantize_rows_cpu>);
-  m.impl("dequantize_rows", boxed<&dequantize_rows_cpu>);
-  m.impl("fake_quantize", boxed<&fake_quantize_cpu>);
+  implement<&quantize_rows_cpu>(m, "quantize_rows");
+  implement<&dequantize_rows_cpu>(m, "dequantize_rows");
+  implement<&fake_quantize_cpu>(m, "fake_quantize");
 }
 
 }  // namespace rec_kernels

@@ -39,8 +39,8 @@ Tensor row_dot_cpu(const Tensor& a_in, const Tensor& b_in) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  m.impl("scale_rows", boxed<&scale_rows_cpu>);
-  m.impl("row_dot", boxed<&row_dot_cpu>);
+  implement<&scale_rows_cpu>(m, "scale_rows");
+  implement<&row_dot_cpu>(m, "row_dot");
 }
 
 }  // namespace rec_kernels

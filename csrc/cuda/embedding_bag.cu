@@ -68,10 +68,10 @@ BagInput read_input(const Tensor& weights, const Tensor& values, const Tensor& o
 std::tuple<Tensor, Tensor> embedding_bag_cuda(const Tensor& weights, const Tensor& values, const Tensor& offsets,
                                               const OptionalTensor& per_sample_weights, const TableLayout& layout,
                                               const BagReading& reading, bool, bool include_last_offset,
-                                              std::optional<ScalarType> output_dtype, const OptionalTensor& cache_rows,
-                                              const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
+                                              const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
+                                              const OptionalTensor& cache_slots, const OptionalTensor&,
                                               const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                              const OptionalTensor&, int64_t) {
+                                              int64_t, std::optional<ScalarType> output_dtype) {
   const BagOptions options = parse_bag_options(reading);
   const ScalarType type = read_output_dtype(output_dtype);
   check_weights(weights, values, layout);
@@ -99,25 +99,25 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, cons
   const OptionalTensor none;
   check_value(layout.embedding_dims.has_value(),
               "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
-  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, output_dtype,
-                            none, none, none, none, none, none, none, 0);
+  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, none, none,
+                            none, none, none, none, none, 0, output_dtype);
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
     const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
     const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-    const BagReading& reading, const UpdateArguments& fused, std::optional<ScalarType> output_dtype,
-    const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty,
-    const OptionalTensor& cache_sets, const OptionalTensor& cache_set_starts, int64_t cache_ways,
-    const OptionalTensor& grad_scale) {
+    const BagReading& reading, const UpdateArguments& fused, const OptionalTensor& cache_rows,
+    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
+    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
+    const OptionalTensor& cache_set_starts, int64_t cache_ways, const OptionalTensor& grad_scale,
+    std::optional<ScalarType> output_dtype) {
   read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
   check_cache(
       {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
       layout, values, CacheUse::kUpdate);
-  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, output_dtype,
-                            cache_rows, cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets,
-                            cache_set_starts, cache_ways);
+  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, cache_rows,
+                            cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets, cache_set_starts,
+                            cache_ways, output_dtype);
 }
 
 Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
@@ -151,10 +151,10 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("embedding_bag", boxed<&embedding_bag_cuda>);
-  m.impl("embedding_bag_tables", boxed<&embedding_bag_tables_cuda>);
-  m.impl("embedding_bag_fused", boxed<&embedding_bag_fused_cuda>);
-  m.impl("embedding_bag_backward_per_sample_weights", boxed<&per_sample_weights_gradient>);
+  implement<&embedding_bag_cuda>(m, "embedding_bag");
+  implement<&embedding_bag_tables_cuda>(m, "embedding_bag_tables");
+  implement<&embedding_bag_fused_cuda>(m, "embedding_bag_fused");
+  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights");
 }
 
 }  // namespace rec_kernels

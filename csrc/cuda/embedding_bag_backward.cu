@@ -360,9 +360,9 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("embedding_bag_backward_dense", boxed<&backward_dense>);
-  m.impl("embedding_bag_backward_sparse", boxed<&backward_sparse>);
-  m.impl("embedding_bag_backward_fused_", boxed<&backward_fused>);
+  implement<&backward_dense>(m, "embedding_bag_backward_dense");
+  implement<&backward_sparse>(m, "embedding_bag_backward_sparse");
+  implement<&backward_fused>(m, "embedding_bag_backward_fused_");
 }
 
 }  // namespace rec_kernels

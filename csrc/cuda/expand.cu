@@ -73,8 +73,8 @@ Tensor expand_backward_cuda(const Tensor& grad, const Tensor& inverse, int64_t r
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("expand", boxed<&expand_cuda>);
-  m.impl("expand_backward", boxed<&expand_backward_cuda>);
+  implement<&expand_cuda>(m, "expand");
+  implement<&expand_backward_cuda>(m, "expand_backward");
 }
 
 }  // namespace rec_kernels

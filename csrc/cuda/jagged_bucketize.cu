@@ -181,6 +181,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> jagged_bucketize_cuda(
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_bucketize", boxed<&jagged_bucketize_cuda>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&jagged_bucketize_cuda>(m, "jagged_bucketize"); }
 
 }  // namespace rec_kernels

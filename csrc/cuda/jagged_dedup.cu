@@ -224,6 +224,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& value
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_dedup", boxed<&jagged_dedup_cuda>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&jagged_dedup_cuda>(m, "jagged_dedup"); }
 
 }  // namespace rec_kernels

@@ -21,7 +21,7 @@ std::tuple<Tensor, Tensor, Tensor> jagged_index_select_cuda(const Tensor& values
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("jagged_index_select", boxed<&jagged_index_select_cuda>);
+  implement<&jagged_index_select_cuda>(m, "jagged_index_select");
 }
 
 }  // namespace rec_kernels

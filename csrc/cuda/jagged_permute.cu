@@ -61,6 +61,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_permute_cuda(const Tensor& val
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_permute", boxed<&jagged_permute_cuda>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&jagged_permute_cuda>(m, "jagged_permute"); }
 
 }  // namespace rec_kernels

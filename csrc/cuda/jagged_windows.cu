@@ -39,6 +39,6 @@ std::tuple<Tensor, Tensor, Tensor> jagged_windows_cuda(const Tensor& values_in, 
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("jagged_windows", boxed<&jagged_windows_cuda>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&jagged_windows_cuda>(m, "jagged_windows"); }
 
 }  // namespace rec_kernels

@@ -357,9 +357,9 @@ void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, c
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("row_cache_lookup", boxed<&lookup>);
-  m.impl("row_cache_flush_", boxed<&flush>);
-  m.impl("row_cache_stats", boxed<&stats>);
+  implement<&lookup>(m, "row_cache_lookup");
+  implement<&flush>(m, "row_cache_flush_");
+  implement<&stats>(m, "row_cache_stats");
 }
 
 }  // namespace rec_kernels

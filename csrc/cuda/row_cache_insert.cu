@@ -430,6 +430,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { m.impl("row_cache_insert_", boxed<&insert>); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&insert>(m, "row_cache_insert_"); }
 
 }  // namespace rec_kernels

@@ -147,8 +147,8 @@ Tensor dequantize_rows_cuda(const Tensor& rows_in, const std::string& format, in
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("quantize_rows", boxed<&quantize_rows_cuda>);
-  m.impl("dequantize_rows", boxed<&dequantize_rows_cuda>);
+  implement<&quantize_rows_cuda>(m, "quantize_rows");
+  implement<&dequantize_rows_cuda>(m, "dequantize_rows");
 }
 
 }  // namespace rec_kernels

@@ -53,8 +53,8 @@ Tensor row_dot_cuda(const Tensor& a_in, const Tensor& b_in) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  m.impl("scale_rows", boxed<&scale_rows_cuda>);
-  m.impl("row_dot", boxed<&row_dot_cuda>);
+  implement<&scale_rows_cuda>(m, "scale_rows");
+  implement<&row_dot_cuda>(m, "row_dot");
 }
 
 }  // namespace rec_kernels

@@ -16,13 +16,13 @@ void set_pinned(bool pinned) { memory_is_pinned = pinned; }
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("_set_order(int order, int seed) -> ()");
-  m.def("_set_pinned(bool pinned) -> ()");
+  define(m, "_set_order(int order, int seed) -> ()");
+  define(m, "_set_pinned(bool pinned) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
-  m.impl("_set_order", boxed<&set_order>);
-  m.impl("_set_pinned", boxed<&set_pinned>);
+  implement<&set_order>(m, "_set_order");
+  implement<&set_pinned>(m, "_set_pinned");
 }
 
 }  // namespace rec_kernels

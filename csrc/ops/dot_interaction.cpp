@@ -31,10 +31,11 @@ InteractionSizes check_dot_interaction_backward(const Tensor& grad, const Tensor
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("dot_interaction(Tensor dense, Tensor sparse, bool self_interaction=False, str precision=\"ieee\") -> Tensor");
-  m.def(
-      "dot_interaction_backward(Tensor grad, Tensor dense, Tensor sparse, bool self_interaction=False, "
-      "str precision=\"ieee\") -> (Tensor grad_dense, Tensor grad_sparse)");
+  define(m,
+         "dot_interaction(Tensor dense, Tensor sparse, bool self_interaction=False, str precision=\"ieee\") -> Tensor");
+  define(m,
+         "dot_interaction_backward(Tensor grad, Tensor dense, Tensor sparse, bool self_interaction=False, "
+         "str precision=\"ieee\") -> (Tensor grad_dense, Tensor grad_sparse)");
 }
 
 }  // namespace rec_kernels

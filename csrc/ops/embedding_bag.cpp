@@ -385,33 +385,30 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
         "? beta_powers=None, Tensor? moment_offsets=None, str rounding=\"stochastic\", Tensor? seed=None, Tensor? "
         "table_ids=None");
   };
-  m.def(("embedding_bag(Tensor weights, " + bags + layout +
-         ", bool sparse=False, bool include_last_offset=True, ScalarType? output_dtype=None, " + cached +
-         ", Tensor? cache_tags=None, Tensor? cache_marks=None, " + places + ") -> (Tensor output, Tensor status)")
-            .c_str());
-  m.def(("embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + layout +
-         ", bool sparse=False, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)")
-            .c_str());
-  m.def(("embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + layout +
-         optimizer("", "", "") + ", ScalarType? output_dtype=None, " + cached +
-         ", Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor? cache_dirty=None, " + places +
-         ", Tensor? grad_scale=None) -> (Tensor output, Tensor status)")
-            .c_str());
-  m.def(
-      ("embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
-       bags + layout + optimizer("(d!)", "(e!)", "(f!)") +
-       ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, Tensor? "
-       "cache_offsets=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor(h!)? "
-       "cache_dirty=None, " +
-       places + ") -> ()")
-          .c_str());
-  m.def(("embedding_bag_backward_dense(Tensor grad, " + shape + layout + ", Tensor? weights=None) -> Tensor").c_str());
-  m.def(("embedding_bag_backward_sparse(Tensor grad, " + shape + layout +
-         ", Tensor? weights=None) -> (Tensor rows, Tensor row_grads, Tensor row_counts)")
-            .c_str());
-  m.def(("embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
-         layout + ", " + cached + ") -> Tensor")
-            .c_str());
+  define(m, "embedding_bag(Tensor weights, " + bags + layout + ", bool sparse=False, bool include_last_offset=True, " +
+                cached + ", Tensor? cache_tags=None, Tensor? cache_marks=None, " + places +
+                ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
+  define(m, "embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + layout +
+                ", bool sparse=False, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
+  define(m, "embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + layout +
+                optimizer("", "", "") + ", " + cached +
+                ", Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor? cache_dirty=None, " + places +
+                ", Tensor? grad_scale=None, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
+  define(
+      m,
+      "embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
+          bags + layout + optimizer("(d!)", "(e!)", "(f!)") +
+          ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, "
+          "Tensor? "
+          "cache_offsets=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None, "
+          "Tensor(h!)? "
+          "cache_dirty=None, " +
+          places + ") -> ()");
+  define(m, "embedding_bag_backward_dense(Tensor grad, " + shape + layout + ", Tensor? weights=None) -> Tensor");
+  define(m, "embedding_bag_backward_sparse(Tensor grad, " + shape + layout +
+                ", Tensor? weights=None) -> (Tensor rows, Tensor row_grads, Tensor row_counts)");
+  define(m, "embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
+                layout + ", " + cached + ") -> Tensor");
 }
 
 }  // namespace rec_kernels

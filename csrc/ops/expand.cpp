@@ -23,8 +23,8 @@ void check_expand_backward(const Tensor& grad, const Tensor& inverse, int64_t ro
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("expand(Tensor x, Tensor inverse) -> (Tensor output, Tensor status)");
-  m.def("expand_backward(Tensor grad, Tensor inverse, SymInt rows) -> Tensor");
+  define(m, "expand(Tensor x, Tensor inverse) -> (Tensor output, Tensor status)");
+  define(m, "expand_backward(Tensor grad, Tensor inverse, SymInt rows) -> Tensor");
 }
 
 }  // namespace rec_kernels

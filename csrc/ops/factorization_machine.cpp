@@ -33,10 +33,10 @@ FactorizationSizes check_factorization_machine_backward(const Tensor& grad, cons
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("factorization_machine(Tensor x, Tensor y, str precision=\"ieee\") -> Tensor");
-  m.def(
-      "factorization_machine_backward(Tensor grad, Tensor x, Tensor y, str precision=\"ieee\") "
-      "-> (Tensor grad_x, Tensor grad_y)");
+  define(m, "factorization_machine(Tensor x, Tensor y, str precision=\"ieee\") -> Tensor");
+  define(m,
+         "factorization_machine_backward(Tensor grad, Tensor x, Tensor y, str precision=\"ieee\") "
+         "-> (Tensor grad_x, Tensor grad_y)");
 }
 
 }  // namespace rec_kernels

@@ -88,13 +88,13 @@ ProjectionSizes check_grouped_projection_backward_weights(const Tensor& grad, co
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("grouped_projection(Tensor x, Tensor weights, int[] in_dims, int[] out_dims, int[] outputs) -> Tensor");
-  m.def(
-      "grouped_projection_backward_input(Tensor grad, Tensor weights, int[] in_dims, int[] out_dims, int[] outputs) "
-      "-> Tensor");
-  m.def(
-      "grouped_projection_backward_weights(Tensor grad, Tensor x, int[] in_dims, int[] out_dims, int[] outputs) "
-      "-> Tensor");
+  define(m, "grouped_projection(Tensor x, Tensor weights, int[] in_dims, int[] out_dims, int[] outputs) -> Tensor");
+  define(m,
+         "grouped_projection_backward_input(Tensor grad, Tensor weights, int[] in_dims, int[] out_dims, int[] outputs) "
+         "-> Tensor");
+  define(m,
+         "grouped_projection_backward_weights(Tensor grad, Tensor x, int[] in_dims, int[] out_dims, int[] outputs) "
+         "-> Tensor");
 }
 
 }  // namespace rec_kernels

@@ -19,10 +19,10 @@ std::vector<int64_t> check_jagged_bucketize(const Tensor& values, const Tensor& 
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "jagged_bucketize(Tensor values, Tensor offsets, Tensor block_sizes, int num_buckets, SymInt[] strides, "
-      "Tensor? weights=None) -> (Tensor output, Tensor output_offsets, Tensor output_weights, Tensor positions, "
-      "Tensor status)");
+  define(m,
+         "jagged_bucketize(Tensor values, Tensor offsets, Tensor block_sizes, int num_buckets, SymInt[] strides, "
+         "Tensor? weights=None) -> (Tensor output, Tensor output_offsets, Tensor output_weights, Tensor positions, "
+         "Tensor status)");
 }
 
 }  // namespace rec_kernels

@@ -25,9 +25,9 @@ DedupSizes check_jagged_dedup(const Tensor& values, const Tensor& offsets, const
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "jagged_dedup(Tensor values, Tensor offsets, int[] groups, Tensor? weights=None, int hash_bits=64) -> "
-      "(Tensor rows, Tensor inverse, Tensor counts, Tensor status)");
+  define(m,
+         "jagged_dedup(Tensor values, Tensor offsets, int[] groups, Tensor? weights=None, int hash_bits=64) -> "
+         "(Tensor rows, Tensor inverse, Tensor counts, Tensor status)");
 }
 
 }  // namespace rec_kernels

@@ -13,9 +13,9 @@ void check_jagged_index_select(const Tensor& values, const Tensor& offsets, cons
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "jagged_index_select(Tensor values, Tensor offsets, Tensor index, SymInt? total=None) -> "
-      "(Tensor output, Tensor output_offsets, Tensor status)");
+  define(m,
+         "jagged_index_select(Tensor values, Tensor offsets, Tensor index, SymInt? total=None) -> "
+         "(Tensor output, Tensor output_offsets, Tensor status)");
 }
 
 }  // namespace rec_kernels

@@ -7,7 +7,7 @@ void check_jagged_overlaps(const Tensor& values, const Tensor& offsets) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("jagged_overlaps(Tensor values, Tensor offsets) -> (Tensor output, Tensor starts, Tensor status)");
+  define(m, "jagged_overlaps(Tensor values, Tensor offsets) -> (Tensor output, Tensor starts, Tensor status)");
 }
 
 }  // namespace rec_kernels

@@ -28,9 +28,9 @@ bool names_each_once(const std::vector<int64_t>& permute, size_t features) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "jagged_permute(Tensor values, Tensor offsets, int[] permute, SymInt[] strides, Tensor? weights=None, "
-      "SymInt? total=None) -> (Tensor output, Tensor output_offsets, Tensor output_weights, Tensor status)");
+  define(m,
+         "jagged_permute(Tensor values, Tensor offsets, int[] permute, SymInt[] strides, Tensor? weights=None, "
+         "SymInt? total=None) -> (Tensor output, Tensor output_offsets, Tensor output_weights, Tensor status)");
 }
 
 }  // namespace rec_kernels

@@ -16,9 +16,9 @@ void check_jagged_windows(const Tensor& values, const Tensor& starts, const Tens
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "jagged_windows(Tensor values, Tensor starts, Tensor lengths, SymInt? total=None) -> "
-      "(Tensor output, Tensor output_offsets, Tensor status)");
+  define(m,
+         "jagged_windows(Tensor values, Tensor starts, Tensor lengths, SymInt? total=None) -> "
+         "(Tensor output, Tensor output_offsets, Tensor status)");
 }
 
 }  // namespace rec_kernels

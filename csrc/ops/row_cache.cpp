@@ -134,27 +134,27 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string layout = layout_schema();
   const std::string places = "Tensor cache_sets, Tensor cache_set_starts, ";
   const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None, Tensor? table_ids=None";
-  m.def(("row_cache_lookup(Tensor cache_tags, Tensor cache_marks, " + places +
-         "int cache_ways, Tensor values, Tensor offsets, " + layout + ") -> Tensor slots")
-            .c_str());
-  m.def(("row_cache_insert_(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor cache_offsets, Tensor(c!) cache_tags, "
+  define(m, "row_cache_lookup(Tensor cache_tags, Tensor cache_marks, " + places +
+                "int cache_ways, Tensor values, Tensor offsets, " + layout + ") -> Tensor slots");
+  define(m,
+         "row_cache_insert_(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor cache_offsets, Tensor(c!) cache_tags, "
          "Tensor(d!) cache_marks, Tensor(e!) cache_dirty, " +
-         places + "int cache_ways, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, Tensor values, Tensor offsets, " +
-         layout + rounding +
-         ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, "
-         "Tensor(j!)? cache_stats=None, int decay_every=0) -> Tensor slots")
-            .c_str());
-  m.def(("row_cache_plan(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, " + places +
-         "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
-         ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
-         "int decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)")
-            .c_str());
-  m.def(("row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
+             places +
+             "int cache_ways, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, Tensor values, Tensor offsets, " +
+             layout + rounding +
+             ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, "
+             "Tensor(j!)? cache_stats=None, int decay_every=0) -> Tensor slots");
+  define(m, "row_cache_plan(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, " + places +
+                "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
+                ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
+                "int decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)");
+  define(m,
+         "row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
          "Tensor cache_dirty, " +
-         places + "int cache_ways, Tensor cache_clock, " + layout + rounding +
-         ", int first_slot=0, int? num_slots=None) -> ()")
-            .c_str());
-  m.def("row_cache_stats(Tensor cache_tags, Tensor cache_dirty, Tensor row_offsets, Tensor num_embeddings) -> Tensor");
+             places + "int cache_ways, Tensor cache_clock, " + layout + rounding +
+             ", int first_slot=0, int? num_slots=None) -> ()");
+  define(m,
+         "row_cache_stats(Tensor cache_tags, Tensor cache_dirty, Tensor row_offsets, Tensor num_embeddings) -> Tensor");
 }
 
 }  // namespace rec_kernels

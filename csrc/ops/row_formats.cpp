@@ -76,13 +76,13 @@ void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def(
-      "quantize_rows(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
-      "int table=0, SymInt first_row=0, str? scale_rule=None) -> (Tensor rows, Tensor status)");
-  m.def("dequantize_rows(Tensor rows, str format, SymInt embedding_dim, ScalarType dtype) -> Tensor");
-  m.def(
-      "fake_quantize(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
-      "int table=0, SymInt first_row=0, str? scale_rule=None) -> Tensor");
+  define(m,
+         "quantize_rows(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
+         "int table=0, SymInt first_row=0, str? scale_rule=None) -> (Tensor rows, Tensor status)");
+  define(m, "dequantize_rows(Tensor rows, str format, SymInt embedding_dim, ScalarType dtype) -> Tensor");
+  define(m,
+         "fake_quantize(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
+         "int table=0, SymInt first_row=0, str? scale_rule=None) -> Tensor");
 }
 
 }  // namespace rec_kernels

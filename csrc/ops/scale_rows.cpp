@@ -19,8 +19,8 @@ void check_row_dot(const Tensor& a, const Tensor& b) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  m.def("scale_rows(Tensor x, Tensor scale) -> Tensor");
-  m.def("row_dot(Tensor a, Tensor b) -> Tensor");
+  define(m, "scale_rows(Tensor x, Tensor scale) -> Tensor");
+  define(m, "row_dot(Tensor a, Tensor b) -> Tensor");
 }
 
 }  // namespace rec_kernels

@@ -1,0 +1,185 @@
+"""Calls of ops leave no memory behind: whether they return or raise, and over a long training."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from process_cases import run_script
+from test_opcheck import ops, registered, samples
+
+
+CALLS, ROUNDS = 40, 4
+CSRC = Path(__file__).parents[1] / "csrc"
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in "a b c d hblkhd e f uordblks g h".split()]
+
+
+def _mallinfo2() -> Callable | None:
+    function = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if function is not None:
+        function.restype = _Mallinfo2
+    return function
+
+
+mallinfo2 = _mallinfo2()
+needs_glibc = pytest.mark.skipif(mallinfo2 is None, reason="counts bytes in use by mallinfo2, of glibc 2.33 or newer")
+
+
+def bytes_in_use() -> int:
+    """What malloc has handed out and not got back."""
+    found = mallinfo2()
+    return found.uordblks + found.hblkhd
+
+
+def bytes_kept(call: Callable[[], object]) -> float:
+    """What one call leaves behind: the least of some rounds, because other threads and caches may add to one."""
+    least = float("inf")
+    for _ in range(ROUNDS):
+        before = bytes_in_use()
+        for _ in range(CALLS):
+            call()
+        least = min(least, (bytes_in_use() - before) / CALLS)
+        if least < 1:
+            break
+    return least
+
+
+def raising(call: Callable[[], object]) -> Callable[[], None]:
+    """``call``, which must raise."""
+
+    def attempt() -> None:
+        try:
+            call()
+        except (RuntimeError, ValueError, IndexError, NotImplementedError):
+            return
+        pytest.fail("the call was to raise")
+
+    return attempt
+
+
+@needs_glibc
+@pytest.mark.parametrize("op", registered())
+def test_calls_keep_nothing(op: str) -> None:
+    """Every sample of the op."""
+    for args, kwargs in samples(op):
+        with torch.no_grad():
+            assert bytes_kept(lambda args=args, kwargs=kwargs: getattr(ops, op)(*args, **kwargs)) < 1
+
+
+def wrong_calls(op: str) -> Iterator[tuple[str, dict]]:
+    """A sample with one argument at a time that the op refuses: of every kind that needs to be freed."""
+    args, kwargs = samples(op)[0]
+    arguments = getattr(ops, op).default._schema.arguments
+    given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
+    large = torch.zeros(1, 1, 1, 2500, dtype=torch.complex64)
+    for a in arguments:
+        kind = str(a.type)
+        if kind in ("str", "Optional[str]"):
+            yield a.name, given | {a.name: "a text that is too long for a string to keep in itself"}
+        elif kind in ("Tensor", "Optional[Tensor]"):
+            yield a.name, given | {a.name: large}
+        elif kind == "Optional[List[str]]":
+            yield a.name, given | {a.name: ["fp32", "another text that is too long for a string to keep in itself"]}
+
+
+@needs_glibc
+@pytest.mark.parametrize("op", registered())
+def test_calls_that_raise_keep_nothing(op: str) -> None:
+    """One wrong argument, beside all the others of the call."""
+    found = 0
+    for name, given in wrong_calls(op):
+        with torch.no_grad():
+            try:
+                getattr(ops, op)(**given)
+                continue  # an argument that this call does not read
+            except (RuntimeError, ValueError, IndexError, NotImplementedError):
+                found += 1
+            kept = bytes_kept(raising(lambda given=given: getattr(ops, op)(**given)))
+            assert kept < 1, (name, kept)
+    assert found
+
+
+#: Dtypes that the kernels do not know: some torch hands over, some it refuses itself on the way.
+ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8, torch.uint1]
+
+
+@needs_glibc
+@pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
+@pytest.mark.parametrize("op", ["embedding_bag", "embedding_bag_fused", "embedding_bag_tables", "dequantize_rows"])
+def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
+    """Also where torch refuses a dtype on its way to the op, after which it frees nothing it has converted before."""
+    args, kwargs = samples(op)[0]
+    if op == "dequantize_rows":
+        call = raising(lambda: ops.dequantize_rows(*args[:-1], dtype))
+    elif op == "embedding_bag_tables":
+        call = raising(lambda: getattr(ops, op)(*args, **kwargs, output_dtype=dtype))
+    else:
+        cache = {"cache_rows": torch.zeros(10_000)}
+        call = raising(lambda: getattr(ops, op)(*args, **kwargs, **cache, output_dtype=dtype))
+    with torch.no_grad():
+        assert bytes_kept(call) < 1
+
+
+def test_dtypes_are_last() -> None:
+    """torch converts the last argument first, and keeps for ever what it has converted when a dtype has no conversion."""
+    for op in registered():
+        kinds = ["ScalarType" in str(a.real_type) for a in getattr(ops, op).default._schema.arguments]
+        assert not any(kinds[:-1]), op
+
+
+def test_torch_converts_no_handles() -> None:
+    """torch's conversion of strings leaks, and freeing after it would free twice: core/received.h is the only door."""
+    for path in sorted(CSRC.rglob("*")):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu") and path.name not in ("received.h", "boxing.h"):
+            assert not re.search(r"TORCH_BOX|ToImpl|detail::(to|from)\b|\.impl\(", path.read_text()), path
+    boxing = (CSRC / "core" / "boxing.h").read_text()
+    assert "detail::to<" not in boxing and "ToImpl" not in boxing
+    received = (CSRC / "core" / "received.h").read_text()
+    handled = re.findall(r"detail::to<([^>]*)>", received)
+    assert sorted(handled) == ["Handle", "StableIValue*", "T"], handled
+
+
+#: Prints by how many bytes a training of a model with an MLP has grown.
+TRAINING = """
+import torch
+import rec_kernels as rk
+from rec_kernels.testing import jagged_batch
+from test_leaks import bytes_in_use
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+keys = ["f", "g"]
+tables = [rk.EmbeddingBagConfig(100, 16, name=k, feature_names=[k]) for k in keys]
+collection = rk.EmbeddingBagCollection(tables, optimizer=rk.RowwiseAdagrad(lr=0.01))
+mlp = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+optimizer = torch.optim.SGD(mlp.parameters(), lr=0.01)
+values, offsets = jagged_batch([100, 100], 32)
+batch = rk.KeyedJaggedTensor(keys, values, offsets=offsets)
+
+def step():
+    optimizer.zero_grad()
+    mlp(collection(batch).values()).square().mean().backward()
+    optimizer.step()
+
+for _ in range(100):
+    step()
+before = bytes_in_use()
+for _ in range(2000):
+    step()
+print(bytes_in_use() - before)
+"""
+
+
+@needs_glibc
+def test_training_does_not_grow() -> None:
+    """2,000 steps of a collection and an MLP in a process of their own: less than 10 MB."""
+    done = run_script(TRAINING)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) < 10e6
