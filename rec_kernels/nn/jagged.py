@@ -336,8 +336,9 @@ class KeyedJaggedTensor(LearnedOffsets, Moving):
         ends = list(itertools.accumulate(each.shape[0] for each in values))
         if ends[-1] >= 2**31:
             offsets = tuple(each.long() for each in offsets)
+        known = [kjt.known_offset_per_key() for kjt in parts]
         first = offsets[0][:1]
-        if not has_data(first):
+        if None in known and not has_data(first):
             first = first.masked_fill(_have_gaps(values, offsets), -1)
         moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
         checks.check_keys_differ(keys)
@@ -348,8 +349,7 @@ class KeyedJaggedTensor(LearnedOffsets, Moving):
             None if factors[0] is None else torch.cat(factors),
             [size for kjt in parts for size in kjt.stride_per_key()] if own else None,
         )
-        known = [kjt.known_offset_per_key() for kjt in parts]
-        if all(places is not None for places in known):
+        if None not in known:
             starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
             joined.keep_offset_per_key([*starts, ends[-1]])
         return joined
