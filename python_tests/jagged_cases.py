@@ -11,6 +11,7 @@ from backends import Backend
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rec_kernels as rk
 from rec_kernels.testing import jagged_batch, same_bits
 
 INTEGERS = [torch.int32, torch.int64]
@@ -62,6 +63,11 @@ def batch_of(bags: list[list[list[int]]], ids: torch.dtype = torch.int64, offset
     values = torch.tensor(list(itertools.chain.from_iterable(flat)), dtype=ids)
     weights = torch.linspace(-1, 2, len(values))
     return Batch(values, offsets_of([len(bag) for bag in flat], offsets), weights, [len(f) for f in bags])
+
+
+def unchecked(keys: list[str], values: Tensor, offsets: list[int]) -> rk.KeyedJaggedTensor:
+    """A batch of which nobody has looked at the offsets, as of one that was made on a GPU."""
+    return rk.KeyedJaggedTensor._of(keys, values, torch.tensor(offsets))
 
 
 def equal(features: int, batch: int) -> Batch:

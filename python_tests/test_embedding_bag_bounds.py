@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from backends import emulated
+from jagged_cases import unchecked
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
@@ -76,7 +77,7 @@ def batch(*changes: tuple[int, int], offsets: list[int] = OFFSETS, ids=torch.int
     values = torch.tensor(GOOD)
     for position, value in changes:
         values[position] = value
-    return rk.KeyedJaggedTensor(KEYS, values.to(ids), offsets=torch.tensor(offsets))
+    return unchecked(KEYS, values.to(ids), offsets)
 
 
 def step(collection: rk.EmbeddingBagCollection, jagged: rk.KeyedJaggedTensor | None = None) -> None:
@@ -348,7 +349,7 @@ def test_compiled(late, optimizer) -> None:
 
 def reordered(offsets: list[int], known: bool = False) -> rk.KeyedJaggedTensor:
     """Two samples whose keys are not in the collection's order, with one that it does not have."""
-    jagged = rk.KeyedJaggedTensor(["h", "x", "f", "g"], torch.tensor([3, 1, 0, 3, 2]), offsets=torch.tensor(offsets))
+    jagged = unchecked(["h", "x", "f", "g"], torch.tensor([3, 1, 0, 3, 2]), offsets)
     if known:
         jagged.keep_offset_per_key([offsets[i] for i in (0, 2, 4, 6, 8)])
     return jagged

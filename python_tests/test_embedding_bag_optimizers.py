@@ -50,13 +50,14 @@ def test_as_torch_has_it(fused, plain) -> None:
         torch.testing.assert_close(weight, theirs[name].detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_all_rows_as_torch_adam() -> None:
-    """Where every batch names every row, lazy Adam is torch.optim.Adam."""
+@pytest.mark.parametrize("eps", [1e-8, 0.1])
+def test_all_rows_as_torch_adam(eps: float) -> None:
+    """Where every batch names every row, lazy Adam is torch.optim.Adam, also in where its eps is."""
     table = rk.EmbeddingBagConfig(6, 5, name="t", feature_names=["f"])
     torch.manual_seed(0)
-    collection = rk.EmbeddingBagCollection([table], optimizer=rk.Adam(lr=0.02))
+    collection = rk.EmbeddingBagCollection([table], optimizer=rk.Adam(lr=0.02, eps=eps))
     weight = tables(collection)["t"].clone().requires_grad_()
-    adam = torch.optim.Adam([weight], lr=0.02)
+    adam = torch.optim.Adam([weight], lr=0.02, eps=eps)
     for _ in range(10):
         ids = torch.randperm(6)
         found = collection(rk.KeyedJaggedTensor(["f"], ids, lengths=torch.ones(6, dtype=torch.int64))).values()

@@ -145,6 +145,23 @@ def test_expanded_and_transposed_gradients() -> None:
             assert same_bits(weight.grad.to_dense(), other.grad)
 
 
+@pytest.mark.parametrize("padding", [None, 3])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_ids_behind_the_last_offset(mode: str, padding: int | None) -> None:
+    """With include_last_offset, they are in no bag, as if they were not there."""
+    ids, last = torch.arange(12) % 6, torch.tensor([0, 4, 4, 9])
+    weight = torch.randn(ROWS, DIM)
+    options = {"mode": mode, "padding_idx": padding, "include_last_offset": True}
+    results = []
+    for function, given in ((rk.embedding_bag, ids), (F.embedding_bag, ids[:9])):
+        mine = weight.clone().requires_grad_()
+        output = function(given, mine, last, **options)
+        output.square().sum().backward()
+        results.append((output.detach(), mine.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_sparse_gradient_trains() -> None:
     """torch.optim.SparseAdam takes it; rows that no bag names stay."""
     arguments = _input("offsets") | {"mode": "sum", "sparse": True}

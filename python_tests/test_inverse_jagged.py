@@ -10,6 +10,7 @@ import torch
 from backends import device_backends
 from hypothesis import given, settings
 from inverse_jagged_cases import OtherWithStride, assert_same_batch, grouped_batches, sessions
+from jagged_cases import unchecked
 from torch import Tensor
 from torch.utils import _pytree
 
@@ -215,7 +216,7 @@ def test_bad_batches() -> None:
 @pytest.mark.parametrize(("bounds", "first"), [([0, 3, 2, 4], 2), ([-1, 1, 2, 4], 0), ([0, 1, 2, 5], 3)])
 def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[int], first: int) -> None:
     """Its kernels cannot raise: from_kjt does, when it learns the sizes."""
-    batch = rk.KeyedJaggedTensor(["a"], torch.arange(4), offsets=torch.tensor(bounds))
+    batch = unchecked(["a"], torch.arange(4), bounds)
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in"):
         rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
     for backend in device_backends():

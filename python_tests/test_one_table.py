@@ -157,9 +157,9 @@ def test_bad_input(kind: str) -> None:
     ids = torch.tensor([3, 4])
     for offsets in (torch.tensor([], dtype=torch.int64), torch.tensor([[0, 2]]), torch.tensor([0.0, 2.0])):
         with pytest.raises(ValueError, match="offsets must be one row of at least one int32 or int64, got"):
-            module(rk.JaggedTensor(ids, offsets))
+            module(rk.JaggedTensor._of(ids, offsets))
     with pytest.raises(ValueError, match=r"weights must have values' shape \[2\], got \[5\]"):
-        module(rk.JaggedTensor(ids, torch.tensor([0, 2]), torch.ones(5)))
+        module(rk.JaggedTensor._of(ids, torch.tensor([0, 2]), torch.ones(5)))
     ignoring = MODULES[kind](pooling="mean", bounds_check="ignore", optimizer=rk.Adam(lr=0.1, weight_decay=0.5))
     twin = copy.deepcopy(ignoring)
     given = rk.JaggedTensor(torch.tensor([E, 3, -5, 4, E]), torch.tensor([0, 4, 5]))

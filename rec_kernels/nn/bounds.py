@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.jagged_checks import bad_step
 from rec_kernels.nn.selected import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.ops.status import cannot_read
@@ -203,12 +204,8 @@ def _offset(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
     values, offsets = lookup.given.values, lookup.given.offsets
     feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
     value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
-    where = f"offsets[{i}] = {value} (feature {feature}, bag {bag})"
-    if value < before:
-        return f"{where} is below the offset before it, {before}"
-    if not 0 <= value <= len(values):
-        return f"{where} must be in [0, {len(values)}], the number of values"
-    return None
+    text = bad_step(i, before if i else 0, value, len(values), lookup.given.from_lengths)
+    return None if text is None else text.format(f" (feature {feature}, bag {bag})")
 
 
 def _error_of_unseen(position: int) -> Exception:

@@ -63,7 +63,7 @@ _JAGGED = (JaggedTensor, KeyedJaggedTensor, InverseKeyedJaggedTensor)
 def _expanded(x: object, inverse: Tensor, rows: int) -> object:
     if isinstance(x, JaggedTensor):
         _check_rows(x.offsets().shape[0] - 1, rows)
-        return JaggedTensor(*select_bags(x.values(), x.offsets(), x.weights_or_none(), inverse))
+        return JaggedTensor._of(*select_bags(x.values(), x.offsets(), x.weights_or_none(), inverse))
     if isinstance(x, _JAGGED):
         raise ValueError(f"the module returned a {type(x).__name__}, which is of features and not of samples")
     if not isinstance(x, torch.Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import has_data
+from rec_kernels.nn.jagged_checks import has_data
 from rec_kernels.nn.selected import SelectedKeys, check_keys, select_keys
 from rec_kernels.nn.shared_bags import SharedBags
 

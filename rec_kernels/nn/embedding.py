@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import JaggedTensor, check_offsets
+from rec_kernels.nn.jagged import JaggedTensor
+from rec_kernels.nn.jagged_checks import check_offsets
 from rec_kernels.nn.layout import Layout, ServedTables
 from rec_kernels.nn.selected import SelectedKeys, select_keys
 
@@ -44,7 +45,7 @@ class SequenceLookups(Layout):
         output = {}
         for f, (key, dim, block) in enumerate(zip(self._output_keys, self._output_dims, blocks, strict=True)):
             offsets = given.offsets[bags[f] : bags[f + 1] + 1]
-            output[key] = JaggedTensor(block[:, :dim], offsets - offsets[:1])
+            output[key] = JaggedTensor._of(block[:, :dim], offsets - offsets[:1])
         return output
 
     def rows(self, features) -> Tensor:

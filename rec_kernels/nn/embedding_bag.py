@@ -54,7 +54,7 @@ class PooledLookups(Layout):
             )
         else:
             pooled = self._finish(self._lookup(given))
-        return KeyedTensor(self._output_keys, self._output_dims, pooled)
+        return KeyedTensor._of(self._output_keys, self._output_dims, pooled)
 
     def by_feature(self, features) -> dict[str, Tensor]:
         """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ.
@@ -66,7 +66,7 @@ class PooledLookups(Layout):
         given, starts = self._bags_of(self._select(features))
         pooled = self._lookup(given, starts)
         if starts is None:
-            return KeyedTensor(self._output_keys, self._output_dims, self._finish(pooled)).to_dict()
+            return KeyedTensor._of(self._output_keys, self._output_dims, self._finish(pooled)).to_dict()
         return dict(zip(self._output_keys, self._finish_each(pooled, given.strides), strict=True))
 
     def _select(self, features) -> SelectedKeys:

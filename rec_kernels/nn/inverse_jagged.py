@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.nn.bounds import BAD_LAYOUT, NOTHING_BAD
-from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
+from rec_kernels.nn.jagged import KeyedJaggedTensor
+from rec_kernels.nn.jagged_checks import check_tensor, has_data
 from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
 from rec_kernels.nn.moving import Moving
 from rec_kernels.nn.selected import check_keys, select_bags
@@ -227,7 +228,7 @@ class InverseKeyedJaggedTensor(Moving):
         index = self._bags_of(self._keys).reshape(-1) if self._keys else self._inverse.new_zeros(0)
         unique = self.bags()
         values, offsets, weights = select_bags(unique.values(), unique.offsets(), unique.weights_or_none(), index)
-        return KeyedJaggedTensor(self._keys, values, offsets=offsets, weights=weights)
+        return KeyedJaggedTensor._of(self._keys, values, offsets, weights)
 
     def dedup_factor(self, key: str | None = None) -> float:
         """Ids of the batch for each id that is kept, 1.0 where there are none. On a GPU the host waits.
@@ -293,7 +294,7 @@ class InverseKeyedJaggedTensor(Moving):
         bags = list(itertools.accumulate(strides, initial=0))
         values, offsets, weights = unique.values(), unique.offsets(), unique.weights_or_none()
         if last - first == len(strides):  # all of them: where they begin need not be known
-            found = KeyedJaggedTensor(unique.keys(), values, offsets=offsets, weights=weights)
+            found = KeyedJaggedTensor._of(unique.keys(), values, offsets, weights)
             known = unique.known_offset_per_key()
         else:
             known = self.known_offset_per_key() or unique.offset_per_key()
@@ -301,7 +302,7 @@ class InverseKeyedJaggedTensor(Moving):
             if first:
                 offsets = offsets - known[first]
             weights = None if weights is None else weights[part]
-            found = KeyedJaggedTensor(unique.keys()[first:last], values[part], offsets=offsets, weights=weights)
+            found = KeyedJaggedTensor._of(unique.keys()[first:last], values[part], offsets, weights)
         if known is not None:
             found.keep_offset_per_key([i - known[first] for i in known[first : last + 1]])
         return found
@@ -344,6 +345,7 @@ def _check_parts(unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[li
         raise ValueError(f"unique must have the features of groups first, {grouped}, in this order, got {names}")
     if isinstance(unique, KeyedJaggedTensor) and unique.inverse_indices_or_none() is not None:
         raise ValueError("unique must have no inverse_indices: inverse says which bags samples have")
+    check_tensor("inverse", inverse)
     if inverse.dtype != torch.int64 or inverse.dim() != 2 or inverse.shape[0] != len(groups):
         raise ValueError(
             f"inverse must be int64 [{len(groups)}, B] for the {len(groups)} groups, got {inverse.dtype} "

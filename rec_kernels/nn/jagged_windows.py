@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import KeyedJaggedTensor, check_bags, check_integers, has_data, to_offsets
+from rec_kernels.nn.jagged import KeyedJaggedTensor, to_offsets
+from rec_kernels.nn.jagged_checks import check_bags, check_integers, has_data
 from rec_kernels.nn.learned import LearnedOffsets
 from rec_kernels.nn.moving import Moving
 from rec_kernels.nn.selected import check_keys
@@ -163,7 +164,7 @@ class KeyedJaggedWindows(LearnedOffsets, Moving):
             known = self.offset_per_key()
         total = None if known is None else known[-1]
         values, offsets = jagged_windows(self._values, self._starts, self._lengths, total=total)
-        bags = KeyedJaggedTensor(self._keys, values, offsets=offsets, stride_per_key=self._strides)
+        bags = KeyedJaggedTensor._of(self._keys, values, offsets, None, self._strides)
         if known is not None:
             bags.keep_offset_per_key(known)
         return bags

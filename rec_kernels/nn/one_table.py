@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
-from rec_kernels.nn.jagged import check_offsets, has_data
+from rec_kernels.nn.jagged_checks import check_offsets, has_data
 from rec_kernels.nn.layout import move, uncast
 
 INTEGERS = (torch.int32, torch.int64)

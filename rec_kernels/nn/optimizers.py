@@ -125,7 +125,8 @@ class Adam(_Elementwise):
     """Adam of the rows that a batch names; the others rest, as in ``torch.optim.SparseAdam``.
 
     ``m = beta1 m + (1 - beta1) g``, ``v = beta2 v + (1 - beta2) g^2``, ``w -= lr * m' / (sqrt(v') + eps)`` with
-    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. Two numbers per
+    ``m' = m / (1 - beta1^t)`` and ``v' = v / (1 - beta2^t)``, t counting updates of the collection. ``eps`` is
+    ``torch.optim.Adam``'s, which SparseAdam adds to ``sqrt(v)``, before the correction. Two numbers per
     element. ``betas``: beta1 and beta2, in [0, 1). Kingma and Ba, "Adam: A Method for Stochastic Optimization", ICLR
     2015.
     """

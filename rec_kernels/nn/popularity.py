@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from rec_kernels.nn.arguments import positive_integer
 from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
-from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
+from rec_kernels.nn.jagged import KeyedJaggedTensor, to_offsets
+from rec_kernels.nn.jagged_checks import has_data
 from rec_kernels.nn.one_table import OneTable, without_autocast
 from rec_kernels.nn.tables import EmbeddingBagConfig
 
@@ -186,11 +187,11 @@ class MixedDimensionEmbeddingBag(OneTable):
         """Every bag for every block, which leaves out the ids of the others: of a size that no data decide."""
         blocks, count = len(self.block_dims), ranks.shape[0]
         behind = torch.arange(blocks, device=offsets.device, dtype=offsets.dtype)[:, None] * count
-        return KeyedJaggedTensor(
+        return KeyedJaggedTensor._of(
             self.blocks.feature_names,
             torch.cat([ranks - start for start in self._starts]),
-            offsets=torch.cat([(offsets[:-1] + behind).view(-1), offsets[-1:] + behind[-1]]),
-            weights=None if weights is None else weights.repeat(blocks),
+            torch.cat([(offsets[:-1] + behind).view(-1), offsets[-1:] + behind[-1]]),
+            None if weights is None else weights.repeat(blocks),
         )
 
     def _sorted(self, ranks: Tensor, offsets: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
@@ -202,11 +203,11 @@ class MixedDimensionEmbeddingBag(OneTable):
         bag = torch.repeat_interleave(torch.arange(batch, device=ranks.device), offsets.diff())
         lengths = torch.bincount(block.long() * batch + bag, minlength=(blocks + 1) * batch)[: blocks * batch]
         order = order[: int(lengths.sum())]
-        return KeyedJaggedTensor(
+        return KeyedJaggedTensor._of(
             self.blocks.feature_names,
             ranks[order] - torch.tensor(self._starts, device=ranks.device)[block[order].long()],
-            lengths=lengths,
-            weights=None if weights is None else weights[order],
+            to_offsets(lengths),
+            None if weights is None else weights[order],
         )
 
     def _sum_of_blocks(self, pooled: Tensor) -> Tensor:

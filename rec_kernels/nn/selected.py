@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import KeyedJaggedTensor, has_data
+from rec_kernels.nn.jagged import KeyedJaggedTensor
+from rec_kernels.nn.jagged_checks import bad_offset, has_data, place_of_bag
 from rec_kernels.ops.jagged_index_select import jagged_index_select
 
 _ops = torch.ops.rec_kernels
@@ -24,27 +25,23 @@ class Origin(NamedTuple):
 
     Args:
         offsets: [bags + 1]; keys: F names; strides: F batch sizes; num_values: how many ids it has.
+        from_lengths: whether the batch was made from lengths.
     """
 
     offsets: Tensor
     keys: list[str]
     strides: list[int]
     num_values: int
+    from_lengths: bool
 
     def describe_bad(self) -> str | None:
         """What is wrong with its offsets; None: nothing. On a GPU the host waits."""
-        offsets = self.offsets.tolist()
-        bounds = list(itertools.accumulate(self.strides, initial=0))
-        for i, (before, offset) in enumerate(itertools.pairwise([0, *offsets])):
-            if before <= offset <= self.num_values:
-                continue
-            bag = max(i - 1, 0)
-            f = next(f for f, stop in enumerate(bounds[1:]) if bag < stop)
-            where = f"offsets[{i}] = {offset} (feature {self.keys[f]!r}, bag {bag - bounds[f]})"
-            if 0 <= offset <= self.num_values:
-                return f"{where} is below the offset before it, {before}"
-            return f"{where} must be in [0, {self.num_values}], the number of values"
-        return None
+        return bad_offset(
+            self.offsets.tolist(),
+            self.num_values,
+            lambda bag: place_of_bag(bag, self.keys, self.strides),
+            from_lengths=self.from_lengths,
+        )
 
 
 class SelectedKeys(NamedTuple):
@@ -54,6 +51,7 @@ class SelectedKeys(NamedTuple):
         values: [N] ids; offsets: [bags + 1]; weights: [N] or None.
         strides: their batch sizes where these differ, or None.
         origin: what they were copied from on a GPU, or None.
+        from_lengths: whether ``offsets`` were made from lengths, which messages then name.
     """
 
     values: Tensor
@@ -61,6 +59,7 @@ class SelectedKeys(NamedTuple):
     weights: Tensor | None
     strides: list[int] | None
     origin: Origin | None = None
+    from_lengths: bool = False
 
     def bag_starts(self, features: int) -> list[int]:
         """[F + 1]: where the bags of each of ``features`` features start."""
@@ -92,8 +91,10 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
     variable = getattr(kjt, "variable_stride_per_key", bool)()
     strides = list(kjt.stride_per_key()) if variable and have else None
+    # Compiled code names no place, and would be compiled anew for batches of the other kind.
+    from_lengths = not torch.compiler.is_compiling() and getattr(kjt, "_from_lengths", False)
     if have == keys:
-        return SelectedKeys(values, offsets, weights, strides)
+        return SelectedKeys(values, offsets, weights, strides, from_lengths=from_lengths)
     check_keys(keys, have)
     places = {k: f for f, k in enumerate(have)}
     order = [places[k] for k in keys]
@@ -104,7 +105,7 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *
     if known is None and isinstance(kjt, KeyedJaggedTensor):
         known = kjt.known_offset_per_key()
     chosen = _permuted(values, offsets, weights, order, sizes, known, exact)
-    origin = Origin(offsets, have, sizes, values.shape[0]) if _tells_late(values) else None
+    origin = Origin(offsets, have, sizes, values.shape[0], from_lengths) if _tells_late(values) else None
     return SelectedKeys(*chosen, None if strides is None else [strides[f] for f in order], origin)
 
 

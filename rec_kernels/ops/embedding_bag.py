@@ -47,7 +47,7 @@ def embedding_bag(
     embedding_dim: int | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Sums or averages bags of embeddings of one table: a drop-in for ``torch.nn.functional.embedding_bag``.
+    """Sums or averages bags: a drop-in for ``torch.nn.functional.embedding_bag``, but for what docs/ops.md lists.
 
     Args:
         input: ids, int32 or int64: [N] with ``offsets``, or [B, L] (bags of L ids each, no ``offsets``).
