@@ -1,7 +1,7 @@
 """Builds the native libraries with CMake and ninja; everything else is in pyproject.toml.
 
-Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out; unset, it is built where nvcc is found and the
-torch at hand is a CUDA build, as a torch for CPUs could not load it.
+Environment: REC_KERNELS_CUDA=1 demands the CUDA library, 0 leaves it out; unset, it is built where nvcc is found and
+the torch at hand is a CUDA build, because a torch for CPUs could not load it.
 TORCH_CUDA_ARCH_LIST names the GPU architectures ("9.0", "8.0;9.0+PTX"). Unset, a wheel is for those below, and a build
 in place for the machine's own GPUs, or 9.0 where there is none: each architecture takes minutes.
 REC_KERNELS_PORTABLE=1 builds for a wheel that others install: stripped, for older C and C++ libraries (csrc/portable),
