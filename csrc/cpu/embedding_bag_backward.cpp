@@ -1,6 +1,7 @@
 // Backward of embedding_bag on the CPU: sort the occurrences by row, sum each row's gradient in the order of
 // docs/numerics.md, then store it (dense, sparse) or update the row once (fused optimizers).
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "core/boxing.h"
@@ -308,6 +309,14 @@ FinishRuns kernel_of(Optimizer optimizer) {
   return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
 }
 
+// The numbers in an update's tensors, which nobody can look at on a GPU.
+void check_step_and_lr(const Tensor& step, const Tensor& lr) {
+  const float rate = *lr.const_data_ptr<float>();
+  check_value(std::isfinite(rate), "lr = ", rate, " must be finite");
+  const int64_t updates = *step.const_data_ptr<int64_t>();
+  check_value(updates >= 0, "step = ", updates, " must be at least 0, the number of updates so far");
+}
+
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                     const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
                     const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagReading& reading,
@@ -325,6 +334,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
+  check_step_and_lr(step, lr);
   const int64_t next_step = advanced(step, "step");
   const CacheArguments cached{cache_rows,  cache_offsets, cache_tags,       cache_marks,
                               cache_dirty, cache_sets,    cache_set_starts, cache_ways};

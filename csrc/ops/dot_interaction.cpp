@@ -1,5 +1,6 @@
 #include "ops/dot_interaction.h"
 
+#include "core/schema.h"
 #include "ops/row_formats.h"
 #include "ops/vectors.h"
 

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 namespace {
 

@@ -1,5 +1,7 @@
 #include "ops/expand.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 void check_expand(const Tensor& x, const Tensor& inverse) {

@@ -1,5 +1,6 @@
 #include "ops/factorization_machine.h"
 
+#include "core/schema.h"
 #include "ops/row_formats.h"
 #include "ops/vectors.h"
 

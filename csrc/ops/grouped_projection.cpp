@@ -1,5 +1,7 @@
 #include "ops/grouped_projection.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 namespace {
 

@@ -1,5 +1,7 @@
 #include "ops/jagged_bucketize.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 // More make no sense, and sizes that are multiplied by it do not overflow.

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 DedupSizes check_jagged_dedup(const Tensor& values, const Tensor& offsets, const std::vector<int64_t>& groups,

@@ -1,5 +1,7 @@
 #include "ops/jagged_index_select.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 void check_jagged_index_select(const Tensor& values, const Tensor& offsets, const Tensor& index,

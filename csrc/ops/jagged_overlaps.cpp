@@ -1,5 +1,7 @@
 #include "ops/jagged_overlaps.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 void check_jagged_overlaps(const Tensor& values, const Tensor& offsets) {

@@ -1,5 +1,7 @@
 #include "ops/jagged_permute.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 std::vector<int64_t> check_jagged_permute(const Tensor& values, const Tensor& offsets,

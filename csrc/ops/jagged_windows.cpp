@@ -1,5 +1,7 @@
 #include "ops/jagged_windows.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 void check_jagged_windows(const Tensor& values, const Tensor& starts, const Tensor& lengths,

@@ -1,5 +1,7 @@
 #include "ops/row_cache.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 namespace {
 

@@ -1,5 +1,7 @@
 #include "ops/row_formats.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 namespace {
 

@@ -1,5 +1,7 @@
 #include "ops/scale_rows.h"
 
+#include "core/schema.h"
+
 namespace rec_kernels {
 
 void check_scale_rows(const Tensor& x, const Tensor& scale) {

@@ -196,6 +196,8 @@ class _Group(dict):
     def __setitem__(self, key: str, value: Any) -> None:
         if key == "lr":
             value = float(value)
+            if not abs(value) <= _LARGEST:
+                raise ValueError(f"lr = {value} must be finite as float32")
             if self.kernel_lr is not None:
                 self.kernel_lr.fill_(value)
         super().__setitem__(key, value)
