@@ -13,7 +13,7 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|t
 
 # All tests: in JOBS processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
 JOBS ?= 2
-WHOLE = -n $(JOBS) --dist loadfile --durations 10
+WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean again
 .DELETE_ON_ERROR:

@@ -26,8 +26,9 @@ settings.register_profile("rec_kernels", derandomize=True, deadline=None, databa
 settings.load_profile("rec_kernels")
 
 
-#: Files that take minutes in one process; of two, one would wait for them at the end.
-SLOWEST = ("test_emulator.py", "test_triton.py")
+#: Files that take minutes in one process; of two, one would wait for them at the end. (xdist keeps this order with
+#: --no-loadscope-reorder; else it starts with the files of most tests.)
+SLOWEST = ("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_embedding_bag_triton.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
