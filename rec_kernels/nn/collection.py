@@ -35,8 +35,10 @@ from rec_kernels.nn.tables import (
     leave_bytes,
     zeros,
 )
-from rec_kernels.nn.tied import Tied, refuse_replaced
+from rec_kernels.nn.tied import Tied, refuse_replaced, show
+from rec_kernels.ops.embedding_bag import arguments_of
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
 
@@ -169,7 +171,7 @@ class TableCollection(ScaledLosses):
             holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
             grad = holder.weight.grad
             if torch._has_compatible_shallow_copy_type(holder.weight, view):
-                holder.weight.data = view
+                show(holder.weight, view)
             else:
                 holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
             if grad is not None and grad.device != view.device:
@@ -422,17 +424,10 @@ class TableCollection(ScaledLosses):
         options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
         if self._file is not None:
             self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
+        options |= self._layout(lookup.bag_starts, lookup.shared) | self._found_by(scaling, lookup.grad)
+        given = arguments_of("embedding_bag_backward_fused_", (*self._state(), *lookup[:4]), options)
         with torch.no_grad():
-            _ops.embedding_bag_backward_fused_(
-                *self._state(),
-                *lookup[:4],
-                **self._layout(lookup.bag_starts, lookup.shared),
-                **options,
-                **self._found_by(scaling, lookup.grad),
-                status=lookup.status,
-            )
-        if self._multiplies:  # lookups from before, whose gradients need the rows as they were, are to know
-            torch.autograd.graph.increment_version(self._weights)
+            call_in_place("embedding_bag_backward_fused_", {**given, "status": lookup.status})
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""

@@ -18,6 +18,7 @@ from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import move_whole, uncast
 from rec_kernels.nn.tables import StoredTable, zeros
+from rec_kernels.ops.version_counters import call_uncounted
 
 _ops = torch.ops.rec_kernels
 
@@ -250,9 +251,8 @@ class CacheState(nn.Module):
         own = self._policy() | {"cache_stats": self.stats}
         slots = (self.rows, self._offsets, self.tags, self.marks, self.dirty)
         history = (self.stamps, self.clock)
-        return _ops.row_cache_insert_(
-            weights, *slots, *self._places().values(), *history, *bags, **layout, **rounding, **own
-        )
+        arguments = (weights, *slots, *self._places().values(), *history, *bags)
+        return call_uncounted("row_cache_insert_", *arguments, **layout, **rounding, **own)
 
     def plan(
         self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
@@ -278,7 +278,8 @@ class CacheState(nn.Module):
         """Encodes the rows that have changed, in some slots or all, into their tables; they stay where they are."""
         slots = (self.rows, self._offsets, self.tags, self.dirty)
         some = {"first_slot": first_slot, "num_slots": num_slots}
-        _ops.row_cache_flush_(weights, *slots, *self._places().values(), self.clock, **layout, **rounding, **some)
+        arguments = (weights, *slots, *self._places().values(), self.clock)
+        call_uncounted("row_cache_flush_", *arguments, **layout, **rounding, **some)
 
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
         """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from operator import itemgetter
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
@@ -30,6 +31,23 @@ class Tied(NamedTuple):
             self.parameters.append(parameters)
             self.offsets.append(address - _address(self.flat))
             self.addresses.append(address)
+
+
+def show(parameter: nn.Parameter, view: Tensor) -> None:
+    """Has a table's parameter be a view of the flat tensor.
+
+    Where a fused optimizer trains it, it has the flat tensor's version counter, too, so that autograd knows of updates
+    when it has saved the parameter. ``.data`` leaves a parameter the counter that it has.
+    """
+    if not parameter.requires_grad:
+        counted = nn.Parameter(view, requires_grad=False)
+        counted.__dict__.update(parameter.__dict__)
+        try:
+            torch.utils.swap_tensors(parameter, counted)
+            return
+        except RuntimeError:  # somebody has a weak reference
+            pass
+    parameter.data = view
 
 
 def refuse_replaced(tied: Tied) -> None:

@@ -19,4 +19,5 @@ from rec_kernels.ops import (  # noqa: F401
     row_cache,
     row_formats,
     scale_rows,
+    version_counters,
 )

@@ -12,6 +12,7 @@ from rec_kernels.ops import autocast
 from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
 from rec_kernels.ops.forward_mode import refuse_tangents, register_autograd
 from rec_kernels.ops.once import differentiable_once
+from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
@@ -242,11 +243,8 @@ def _backward_fused(ctx, grad: Tensor, _):
     if "grad_scale" in options:
         overflow = overflow_of(grad)
         options, grad_token = options | {"found_inf": overflow}, grad_token + overflow
-    _ops.embedding_bag_backward_fused_(
-        **ctx.state, grad=grad, values=values, offsets=offsets, per_sample_weights=factors, **layout, **options
-    )
-    if not weights.is_inference():
-        torch.autograd.graph.increment_version(weights)  # for other lookups that need the rows as they were
+    given = {"grad": grad, "values": values, "offsets": offsets, "per_sample_weights": factors}
+    call_in_place("embedding_bag_backward_fused_", {**ctx.state, **given, **layout, **options})
     return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
 
 

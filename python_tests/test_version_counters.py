@@ -1,0 +1,288 @@
+"""Ops that change arguments in place: counted as torch counts its own, and refused where torch refuses them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from test_opcheck import ops, registered, samples
+from torch import Tensor
+
+import rec_kernels as rk
+
+
+def changed_by(op: str) -> dict[int, str]:
+    """Place -> name of the arguments that an op changes, as its schema says."""
+    arguments = getattr(ops, op).default._schema.arguments
+    return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
+
+
+IN_PLACE = [op for op in registered() if changed_by(op)]
+
+
+def calls_of(op: str) -> Iterator[dict[str, object]]:
+    """The samples of an op by name, with tensors of their own."""
+    names = [a.name for a in getattr(ops, op).default._schema.arguments]
+    for args, kwargs in samples(op):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        yield {name: a.detach().clone() if isinstance(a, Tensor) else a for name, a in given.items()}
+
+
+def each_changed(op: str) -> Iterator[tuple[dict[str, object], str]]:
+    """Every sample with every tensor that it changes."""
+    for given in calls_of(op):
+        for name in changed_by(op).values():
+            if given.get(name) is not None:
+                yield dict(given), name
+
+
+def versions(given: dict[str, object]) -> dict[str, int]:
+    return {name: a._version for name, a in given.items() if isinstance(a, Tensor)}
+
+
+def difference(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {name: after[name] - before[name] for name in before if after[name] != before[name]}
+
+
+def test_which_ops() -> None:
+    """An op has a name that ends in an underscore if, and only if, it changes an argument."""
+    assert [op for op in registered() if op.endswith("_")] == IN_PLACE
+    assert len(IN_PLACE) >= 3
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_counts_once(op: str) -> None:
+    """What the schema says that a call changes, by one; nothing else. Overloads, too, and without grad mode."""
+    packet = getattr(ops, op)
+    for call in (packet, packet.default, torch.no_grad()(packet)):
+        for given in calls_of(op):
+            before = versions(given)
+            call(**given)
+            assert difference(before, versions(given)) == {
+                name: 1 for name in changed_by(op).values() if given.get(name) is not None
+            }
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_saved_tensors(op: str) -> None:
+    """Autograd gives no gradients of tensors that it has saved and a call has changed since."""
+    for given, name in each_changed(op):
+        x = torch.ones(given[name].shape, requires_grad=True)
+        loss = (x * given[name]).sum()
+        getattr(ops, op)(**given)
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+
+
+def _unchanged(given: dict[str, object], error: type[Exception], message: str, call: Callable) -> None:
+    tensors = {name: a for name, a in given.items() if isinstance(a, Tensor)}
+    before = {name: a.detach().clone() for name, a in tensors.items()}
+    counters = {name: None if a.is_inference() else a._version for name, a in tensors.items()}
+    with pytest.raises(error, match=message):
+        call(**given)
+    assert counters == {name: None if a.is_inference() else a._version for name, a in tensors.items()}
+    for name, a in tensors.items():
+        assert torch.equal(a.detach(), before[name]), name
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_tensors_that_require_grad(op: str) -> None:
+    """Leaves, their views and what was computed from them: refused, unless there is no grad mode."""
+    kinds = {
+        "^a leaf Variable that requires grad": lambda leaf: leaf,
+        "^a view of a leaf Variable that requires grad": lambda leaf: leaf.view_as(leaf),
+        "^a tensor that requires grad": lambda leaf: leaf * 1,
+    }
+    for given, name in each_changed(op):
+        if not given[name].is_floating_point():
+            continue
+        for what, make in kinds.items():
+            given[name] = make(given[name].detach().requires_grad_())
+            message = f"{what} is being used in an in-place operation: rec_kernels::{op} changes {name}, .*no_grad"
+            _unchanged(given, RuntimeError, message, getattr(ops, op))
+        with torch.no_grad():
+            getattr(ops, op)(**given)
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_inference_tensors(op: str) -> None:
+    """They change inside InferenceMode only, where tensors that have a counter still count."""
+    for given, name in each_changed(op):
+        with torch.inference_mode():
+            made_there = given[name].clone()
+        mixed = given | {name: made_there}
+        message = f"^Inplace update to inference tensor .*: rec_kernels::{op} changes {name};"
+        _unchanged(mixed, RuntimeError, message, getattr(ops, op))
+        with torch.no_grad():
+            _unchanged(mixed, RuntimeError, message, getattr(ops, op))
+        normal = {n: a for n, a in mixed.items() if n != name}
+        before = versions(normal)
+        with torch.inference_mode():
+            getattr(ops, op)(**mixed)
+            getattr(ops, op)(**{n: a.clone() if isinstance(a, Tensor) else a for n, a in given.items()})
+        wanted = {n: 1 for n in changed_by(op).values() if normal.get(n) is not None}
+        assert difference(before, versions(normal)) == wanted
+
+
+@pytest.mark.parametrize("op", IN_PLACE)
+def test_failures_do_not_count(op: str) -> None:
+    """A call that raises has changed nothing, and no counter."""
+    for given in calls_of(op):
+        given["pooling"] = "median"
+        _unchanged(given, ValueError, "pooling", getattr(ops, op))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled(backend: str) -> None:
+    """Compiled calls count and are refused, too."""
+    op = "embedding_bag_backward_fused_"
+    given = next(calls_of(op))
+    torch._dynamo.reset()
+    step: Callable = torch.compile(functools.partial(getattr(ops, op), **given), backend=backend, fullgraph=True)
+    x = torch.ones(given["weights"].shape, requires_grad=True)
+    loss = (x * given["weights"]).sum()
+    step()
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        loss.backward()
+    given["weights"].requires_grad_()
+    step = torch.compile(functools.partial(getattr(ops, op), **given), backend=backend, fullgraph=True)
+    with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used in an in-place operation"):
+        step()
+
+
+OPTIMIZERS = {
+    "sgd": (rk.SGD(lr=0.1), {"_weights", "step"}),
+    "rowwise_adagrad": (rk.RowwiseAdagrad(lr=0.1), {"_weights", "step", "_sum"}),
+    "adam": (rk.Adam(lr=0.1), {"_weights", "step", "_exp_avg", "_exp_avg_sq", "beta_powers"}),
+}
+
+
+def collection(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
+    tables = [
+        rk.EmbeddingBagConfig(20, 4, name="a", feature_names=["f"], **options),
+        rk.EmbeddingBagConfig(30, 6, name="b", feature_names=["g"], **options),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer)
+
+
+def batch(weights: Tensor | None = None) -> rk.KeyedJaggedTensor:
+    return rk.KeyedJaggedTensor(["f", "g"], torch.arange(6), offsets=torch.tensor([0, 1, 3, 4, 6]), weights=weights)
+
+
+def loss_of(tables: rk.EmbeddingBagCollection, weights: Tensor | None = None) -> Tensor:
+    return tables(batch(weights)).values().square().sum()
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_steps_count_once(name: str, accumulates: bool) -> None:
+    """A step of a collection, and one update of several micro-batches, counts by one what the optimizer changes."""
+    optimizer, changed = OPTIMIZERS[name]
+    tables = collection(optimizer)
+    for _ in range(3):
+        before = versions(tables._buffers)
+        if accumulates:
+            with tables.accumulate():
+                for _ in range(2):
+                    loss_of(tables).backward()
+        else:
+            loss_of(tables).backward()
+        after = versions(tables._buffers)
+        assert difference(before, after) == dict.fromkeys(changed, 1)
+
+
+def test_a_row_cache_counts_updates() -> None:
+    """Rows that come in and go out of slots are the same rows: lookups from before may still go backward."""
+    tables = [rk.EmbeddingBagConfig(50, 4, name="a", feature_names=["f"], format="int8")]
+    cached = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=rk.RowCache(0.2, ways=2))
+    factors = torch.ones(12, requires_grad=True)
+    earlier, later = (
+        rk.KeyedJaggedTensor(["f"], ids, offsets=torch.arange(0, 13, 4), weights=factors)
+        for ids in (torch.arange(12), torch.arange(30, 42))
+    )
+    cached(later).values().sum().backward()
+    before = cached._weights._version
+    output = cached(earlier)
+    cached(later)
+    cached.flush()
+    assert cached._weights._version == before
+    output.values().sum().backward()
+    assert cached._weights._version == before + 1
+
+
+def _moved(tables: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:
+    return tables._apply(torch.clone)
+
+
+MADE: dict[str, Callable] = {
+    "new": lambda tables: tables,
+    "moved": _moved,
+    "copied": copy.deepcopy,
+    "copied and moved": lambda tables: _moved(copy.deepcopy(tables)),
+    "unpickled": lambda tables: pickle.loads(pickle.dumps(tables)),
+    "unpickled, moved and used": lambda tables: _used(_moved(pickle.loads(pickle.dumps(tables)))),
+}
+
+
+def _used(tables: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:
+    loss_of(tables).backward()
+    return tables
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize("made", MADE)
+def test_saved_parameters(made: str, accumulates: bool) -> None:
+    """A parameter that another op has saved between a lookup and its backward: no gradients of updated rows."""
+    tables = MADE[made](collection(rk.SGD(lr=0.1)))
+    weight = tables.embedding_bags["b"].weight
+    x = torch.ones(weight.shape, requires_grad=True)
+    kept = [(x * weight).sum(), (x * weight.detach()).sum(), (x[:2] * weight[:2]).sum(), (x * weight.clone()).sum()]
+    if accumulates:
+        with tables.accumulate():
+            loss_of(tables).backward()
+    else:
+        loss_of(tables).backward()
+    for loss in kept[:-1]:
+        with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+            loss.backward()
+    kept[-1].backward()
+
+
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=str)
+def test_moves_keep_parameters(optimizer: object) -> None:
+    """Moving keeps parameters and what users gave them, whoever refers to them."""
+    tables = collection(optimizer)
+    weight = tables.embedding_bags["a"].weight
+    weight.note = "mine"
+    seen = weakref.ref(tables.embedding_bags["b"].weight)
+    old = weight.detach().clone()
+    assert _moved(tables).embedding_bags["a"].weight is weight
+    assert seen() is tables.embedding_bags["b"].weight
+    assert weight.note == "mine"
+    assert torch.equal(weight, old)
+    loss_of(tables).backward()
+    assert torch.equal(weight, old) == (optimizer is None)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_two_lookups_of_one_graph(name: str) -> None:
+    """The second backward updates tables that the first has updated: no error, and each counts."""
+    tables = collection(OPTIMIZERS[name][0])
+    before = tables._weights._version
+    (loss_of(tables) + loss_of(tables)).backward()
+    assert tables._weights._version == before + 2
+
+
+def test_weights_with_gradients() -> None:
+    """The gradient of per-sample weights needs the rows that were looked up: an update in between is an error."""
+    tables = collection(rk.SGD(lr=0.1))
+    factors = torch.ones(6, requires_grad=True)
+    loss = loss_of(tables, factors)
+    loss_of(tables).backward()
+    with pytest.raises(RuntimeError, match="the tables have changed since this lookup"):
+        loss.backward()

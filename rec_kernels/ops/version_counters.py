@@ -1,0 +1,93 @@
+"""In-place ops of the package move version counters, and are refused where torch's in-place ops are.
+
+torch's own ops have generated kernels for this, under the dispatch key ADInplaceOrView. An op that is registered with a
+schema alone has none: autograd would take gradients of tensors that have changed since it saved them, and leaves that
+require grad would change without an error. So every op whose schema has a ``Tensor(a!)`` gets a kernel here.
+
+The package's own updates call the ops below these kernels, which would cost a training step 9 microseconds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from rec_kernels.ops.embedding_bag import signature_of
+
+_ops = torch.ops.rec_kernels
+_implementations = torch.library.Library("rec_kernels", "IMPL")
+
+
+def _changed(op: str) -> dict[int, str]:
+    """Place -> name of the arguments that an op changes."""
+    arguments = getattr(_ops, op).default._schema.arguments
+    return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
+
+
+def _in_place_ops() -> dict[str, dict[int, str]]:
+    names = [name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("rec_kernels::")]
+    return {op: changed for op in sorted(names) if (changed := _changed(op))}
+
+
+#: Op -> place -> name of the arguments that it changes.
+_IN_PLACE = _in_place_ops()
+_SIGNATURES = {op: signature_of(op) for op in _IN_PLACE}
+
+
+def call_in_place(op: str, arguments: dict[str, Any]) -> None:
+    """``torch.ops.rec_kernels.<op>`` as the package's own updates: counters move, and nothing is refused."""
+    given = {**_SIGNATURES[op], **arguments}
+    call_uncounted(op, *given.values())  # by place: 60 arguments by name take 5 microseconds more
+    increment_version([t for name in _IN_PLACE[op].values() if (t := given[name]) is not None])
+
+
+def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
+    """The same, but no counter moves: for a row cache, whose rows are the same wherever they are kept."""
+    if torch.compiler.is_compiling():  # torch's compilers cannot trace the guard, and leave counters to the op
+        return getattr(_ops, op)(*args, **kwargs)
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        return getattr(_ops, op)(*args, **kwargs)
+
+
+def _register(op: str) -> None:
+    overload, changed = getattr(_ops, op).default, _IN_PLACE[op]
+
+    def kernel(keyset: torch.DispatchKeySet, *inputs: object) -> object:
+        # The dispatcher has dropped trailing arguments that equal their defaults.
+        tensors = []
+        for place, name in changed.items():
+            if place < len(inputs) and isinstance(t := inputs[place], Tensor):
+                _refuse(op, name, t)
+                tensors.append(t)
+        results = overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *inputs)
+        increment_version(tensors)  # not before: a failed call changes nothing
+        return results
+
+    _implementations.impl(op, kernel, "ADInplaceOrView", with_keyset=True)
+
+
+def _refuse(op: str, name: str, t: Tensor) -> None:
+    """Raises RuntimeError where torch's in-place ops do, and where a derivative would be needed."""
+    if t.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed: "
+            f"rec_kernels::{op} changes {name}; call it inside torch.inference_mode(), or give it a clone of the tensor"
+        )
+    if not (t.requires_grad and torch.is_grad_enabled()):
+        return
+    what = "a tensor that requires grad"
+    if t.is_leaf:
+        what = "a leaf Variable that requires grad"
+    elif t._is_view() and t._base is not None and t._base.is_leaf:
+        what = "a view of a leaf Variable that requires grad"
+    raise RuntimeError(
+        f"{what} is being used in an in-place operation: rec_kernels::{op} changes {name}, and has no derivative; "
+        "call it under torch.no_grad()"
+    )
+
+
+for _op in _IN_PLACE:
+    _register(_op)
