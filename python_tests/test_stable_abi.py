@@ -59,6 +59,38 @@ def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
     assert sorted(wanted - set(_symbols(cpu, "-D", "--defined-only"))) == []
 
 
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_exports(library: Path) -> None:
+    """What is marked with RK_EXPORT, nothing that headers of the standard library instantiate."""
+    exported = _symbols(library, "-D", "--defined-only")
+    ours = [s for s in exported if re.match(r"_ZNK?11rec_kernels", s)]
+    assert sorted(set(exported) - set(ours) - {"rec_kernels_throw_value_errors_by"}) == []
+
+
+def test_cuda_library_takes_all_that_is_exported() -> None:
+    """Nothing else than the CUDA library needs the CPU library's C++ functions."""
+    cpu, cuda = (PACKAGE / f"librec_kernels_{name}.so" for name in ("cpu", "cuda"))
+    if not cuda.exists():
+        pytest.skip("the CUDA library is not built here")
+    unused = set(_symbols(cpu, "-D", "--defined-only")) - set(_symbols(cuda, "-D", "--undefined-only"))
+    assert unused == {"rec_kernels_throw_value_errors_by"}
+
+
+@pytest.mark.parametrize("library", [*LIBRARIES, *sorted(PACKAGE.glob("_host*.so"))], ids=lambda p: p.name)
+def test_hardening(library: Path) -> None:
+    """Symbols are resolved before anything runs, then read-only; stacks and copies of known size are guarded."""
+    if _has_asan(library):
+        pytest.skip("sanitizers have checks of their own")
+    read = subprocess.run(["readelf", "-dlW", library], capture_output=True, text=True, check=True).stdout
+    assert "BIND_NOW" in read
+    assert "GNU_RELRO" in read
+    assert "__stack_chk_fail" in {s.split("@")[0] for s in _symbols(library, "-D", "--undefined-only")}
+
+
+def _has_asan(library: Path) -> bool:
+    return any("__asan" in s for s in _symbols(library, "-D", "--undefined-only"))
+
+
 @pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
 def test_files_can_be_compiled_together(tmp_path: Path) -> None:
     """CMake compiles eight as one, in the order of their names: with a new file, others meet."""
