@@ -196,23 +196,46 @@ def test_training_steps_count_once(name: str, accumulates: bool) -> None:
         assert difference(before, after) == dict.fromkeys(changed, 1)
 
 
+def cached_collection() -> tuple[rk.EmbeddingBagCollection, rk.KeyedJaggedTensor, rk.KeyedJaggedTensor]:
+    """A row cache with fewer slots than rows, and two batches with per-sample weights and no row in common."""
+    table = rk.EmbeddingBagConfig(50, 4, name="a", feature_names=["f"], format="int8")
+    tables = rk.EmbeddingBagCollection([table], optimizer=rk.SGD(lr=0.1), cache=rk.RowCache(0.2, ways=2))
+    ids, factors = torch.arange(50).split(12), torch.ones(12, requires_grad=True)
+    first, second = (rk.KeyedJaggedTensor(["f"], i, offsets=torch.arange(0, 13, 4), weights=factors) for i in ids[:2])
+    return tables, first, second
+
+
 def test_a_row_cache_counts_updates() -> None:
     """Rows that come in and go out of slots are the same rows: lookups from before may still go backward."""
-    tables = [rk.EmbeddingBagConfig(50, 4, name="a", feature_names=["f"], format="int8")]
-    cached = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1), cache=rk.RowCache(0.2, ways=2))
-    factors = torch.ones(12, requires_grad=True)
-    earlier, later = (
-        rk.KeyedJaggedTensor(["f"], ids, offsets=torch.arange(0, 13, 4), weights=factors)
-        for ids in (torch.arange(12), torch.arange(30, 42))
-    )
-    cached(later).values().sum().backward()
-    before = cached._weights._version
-    output = cached(earlier)
-    cached(later)
-    cached.flush()
-    assert cached._weights._version == before
+    tables, first, second = cached_collection()
+    tables(second).values().sum().backward()
+    before = tables._weights._version
+    output = tables(first)
+    tables(second)
+    tables.flush()
+    assert tables._weights._version == before
     output.values().sum().backward()
-    assert cached._weights._version == before + 1
+    assert tables._weights._version == before + 1
+
+
+def _updated(tables: rk.EmbeddingBagCollection, batch: rk.KeyedJaggedTensor) -> None:
+    tables(batch).values().sum().backward()
+
+
+def _written(tables: rk.EmbeddingBagCollection, _: rk.KeyedJaggedTensor) -> None:
+    tables.flush()
+    tables.embedding_bags["a"].weight.fill_(0)
+    tables.reset_cache_states()
+
+
+@pytest.mark.parametrize("change", [_updated, _written, lambda tables, _: tables.load_state_dict(tables.state_dict())])
+def test_cached_rows_that_have_changed(change: Callable) -> None:
+    """The gradient of per-sample weights needs the rows of the lookup, in the cache and out of it."""
+    tables, first, second = cached_collection()
+    output = tables(first).values().sum()
+    change(tables, second)
+    with pytest.raises(RuntimeError, match="the tables have changed since this lookup"):
+        output.backward()
 
 
 def _moved(tables: rk.EmbeddingBagCollection) -> rk.EmbeddingBagCollection:

@@ -241,6 +241,9 @@ class CachedTables(Layout):
         clock = cache.clock.clone()  # noise of rounding depends on it
         cache.clear()
         cache.clock.copy_(clock)
+        torch.autograd.graph.increment_version(
+            self.step
+        )  # as an update does, for lookups that need the rows as they were
 
     def _check_generation(self, state_dict: dict, prefix: str) -> None:
         tables = [name for t in self._stored if (name := f"{prefix}embedding_bags.{t.name}.weight") in state_dict]

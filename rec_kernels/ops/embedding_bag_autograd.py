@@ -226,13 +226,15 @@ def _setup_fused(ctx, inputs, output) -> None:
     ctx.token_shape = a["token"].shape
     factors, weights = a["per_sample_weights"], a["weights"]
     needs_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
-    ctx.version = weights._version if needs_rows and not weights.is_inference() else None
+    # With a cache, rows that come in or go change `weights` and are what they were; only an update changes `step`.
+    ctx.watched = a["step"] if ctx.cache else weights
+    ctx.version = ctx.watched._version if needs_rows and not ctx.watched.is_inference() else None
 
 
 def _backward_fused(ctx, grad: Tensor, _):
     weights = ctx.state["weights"]
     if ctx.version is not None:
-        _check_version(weights, ctx.version)
+        _check_version(ctx.watched, ctx.version)
     *bags, inverse, _ = ctx.saved_tensors
     values, offsets, factors = bags
     layout = ctx.layout | {"inverse": inverse}
@@ -259,9 +261,9 @@ def overflow_of(grad: Tensor) -> Tensor:
     return torch.where(torch.maximum(-low, high) <= _LARGEST, 0.0, torch.inf)  # a NaN is not
 
 
-def _check_version(weights: Tensor, version: int) -> None:
+def _check_version(watched: Tensor, version: int) -> None:
     # Other gradients need no rows: they may be taken of tables that have gone on.
-    if weights._version != version:
+    if watched._version != version:
         raise RuntimeError(
             "the tables have changed since this lookup, and its gradients, of products of rows or of "
             "per_sample_weights, need the rows as they were. "
