@@ -15,7 +15,7 @@ struct ArgumentSchema {
 using OpSchema = std::vector<ArgumentSchema>;
 
 // Notes the schema of an op, and returns it for StableLibrary::def. Messages name arguments by it.
-RK_EXPORT const char* noted_schema(const char* schema);
+const char* noted_schema(const char* schema);
 // The arguments of an op whose schema has been noted.
 RK_EXPORT const OpSchema& arguments_of(const char* op);
 

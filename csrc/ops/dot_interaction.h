@@ -23,9 +23,9 @@ struct InteractionSizes {
 };
 
 // Each throws std::invalid_argument naming the argument.
-RK_EXPORT InteractionSizes check_dot_interaction(const Tensor& dense, const Tensor& sparse, bool self_interaction,
-                                                 const std::string& precision);
-RK_EXPORT InteractionSizes check_dot_interaction_backward(const Tensor& grad, const Tensor& dense, const Tensor& sparse,
-                                                          bool self_interaction, const std::string& precision);
+InteractionSizes check_dot_interaction(const Tensor& dense, const Tensor& sparse, bool self_interaction,
+                                       const std::string& precision);
+InteractionSizes check_dot_interaction_backward(const Tensor& grad, const Tensor& dense, const Tensor& sparse,
+                                                bool self_interaction, const std::string& precision);
 
 }  // namespace rec_kernels

@@ -169,9 +169,9 @@ inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
 // The arguments of TableLayout and BagReading in a schema. The defaults describe one table, weights [E, D].
 std::string layout_schema();
 // That `size` numbers, one for each feature or part, are there; `asks` says why they have to be.
-RK_EXPORT void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
-                                   ScalarType dtype,
-                                   const char* asks = "embedding_dims is given, so the layout of every feature");
+void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
+                         ScalarType dtype,
+                         const char* asks = "embedding_dims is given, so the layout of every feature");
 
 RK_EXPORT BagOptions parse_bag_options(const BagReading& reading);
 
@@ -256,6 +256,6 @@ struct BadPosition {
   int64_t limit;     // ids: num_embeddings; offsets: number of ids
   int64_t previous;  // offsets: the offset before
 };
-[[noreturn]] RK_EXPORT void throw_bad_position(const BadPosition& bad);
+[[noreturn]] void throw_bad_position(const BadPosition& bad);
 
 }  // namespace rec_kernels

@@ -21,9 +21,8 @@ struct FactorizationSizes {
 };
 
 // Each throws std::invalid_argument naming the argument.
-RK_EXPORT FactorizationSizes check_factorization_machine(const Tensor& x, const Tensor& y,
-                                                         const std::string& precision);
-RK_EXPORT FactorizationSizes check_factorization_machine_backward(const Tensor& grad, const Tensor& x, const Tensor& y,
-                                                                  const std::string& precision);
+FactorizationSizes check_factorization_machine(const Tensor& x, const Tensor& y, const std::string& precision);
+FactorizationSizes check_factorization_machine_backward(const Tensor& grad, const Tensor& x, const Tensor& y,
+                                                        const std::string& precision);
 
 }  // namespace rec_kernels

@@ -30,10 +30,10 @@ struct ProjectionSizes {
 };
 
 // Each throws std::invalid_argument naming the argument. x [B, in_columns], grad [B, out_columns].
-RK_EXPORT ProjectionSizes check_grouped_projection(const Tensor& x, const Tensor& weights, const ProjectionDims& dims);
-RK_EXPORT ProjectionSizes check_grouped_projection_backward_input(const Tensor& grad, const Tensor& weights,
-                                                                  const ProjectionDims& dims);
-RK_EXPORT ProjectionSizes check_grouped_projection_backward_weights(const Tensor& grad, const Tensor& x,
-                                                                    const ProjectionDims& dims);
+ProjectionSizes check_grouped_projection(const Tensor& x, const Tensor& weights, const ProjectionDims& dims);
+ProjectionSizes check_grouped_projection_backward_input(const Tensor& grad, const Tensor& weights,
+                                                        const ProjectionDims& dims);
+ProjectionSizes check_grouped_projection_backward_weights(const Tensor& grad, const Tensor& x,
+                                                          const ProjectionDims& dims);
 
 }  // namespace rec_kernels

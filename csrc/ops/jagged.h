@@ -45,16 +45,16 @@ inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
 }
 
 // Each throws std::invalid_argument naming the argument.
-RK_EXPORT void check_jagged(const Tensor& values, const Tensor& offsets);
+void check_jagged(const Tensor& values, const Tensor& offsets);
 // Weights [N] float32, if there are any.
-RK_EXPORT void check_jagged_weights(const Tensor& values, const OptionalTensor& weights);
+void check_jagged_weights(const Tensor& values, const OptionalTensor& weights);
 // Integer ids [N], and such weights.
-RK_EXPORT void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
+void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
 // [F + 1]: where the bags of features with these batch sizes start; they must end with the rows of `offsets`.
-RK_EXPORT std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
+std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
 // That so many values fit into offsets of this dtype, which is that of argument `name`.
 RK_EXPORT void check_fits(int64_t values, const Tensor& offsets, const char* name = "offsets");
 // Throws if offsets [R + 1] in host memory do not rise or leave [0, N].
-RK_EXPORT void check_offsets(const Bags& rows);
+void check_offsets(const Bags& rows);
 
 }  // namespace rec_kernels

@@ -20,6 +20,6 @@ namespace rec_kernels {
 constexpr int64_t kAnchor = 4, kTries = 8;
 
 // Throws std::invalid_argument naming the argument.
-RK_EXPORT void check_jagged_overlaps(const Tensor& values, const Tensor& offsets);
+void check_jagged_overlaps(const Tensor& values, const Tensor& offsets);
 
 }  // namespace rec_kernels

@@ -67,8 +67,7 @@ enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCach
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values);
 RK_EXPORT bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, CacheUse use);
 // That a tensor has an element for every slot.
-RK_EXPORT void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name,
-                           ScalarType dtype);
+void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype);
 RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
 RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
 // How many slots from first_slot on are meant.

@@ -19,8 +19,8 @@
 namespace rec_kernels {
 
 // `argument` is what an error calls the name's place.
-RK_EXPORT RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
-RK_EXPORT const char* row_format_name(RowFormat format);
+RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
+const char* row_format_name(RowFormat format);
 
 // The arguments of quantize_rows after the checks; seed and step stay where they are.
 struct QuantizeOptions {
@@ -34,9 +34,9 @@ RK_EXPORT QuantizeOptions read_quantize(const Tensor& x, const std::string& form
                                         const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
                                         int64_t first_row, const std::optional<std::string>& scale_rule);
 // As read_quantize, for x of one dimension or more.
-RK_EXPORT QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
-                                             const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
-                                             int64_t first_row, const std::optional<std::string>& scale_rule);
+QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                   int64_t first_row, const std::optional<std::string>& scale_rule);
 RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
 // Not exported: a ScalarType in the name of a symbol would tie the library to a version of torch.
 inline void check_float_dtype(ScalarType dtype, const char* name) {
@@ -49,6 +49,6 @@ inline RowFormat float_format(ScalarType dtype) {
   return dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
 }
 // Throws for element `position` = n * D + column of x, whose value is not finite.
-[[noreturn]] RK_EXPORT void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
+[[noreturn]] void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
 
 }  // namespace rec_kernels
