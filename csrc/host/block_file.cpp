@@ -112,7 +112,11 @@ BlockFile BlockFile::create(const std::string& path, int64_t num_bytes, int64_t 
 }
 
 BlockFile BlockFile::open(const std::string& path, const std::string& layout) {
-  BlockFile opened{File(path, 0)};
+  // The log's name is made from the file's: under another name, a generation that waits in the log would not be found.
+  BlockFile opened{File(resolved(path), 0)};
+  const int64_t names = opened.file_.names();
+  check_value(names == 1, opened.path(), " has ", names, " names (hard links), and generations may wait in the log of ",
+              "another one: remove the other names, or make copies of the file and its log");
   opened.file_.lock();
   opened.read_header(layout);
   opened.read_state();

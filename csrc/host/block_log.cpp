@@ -11,7 +11,7 @@ namespace {
 
 constexpr char kLogMagic[] = "RKROWLOG";
 constexpr uint32_t kLogVersion = 1;
-constexpr int64_t kSlotOffset = 4096;
+constexpr int64_t kSlotOffset = 4096, kSecondCopy = 2048;  // halves of the head, in sectors of their own
 
 }  // namespace
 
@@ -25,7 +25,7 @@ struct BlockLog::Commit {
 };
 
 BlockLog::BlockLog(const BlockFile& main)
-    : file_(main.path() + ".log", O_CREAT),
+    : file_(main.path() + ".log", O_CREAT | O_NOFOLLOW),
       checksum_of_(main.block_bytes()),
       block_bytes_(main.block_bytes()),
       num_blocks_(main.num_blocks()),
@@ -54,12 +54,31 @@ int64_t BlockLog::bookkeeping_bytes() const {
   return static_cast<int64_t>(entries_.capacity() * sizeof(Entry) + table_.capacity() * sizeof(int64_t));
 }
 
+// The commit is there twice. The second copy is on the disk before the first is begun: a crash leaves nothing but zeros
+// at the first one, or one of them whole. What begins with anything else, and neither copy is whole, has been damaged.
+std::optional<BlockLog::Commit> BlockLog::read_commit() const {
+  bool begun = false;
+  for (const int64_t place : {int64_t{0}, kSecondCopy}) {
+    Commit commit{};
+    const int64_t bytes = std::min<int64_t>(file_.size() - place, sizeof commit);
+    if (bytes > 0) file_.read(&commit, bytes, place);
+    if (std::memcmp(commit.magic, kLogMagic, sizeof commit.magic) == 0 && commit.checksum == checksum_of(commit))
+      return commit;
+    const Commit none{};
+    begun = begun || (place == 0 && std::memcmp(&commit, &none, sizeof commit) != 0);
+  }
+  if (begun)
+    throw corrupted(join("both copies of the log's commit (bytes 0 to ", sizeof(Commit) - 1, " and ", kSecondCopy,
+                         " to ", kSecondCopy + static_cast<int64_t>(sizeof(Commit)) - 1,
+                         ") are damaged, and a generation may be in it; move it away to go on without it"),
+                    path());
+  return std::nullopt;
+}
+
 std::optional<int64_t> BlockLog::find_commit() {
-  if (file_.size() < kSlotOffset) return std::nullopt;
-  Commit commit;
-  file_.read(&commit, sizeof commit, 0);
-  if (std::memcmp(commit.magic, kLogMagic, sizeof commit.magic) != 0 || commit.checksum != checksum_of(commit))
-    return std::nullopt;
+  const std::optional<Commit> found = read_commit();
+  if (!found) return std::nullopt;
+  const Commit& commit = *found;
   check_value(commit.version == kLogVersion, path(), " has version ", commit.version,
               " of the format of logs of row files, expected ", kLogVersion);
   check_value(commit.identity == identity_, path(),
@@ -84,8 +103,7 @@ std::vector<BlockLog::Entry> BlockLog::read_index(const Commit& commit) const {
 }
 
 void BlockLog::adopt() {
-  Commit commit;
-  file_.read(&commit, sizeof commit, 0);
+  const Commit commit = read_commit().value();
   const std::vector<Entry> entries = read_index(commit);
   for (const Entry& entry : entries) {
     if (entry.block < 0 || entry.block >= num_blocks_ || find(entry.block) >= 0)
@@ -131,7 +149,7 @@ std::vector<LogEntry> BlockLog::sorted_entries() const {
 void BlockLog::make_writable() {
   if (!commit_uncertain_) return;
   const Commit none{};
-  file_.write(&none, sizeof none, 0);
+  for (const int64_t place : {int64_t{0}, kSecondCopy}) file_.write(&none, sizeof none, place);
   file_.sync();
   commit_uncertain_ = false;
 }
@@ -160,11 +178,13 @@ void BlockLog::write_commit(int64_t generation, uint64_t digest) {
   std::memcpy(commit.magic, kLogMagic, sizeof commit.magic);
   commit.checksum = checksum_of(commit);
   commit_uncertain_ = true;
-  // Up to the first slot, so that a log without slots is whole, too.
-  std::vector<uint8_t> head(kSlotOffset);
-  std::memcpy(head.data(), &commit, sizeof commit);
-  file_.write(head.data(), kSlotOffset, 0);
-  file_.sync();
+  // Each copy up to where the next thing begins, so that a log without slots is whole, too.
+  std::vector<uint8_t> half(kSecondCopy);
+  std::memcpy(half.data(), &commit, sizeof commit);
+  for (const int64_t place : {kSecondCopy, int64_t{0}}) {
+    file_.write(half.data(), kSecondCopy, place);
+    file_.sync();
+  }
   commit_uncertain_ = doubtful_ = false;
 }
 

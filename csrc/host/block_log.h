@@ -76,6 +76,7 @@ class BlockLog {
   struct Commit;
 
   void refuse_another_kind() const;
+  std::optional<Commit> read_commit() const;
   std::vector<Entry> read_index(const Commit& commit) const;
   void rewrite();
   void grow();

@@ -2,9 +2,12 @@
 
 #include <fcntl.h>
 #include <sys/file.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
+#include <cstdlib>
+#include <memory>
 #include <system_error>
 #include <utility>
 
@@ -31,6 +34,8 @@ SystemError refused(int code, const std::string& what, const std::string& path) 
 
 File::File(std::string path, int flags) : path_(std::move(path)) {
   handle_ = retried([&] { return ::open(path_.c_str(), O_RDWR | O_CLOEXEC | flags, 0666); });
+  if (handle_ < 0 && errno == ELOOP && (flags & O_NOFOLLOW))
+    throw SystemError(errno, "is a symbolic link, and what it names would be overwritten: remove the link", path_);
   if (handle_ < 0) throw refused(errno, flags & O_EXCL ? "cannot be created" : "cannot be opened", path_);
 }
 
@@ -49,6 +54,13 @@ int64_t File::size() const {
   const off_t end = ::lseek(handle_, 0, SEEK_END);
   if (end < 0) throw refused(errno, "its size cannot be read", path_);
   return end;
+}
+
+int64_t File::names() const {
+  struct statx found{};
+  if (::statx(handle_, "", AT_EMPTY_PATH, STATX_NLINK, &found) != 0)
+    throw refused(errno, "the number of its names cannot be read", path_);
+  return found.stx_nlink;
 }
 
 void File::read(void* to, int64_t bytes, int64_t offset) const {
@@ -99,6 +111,11 @@ void File::lock() const {
   if (errno == EWOULDBLOCK)
     throw SystemError(errno, "is open already, in this process or another; close it there first", path_);
   throw refused(errno, "cannot be locked", path_);
+}
+
+std::string resolved(const std::string& path) {
+  const std::unique_ptr<char, void (*)(void*)> found(::realpath(path.c_str(), nullptr), std::free);
+  return found ? found.get() : path;
 }
 
 }  // namespace rec_kernels::host

@@ -19,6 +19,8 @@ class File {
 
   const std::string& path() const { return path_; }
   int64_t size() const;
+  // How many names (hard links) it has.
+  int64_t names() const;
   // All of the bytes, or an exception. Any number of threads at once.
   void read(void* to, int64_t bytes, int64_t offset) const;
   void write(const void* from, int64_t bytes, int64_t offset) const;
@@ -35,5 +37,8 @@ class File {
   std::string path_;
   int handle_;
 };
+
+// The path of what `path` names, without symbolic links; `path` itself where there is nothing.
+std::string resolved(const std::string& path);
 
 }  // namespace rec_kernels::host
