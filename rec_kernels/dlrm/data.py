@@ -6,7 +6,6 @@ calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/dat
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.dlrm.threads import compute_with
 
 Item = TypeVar("Item")
 
@@ -184,24 +184,6 @@ class HeldOut:
         return islice(self.data.batches("train", batch_size, start), max(self._train_batches - start, 0))
 
 
-#: Held while the number of threads that new threads begin with is not what it should be.
-_default = threading.Lock()
-
-
-def _compute_alone() -> None:
-    """Gives the thread that calls it, a new one, no helpers, and leaves those that begin later what they would have.
-
-    Where a thread sets its number, torch has all that begin later start with it, too. So another thread sets that back:
-    one that goes on would have its own number changed.
-    """
-    with _default:
-        threads = torch.get_num_threads()  # what new threads begin with: this one has never looked before
-        torch.set_num_threads(1)
-        restore = threading.Thread(target=torch.set_num_threads, args=(threads,))
-        restore.start()
-        restore.join()
-
-
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
     """The same items, the next one always being made on another thread.
 
@@ -210,7 +192,7 @@ def ahead(items: Iterator[Item]) -> Iterator[Item]:
     """
     end: Any = object()
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="data") as pool:
-        pool.submit(_compute_alone).result()
+        pool.submit(compute_with, 1).result()
         coming = pool.submit(next, items, end)
         while (item := coming.result()) is not end:
             coming = pool.submit(next, items, end)

@@ -28,6 +28,7 @@ from rec_kernels.dlrm.predictions import check_labels, predict
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.threads import ShortWaits
 from rec_kernels.dlrm.window import Clock, Window
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
@@ -71,7 +72,7 @@ def train(
     run = _begin(config, data, resume)
     run.progress = progress
     try:
-        with StopAtSignal() as stop:
+        with StopAtSignal() as stop, ShortWaits():
             run.fit(stop)
         test = run.test()
     except RunInterruptedError:
