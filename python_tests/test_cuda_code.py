@@ -5,42 +5,25 @@ No GPU is needed.
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 
 import rec_kernels as rk
+from bench.gpu import machine_code
 
 LIBRARY = rk.build_info()["cuda_library"]
-ARCHITECTURE = "sm_90"
 MAIN = "pool|pool_composed|sum_products|finish_short"  # kernels of rows of any width
 
 
-def cuobjdump() -> str | None:
-    """The CUDA toolkit's, or the one that the triton package carries."""
-    found = shutil.which("cuobjdump")
-    spec = importlib.util.find_spec("triton")
-    if found or spec is None:
-        return found
-    carried = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return str(carried) if carried.exists() else None
-
-
-pytestmark = [
-    pytest.mark.skipif(LIBRARY is None, reason="the CUDA library is not built"),
-    pytest.mark.skipif(cuobjdump() is None, reason="no cuobjdump"),
-]
+MISSING = machine_code.missing()
+pytestmark = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
 
 
 def dump(what: str) -> str:
-    command = [cuobjdump(), "-arch", ARCHITECTURE, what, LIBRARY]
-    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    text = machine_code.dump(what, LIBRARY)
     if "Function" not in text:
-        pytest.skip(f"the library was not built for {ARCHITECTURE}")
+        pytest.skip(f"the library was not built for {machine_code.ARCHITECTURE}")
     return text
 
 

@@ -1,0 +1,262 @@
+"""What nvcc made of the CUDA kernels: registers, spills, resident blocks, and the loop that reads rows.
+
+``python -m bench.gpu.machine_code`` prints a row for every kernel of ``librec_kernels_cuda.so``; no GPU is needed, but
+cuobjdump and nvdisasm (of the CUDA toolkit or of the triton package) are. In Python::
+
+    kernels = machine_code.read()                          # every kernel of ours, or None: no library or no cuobjdump
+    pool = machine_code.find(kernels, "pool_kernel<Affine<8>, 32, 1, false>")
+    pool.registers, pool.blocks, pool.loop.instructions, pool.loop.first_wait_bytes
+
+Names are those of the C++ sources without namespaces: ``pool_kernel<Format, lanes of a group, blocks of columns,
+weighted>``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import rec_kernels as rk
+
+ARCHITECTURE = "sm_90"
+THREADS = 256  # of a block, in every launch that has work to share: kThreads of csrc/cuda/group.cuh
+
+# A multiprocessor of sm_90 (CUDA C++ Programming Guide, "Technical Specifications per Compute Capability"): registers
+# are given to a warp by 256, and warps to one of four partitions.
+REGISTERS, REGISTER_UNIT, PARTITIONS, WARPS, BLOCKS = 65536, 256, 4, 64, 32
+SHARED, SHARED_OF_SYSTEM = 228 * 1024, 1024  # bytes; those that each block takes besides its own
+WARP = 32
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction. Its scoreboard fields are decoded from the machine code's control bits."""
+
+    address: int
+    text: str  # "@!P0 LDG.E.128 R4, desc[UR10][R2.64]"
+    sets: int  # scoreboard that its result will clear, 0 .. 5; 7: none
+    waits: int  # bit s: it waits until scoreboard s is clear
+
+    @property
+    def opcode(self) -> str:
+        """``LDG.E.128``."""
+        return re.sub(r"^@!?U?P\w+\s+", "", self.text).partition(" ")[0]
+
+    @property
+    def target(self) -> int | None:
+        """The address that a branch goes to, if it is one."""
+        match = re.search(r"\bBRA(?:\.\S+)? .*?0x([0-9a-f]+)", self.text)
+        return int(match[1], 16) if match else None
+
+    @property
+    def loaded(self) -> int:
+        """Bytes that a lane asks global memory for: 1 .. 16; 0: no load of it."""
+        if not self.opcode.startswith(("LDG", "LD.")):
+            return 0
+        widths = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+        return next((widths[part] for part in self.opcode.split(".") if part in widths), 4)
+
+
+@dataclass(frozen=True)
+class Loop:
+    """An innermost loop: one round of it, which is one set of rows in flight."""
+
+    instructions: int
+    loads: int  # of global memory
+    bytes: int  # that a lane loads in a round
+    first_wait_bytes: int  # that a lane has asked for before it waits for the first of them
+    first_wait_loads: int
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of the library, as compiled for ARCHITECTURE."""
+
+    name: str  # "pool_kernel<Fp32, 32, 1, false>"
+    registers: int  # a thread's
+    stack: int  # bytes of a thread
+    spills: int  # instructions that move a register to or from local memory
+    shared: int  # static bytes of a block; what a launch adds is not known here
+    instructions: int
+    loop: Loop | None  # the one that asks for the most bytes at once; None: no loop loads anything
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of THREADS that a multiprocessor holds at once."""
+        unit = REGISTER_UNIT
+        of_warp = -(-self.registers * WARP // unit) * unit
+        warps = min(WARPS, REGISTERS // of_warp // PARTITIONS * PARTITIONS)
+        return min(BLOCKS, warps * WARP // THREADS, SHARED // (self.shared + SHARED_OF_SYSTEM))
+
+    @property
+    def bytes_in_flight(self) -> int:
+        """Bytes that a full multiprocessor has asked for when all its warps wait for the first row of a round."""
+        return self.loop.first_wait_bytes * self.blocks * THREADS if self.loop else 0
+
+
+def tool(name: str) -> str | None:
+    """cuobjdump or nvdisasm: the CUDA toolkit's, or the one that the triton package carries."""
+    found = shutil.which(name)
+    spec = importlib.util.find_spec("triton")
+    if found or spec is None or spec.origin is None:
+        return found
+    carried = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name
+    return str(carried) if carried.exists() else None
+
+
+def missing(library: str | None = None) -> str | None:
+    """What is missing to read the library (default: the package's), or None."""
+    if (library or rk.build_info()["cuda_library"]) is None:
+        return "the CUDA library is not built"
+    return None if tool("cuobjdump") else "no cuobjdump"
+
+
+def dump(what: str, library: str) -> str:
+    """What ``cuobjdump WHAT`` says of the library's machine code for ARCHITECTURE; empty: it has none."""
+    command = [str(tool("cuobjdump")), "-arch", ARCHITECTURE, what, library]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def demangled(symbol: str) -> str:
+    """The C++ name of a linker symbol, by the C++ runtime that torch runs with."""
+    demangle = ctypes.CDLL("libstdc++.so.6").__cxa_demangle
+    demangle.restype = ctypes.c_void_p
+    status = ctypes.c_int()
+    address = demangle(symbol.encode(), None, None, ctypes.byref(status))
+    if not address:
+        return symbol
+    name = ctypes.string_at(address).decode()
+    libc = ctypes.CDLL(None)
+    libc.free.argtypes = [ctypes.c_void_p]
+    libc.free(address)
+    return name
+
+
+def kernel_name(symbol: str) -> str | None:
+    """``pool_kernel<Fp32, 32, 1, false>`` of a kernel of ours; None for another library's."""
+    name = re.sub(r"\(anonymous namespace\)::|rec_kernels::|cuda::", "", demangled(symbol))
+    match = re.match(r"(?:void )?([a-z_]+_kernel(?:<.*>)?)\(", name)
+    if not match or "11rec_kernels" not in symbol:
+        return None
+    return re.sub(r" +>", ">", match[1])
+
+
+# An instruction is two lines: its address, text and low half, then the high half, which has the control bits.
+INSTRUCTION = re.compile(
+    r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?) ?;\s+/\* 0x[0-9a-f]{16} \*/\n\s+/\* 0x([0-9a-f]{16}) \*/", re.MULTILINE
+)
+
+
+def instructions_of(code: str) -> list[Instruction]:
+    """The instructions of one function's listing."""
+    out = []
+    for match in INSTRUCTION.finditer(code):
+        control = (
+            int(match[3], 16) >> 41
+        )  # stall 4 bits, yield 1, scoreboards set on writing and reading 3 each, waits 6
+        out.append(Instruction(int(match[1], 16), match[2], control >> 5 & 7, control >> 11 & 63))
+    return out
+
+
+def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+    """Every stretch that a branch goes back over, and that has no other such stretch in it."""
+    loops = [(i.target, i.address) for i in code if i.target is not None and i.target < i.address]
+    for start, end in loops:
+        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops):
+            yield [i for i in code if start <= i.address <= end]
+
+
+def measured(body: Sequence[Instruction]) -> Loop:
+    """The figures of a loop's body."""
+    asked = loads = 0
+    coming = 0  # scoreboards of the loads so far
+    for i in body:
+        if i.waits & coming:
+            break
+        if i.loaded:
+            asked, loads = asked + i.loaded, loads + 1
+            coming |= 1 << i.sets if i.sets < 6 else 0
+    every = [i.loaded for i in body if i.loaded]
+    return Loop(len(body), len(every), sum(every), asked, loads)
+
+
+def row_loop(code: Sequence[Instruction]) -> Loop | None:
+    """The innermost loop that reads rows: most bytes before the first wait, then fewest instructions."""
+    loops = [loop for loop in map(measured, innermost_loops(code)) if loop.loads]
+    return max(loops, key=lambda loop: (loop.first_wait_bytes, -loop.instructions), default=None)
+
+
+def read(library: str | None = None) -> list[Kernel] | None:
+    """Every kernel of ours in the library (default: the package's), or None where it cannot be read."""
+    library = library or rk.build_info()["cuda_library"]
+    if missing(library) is not None:
+        return None
+    usage = dict(re.findall(r"Function (\S+):\s+(REG:.*)", dump("-res-usage", library)))
+    parts = re.split(r"\n[ \t]*Function : (\S+)\n", dump("-sass", library))
+    out = []
+    for symbol, listing in zip(parts[1::2], parts[2::2], strict=True):
+        name = kernel_name(symbol)
+        if name is None or symbol not in usage:
+            continue
+        resources = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage[symbol])}
+        code = instructions_of(listing)
+        spills = sum(i.opcode.startswith(("LDL", "STL")) for i in code)
+        out.append(
+            Kernel(name, resources["REG"], resources["STACK"], spills, resources["SHARED"], len(code), row_loop(code))
+        )
+    return sorted(out, key=lambda kernel: kernel.name)
+
+
+def find(kernels: Sequence[Kernel], name: str) -> Kernel:
+    """The kernel of this name; KeyError if there is none."""
+    for kernel in kernels:
+        if kernel.name == name:
+            return kernel
+    raise KeyError(f"no kernel {name}")
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """A row for each kernel, as Markdown."""
+    lines = [
+        "| kernel | registers | stack | spills | shared | blocks an SM | loop: instructions | loads | bytes a lane "
+        "| before the first wait | KiB in flight an SM |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for k in kernels:
+        loop = k.loop
+        of_loop = (loop.instructions, loop.loads, loop.bytes, loop.first_wait_bytes) if loop else ("",) * 4
+        cells = (
+            k.name,
+            k.registers,
+            k.stack,
+            k.spills,
+            k.shared,
+            k.blocks,
+            *of_loop,
+            f"{k.bytes_in_flight / 1024:.0f}",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu.machine_code", description=__doc__)
+    parser.add_argument("--library", help="a library or object file (default: the package's librec_kernels_cuda.so)")
+    parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
+    args = parser.parse_args()
+    kernels = read(args.library)
+    if kernels is None:
+        parser.error(f"nothing to read: {missing(args.library)}")
+    print(table([kernel for kernel in kernels if args.kernel in kernel.name]))
+
+
+if __name__ == "__main__":
+    main()
