@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels  # noqa: F401  (registers the ops)
-from rec_kernels.ops.once import REFUSED
+from rec_kernels.ops.autograd import REFUSED
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "rec_kernels::"

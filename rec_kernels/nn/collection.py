@@ -36,7 +36,7 @@ from rec_kernels.nn.tables import (
     zeros,
 )
 from rec_kernels.nn.tied import Tied, refuse_replaced, show
-from rec_kernels.ops.embedding_bag import arguments_of
+from rec_kernels.ops.autograd import arguments_of
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.version_counters import call_in_place
 

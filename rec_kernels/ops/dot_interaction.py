@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
+from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
-from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -43,7 +42,7 @@ def dot_interaction(
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
             what is allowed.
     """
-    return _ops.dot_interaction(dense, sparse, self_interaction, precision)
+    return below_autograd(_ops.dot_interaction.default, dense, sparse, self_interaction, precision)
 
 
 def num_pairs(num_sparse: int, self_interaction: bool = False) -> int:

@@ -10,12 +10,10 @@ The ops (schemas in csrc/ops/embedding_bag.cpp, contract in csrc/ops/embedding_b
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from rec_kernels.ops.autograd import arguments_of, below_autograd
 from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -79,7 +77,7 @@ def embedding_bag(
         include_last_offset = True
     elif offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
-    options = {"pooling": mode, "include_last_offset": include_last_offset}
+    options = {"pooling": mode, "include_last_offset": include_last_offset, "sparse": sparse}
     if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
         weight, rows = _rows_of(weight, format, embedding_dim)
         options |= rows
@@ -89,15 +87,7 @@ def embedding_bag(
         options["per_sample_weights"] = per_sample_weights
     if output_dtype is not None:
         options["output_dtype"] = output_dtype
-    return _lookup(weight, input, offsets, sparse, options)
-
-
-def _lookup(weight: Tensor, input: Tensor, offsets: Tensor, sparse: bool, options: dict) -> Tensor:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or forward_ad._current_level >= 0:
-        return _embedding_bag(weight, input, offsets, sparse=sparse, **options)[0]
-    # Without gradients the autograd layer, which is Python, has nothing to do but costs a third of a tiny call.
-    with torch._C._AutoDispatchBelowAutograd():
-        return _embedding_bag(weight, input, offsets, **options)[0]
+    return below_autograd(_embedding_bag, weight, input, offsets, **options)[0]
 
 
 def _check_arguments(input: Tensor, weight: Tensor, mode: str, norms: bool) -> None:
@@ -162,17 +152,6 @@ def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int
     for size in sizes:
         starts.append(-(-(starts[-1] + size) // alignment) * alignment)
     return starts
-
-
-@functools.cache
-def signature_of(op: str) -> dict[str, object]:
-    """Name -> default of an op's arguments, in schema order."""
-    return {a.name: a.default_value for a in getattr(_ops, op).default._schema.arguments}
-
-
-def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
-    """The arguments of a call by their names in the schema."""
-    return dict(zip(signature_of(op), inputs, strict=False)) | (given or {})
 
 
 def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast
-from rec_kernels.ops.embedding_bag import NARROW, arguments_of, signature_of, table_starts
-from rec_kernels.ops.forward_mode import refuse_tangents, register_autograd
-from rec_kernels.ops.once import differentiable_once
+from rec_kernels.ops.autograd import arguments_of, differentiable_once, register_autograd, signature_of
+from rec_kernels.ops.embedding_bag import NARROW, table_starts
 from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
@@ -101,11 +99,8 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
 
 
 def _grads(ctx, **by_name) -> tuple:
-    """Gradients in schema order, None for the arguments that have none.
-
-    The dispatcher drops trailing arguments that equal their defaults, and torch then wants no gradient for them.
-    """
-    return tuple(by_name.get(name) for name in ctx.names[: len(ctx.needs_input_grad)])
+    """Gradients in schema order, None for the arguments that have none."""
+    return tuple(by_name.get(name) for name in ctx.names)
 
 
 def _factors_gradient(
@@ -273,41 +268,12 @@ def _check_version(watched: Tensor, version: int) -> None:
         )
 
 
-def _register_autograd(op: str, setup: Callable, backward: Callable) -> None:
-    """What ``register_autograd`` does, without its walk over the schema in every call.
-
-    That walk costs time with the square of the number of arguments: 80 microseconds for these ops.
-    """
-    overload, defaults = getattr(_ops, op).default, tuple(signature_of(op).values())
-
-    def forward(ctx, *inputs):
-        with torch._C._AutoDispatchBelowAutograd():
-            output = overload(*inputs)
-        # The dispatcher has dropped trailing arguments that equal their defaults.
-        setup(ctx, inputs + defaults[len(inputs) :], output)
-        return output
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(differentiable_once(op, backward))}
-    function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
-
-    def kernel(*inputs):
-        refuse_tangents(op, inputs)
-        if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in inputs):
-            return function.apply(*inputs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*inputs)
-
-    _implementations.impl(op, kernel, "Autograd")
-
-
-_register_autograd("embedding_bag", _setup, _backward)
-_register_autograd("embedding_bag_fused", _setup_fused, _backward_fused)
-# Only torch's own registration takes gradients of a list.
-register_autograd(
-    "embedding_bag_tables",
-    differentiable_once("embedding_bag_tables", _backward_tables),
-    setup_context=_setup_tables,
-)
+for _op, _backward_of, _keep_for in (
+    ("embedding_bag", _backward, _setup),
+    ("embedding_bag_fused", _backward_fused, _setup_fused),
+    ("embedding_bag_tables", _backward_tables, _setup_tables),
+):
+    register_autograd(_op, differentiable_once(_op, _backward_of), setup_context=_keep_for)
 
 
 def _register_autocast(op: str) -> None:

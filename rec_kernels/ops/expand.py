@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -34,7 +34,8 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
     shape = (*inverse.shape, *x.shape[1:])
     # Not reshape(len(x), -1): of no elements, torch cannot tell the columns.
     columns = x.shape[1:].numel()
-    return _ops.expand(x.reshape(x.shape[0], columns), inverse.reshape(-1))[0].view(shape)
+    x, inverse = x.reshape(x.shape[0], columns), inverse.reshape(-1)
+    return below_autograd(_ops.expand.default, x, inverse)[0].view(shape)
 
 
 @torch.library.register_fake("rec_kernels::expand")

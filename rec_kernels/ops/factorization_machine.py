@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
+from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
-from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -40,7 +39,7 @@ def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> T
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
             what is allowed.
     """
-    return _ops.factorization_machine(x, y, precision)
+    return below_autograd(_ops.factorization_machine.default, x, y, precision)
 
 
 @torch.library.register_fake("rec_kernels::factorization_machine")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, as_scalar, row_bytes
 
 _ops = torch.ops.rec_kernels
@@ -49,7 +49,8 @@ def fake_quantize(
     if x.is_cuda and rounding == "nearest" and torch.compiler.is_compiling():
         check_arguments(x, format, rounding, *noise, table, first_row, scale_rule)
         return Traced.apply(x, format, scale_rule == "rceil")
-    return _ops.fake_quantize(x, format, rounding, *noise, table, first_row, scale_rule)
+    how = format, rounding, *noise, table, first_row, scale_rule
+    return below_autograd(_ops.fake_quantize.default, x, *how)
 
 
 def check_arguments(

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import in_triton
+from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
-from rec_kernels.ops.once import refuse_second
 
 _ops = torch.ops.rec_kernels
 
@@ -50,7 +49,8 @@ def grouped_projection(
     """
     if outputs is None:
         outputs = range(len(in_dims))
-    return _ops.grouped_projection(x, weights, list(in_dims), list(out_dims), list(outputs))
+    lists = list(in_dims), list(out_dims), list(outputs)
+    return below_autograd(_ops.grouped_projection.default, x, weights, *lists)
 
 
 def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -60,7 +60,8 @@ def jagged_bucketize(
         ValueError: sizes, dtypes or devices do not fit; on the CPU also for bad offsets and block sizes. On a GPU every
         bag is empty then, and the op's ``status`` (docs/ops.md) tells.
     """
-    out = _ops.jagged_bucketize(values, offsets, block_sizes, num_buckets, list(strides), weights)
+    given = values, offsets, block_sizes, num_buckets, list(strides), weights
+    out = below_autograd(_ops.jagged_bucketize.default, *given)
     return Bucketized(out[0], out[1], None if weights is None else out[2], out[3])
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
-from rec_kernels.ops.forward_mode import register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -43,7 +43,8 @@ def jagged_permute(
         also for bad offsets and a wrong ``total``. On a GPU bags with bad offsets are empty, and the op's ``status``
         (docs/ops.md) tells.
     """
-    out = _ops.jagged_permute(values, offsets, list(permute), list(strides), weights, total)
+    given = values, offsets, list(permute), list(strides), weights, total
+    out = below_autograd(_ops.jagged_permute.default, *given)
     return out[0], out[1], None if weights is None else out[2]
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.embedding_bag import arguments_of
+from rec_kernels.ops.autograd import arguments_of
 from rec_kernels.ops.fakes import check_devices, check_one_device
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fakes import check_one_device
-from rec_kernels.ops.forward_mode import register_autograd
 
 
 def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ValueError: a shape, dtype or device is not as above; the message names the argument.
     """
-    return torch.ops.rec_kernels.scale_rows(x, scale)
+    return below_autograd(torch.ops.rec_kernels.scale_rows.default, x, scale)
 
 
 @torch.library.register_fake("rec_kernels::scale_rows")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rec_kernels.ops.embedding_bag import signature_of
+from rec_kernels.ops.autograd import signature_of
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
