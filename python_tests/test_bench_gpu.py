@@ -1,11 +1,10 @@
-"""bench.gpu without a GPU: its arithmetic, its checks of the kernels, its loop and its clocks."""
+"""bench.gpu without a GPU: its arithmetic, its checks of the kernels and its loop."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from backends import ROOT
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
 from bench import peers
-from bench.gpu import cases, checks, jagged, measure, report, subjects, timing
+from bench.gpu import cases, checks, jagged, measure, report, subjects
 from bench.gpu import implementations as imp
 from bench.shapes import Workload
 
@@ -131,7 +130,7 @@ class Planted(imp.Ours):
             self.tables[0][self.data.ids_of_tables[0][0], 1] = torch.nan
 
 
-@pytest.mark.parametrize("make", [imp.Ours, imp.Torch])
+@pytest.mark.parametrize("make", [imp.Ours, imp.Ops, imp.Torch])
 @pytest.mark.parametrize("optimizer", cases.OPERATIONS)
 @pytest.mark.parametrize("w", [SMALL, ZIPF], ids=lambda w: w.name)
 def test_right_kernels_pass_the_checks(make: imp.Make, optimizer: str, w: Workload) -> None:
@@ -234,6 +233,15 @@ def test_a_case() -> None:
     graphs = {(row["implementation"], row["operation"]) for row in found["results"] if "graph_ms" in row}
     assert graphs == {("ours", "forward"), ("ours", "step"), ("torch", "forward")}
     json.dumps(found)
+
+
+def test_our_backward_is_replayed_without_autograd() -> None:
+    """By "ops", and nothing else is: the other graphs are those of "ours"."""
+    case = subjects.EmbeddingBag(SMALL, {"ours": imp.Ours, "ops": imp.Ops})
+    found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
+    ops = [row for row in found["results"] if row["implementation"] == "ops"]
+    assert [report.label(row) for row in ops] == ["backward, rowwise_adagrad", "backward, sgd"]
+    assert all("graph_ms" in row for row in ops)
 
 
 def test_only_short_calls_are_replayed() -> None:
@@ -345,105 +353,3 @@ def test_jagged_ops_are_checked() -> None:
         case._build(lambda found=right: found, operation, "ours").check()
         with pytest.raises(AssertionError):
             case._build(lambda found=wrong: found, operation, "ours").check()
-
-
-# Clocks
-
-
-class FakeCuda:
-    """What CudaTimer asks of torch.cuda; notes the order of events."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.clock = 0.0
-
-    def get_device_properties(self, device: int) -> SimpleNamespace:
-        return SimpleNamespace(L2_cache_size=100)
-
-    def current_device(self) -> int:
-        return 0
-
-    def Event(self, enable_timing: bool) -> SimpleNamespace:  # noqa: N802 (torch's name)
-        assert enable_timing
-        event = SimpleNamespace(at=None)
-
-        def record() -> None:
-            self.log.append("event")
-            event.at = self.clock
-
-        event.record, event.elapsed_time = record, lambda other: other.at - event.at
-        return event
-
-    def synchronize(self) -> None:
-        self.log.append("synchronize")
-
-    def Stream(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(wait_stream=lambda other: self.log.append("wait"))
-
-    current_stream = Stream
-
-    def CUDAGraph(self) -> SimpleNamespace:  # noqa: N802
-        return SimpleNamespace(replay=lambda: self.log.append("replay"))
-
-    def _noted(self, name: str):
-        log = self.log
-
-        class Noted:
-            def __enter__(self) -> None:
-                log.append(f"{name} {{")
-
-            def __exit__(self, *error) -> None:
-                log.append("}")
-
-        return Noted()
-
-    def stream(self, stream: object):
-        return self._noted("stream")
-
-    def graph(self, graph: object):
-        return self._noted("graph")
-
-
-def test_cuda_timer() -> None:
-    """Before each call its ids and the flush, outside of the events; one wait, at the end."""
-    cuda = FakeCuda()
-    timer = timing.CudaTimer(cuda, device="cpu")
-    timer._flushed.fill_(1)
-    assert timer._flushed.numel() == 400
-
-    def call() -> None:
-        assert not timer._flushed.any()
-        cuda.log.append("call")
-        cuda.clock += 2
-
-    def prepare(i: int) -> None:
-        timer._flushed.fill_(1)
-        cuda.log.append(f"prepare {i}")
-        cuda.clock += 100
-
-    assert timer.times(call, prepare, 2) == [2, 2]
-    one = ["event", "call", "event"]
-    assert cuda.log == ["prepare 0", *one, "prepare 1", *one, "synchronize"]
-
-
-def test_cuda_graph() -> None:
-    """Warm calls on another stream, one call captured, and then the graph in the call's place."""
-    cuda = FakeCuda()
-    replay = timing.CudaTimer(cuda, device="cpu").capture(lambda: cuda.log.append("call"))
-    warm = ["wait", "stream {", *["call"] * timing.WARMUP_CALLS, "}", "wait"]
-    assert cuda.log == [*warm, "graph {", "call", "}"]
-    replay()
-    assert cuda.log[-1] == "replay"
-
-
-def test_median_and_repetitions() -> None:
-    """As many calls as fit the budget, the flush counted, within bounds."""
-    for ms, expected in ((0.85, 100), (40.0, 10), (0.001, 300)):
-        timer = Ticks(ms)
-        found = timing.median_ms(timer, lambda: None, lambda i: None, budget_ms=100)
-        assert (found["ms"], found["quartiles_ms"], found["repetitions"]) == (ms, [ms, ms], expected)
-        assert timer.log == [timing.WARMUP_CALLS, 3, expected]
-
-
-def test_copy_rate_counts_both_ways() -> None:
-    assert timing.copy_gb_per_s(Ticks(0.5), CPU, 10**6) == pytest.approx(2 * 10**6 / 0.5e-3 / 1e9)

@@ -48,7 +48,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert set(found["copy_gb_per_s"]) == {"before", "after"}
     assert found["seconds"] > 0
     names = {row["implementation"] for row in bags["results"]} | about["left_out"].keys()
-    assert names == {"ours", "triton", "torch", "fbgemm"}
+    assert names == {"ours", "ops", "triton", "torch", "fbgemm"}
+    assert about["cublas_workspace"] == os.environ.get(report.CUBLAS, report.CUBLAS_WORKSPACE)
     if importlib.util.find_spec("triton"):
         assert "triton" not in about["left_out"]
     failed = [row for case in found["cases"] for row in case["results"] if "error" in row or "graph_error" in row]
@@ -168,6 +169,20 @@ def test_table() -> None:
     assert report._grouped(list("abc"), most=2) == ["a", "b", "- and 1 more, in the JSON file"]
 
 
+def test_the_replay_of_a_backward_is_that_of_the_ops() -> None:
+    """In the line of ours, with its rates; eager calls are compared with eager calls."""
+    rows = {"operation": "backward", "optimizer": "sgd"}
+    rates = {"gb_per_s": {"all": 800.0, "unique": 600.0}, "percent_of_copy": {"all": 80.0, "unique": 60.0}}
+    results = [
+        rows_of(implementation="ours", **rows),
+        rows_of(implementation="ops", ms=1.9, graph_ms=1.0, **rows | rates),
+        rows_of(implementation="fbgemm", ms=3.0, **rows),
+    ]
+    found = FOUND | {"cases": [{"name": "one", "op": "embedding_bag", "results": results}]}
+    line = "| one | backward, sgd | 2.00 | 1.00 | 800 (80 %) | 600 (60 %) | 3.00 (1.50x) |"
+    assert report.table(found).splitlines()[2] == line
+
+
 def test_wrong_kernels_end_the_command_with_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """After everything else was measured and written."""
     assert command.wrong_results(FOUND) == ["one, step, sgd"]
@@ -230,7 +245,7 @@ def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither Triton nor FBGEMM installed; Triton without its interpreter; an FBGEMM that does not run."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found, reasons = imp.available(CPU)
-    assert list(found) == ["ours", "torch"]
+    assert list(found) == ["ours", "ops", "torch"]
     assert reasons == {"triton": "Triton is not installed", "fbgemm": "fbgemm_gpu is not installed"}
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setenv("TRITON_INTERPRET", "0")

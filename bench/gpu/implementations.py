@@ -1,4 +1,4 @@
-"""Who looks up and updates: our ops, our Triton kernels, torch, and FBGEMM where it is installed.
+"""Who looks up and updates: our ops (with autograd and without), our Triton kernels, torch, and FBGEMM where it is.
 
 All of them work on the same tables, ids and gradient, except FBGEMM, which keeps a copy of the tables.
 """
@@ -141,6 +141,13 @@ class Triton(_Kernels):
         super().__init__(data, optimizer, triton)
 
 
+class Ops(_Kernels):
+    """torch.ops.rec_kernels, called directly. Of use for the backward, which a CUDA graph can hold without autograd."""
+
+    def __init__(self, data: Tables, optimizer: str) -> None:
+        super().__init__(data, optimizer, torch.ops.rec_kernels)
+
+
 class _Autograd:
     """A backward that needs a forward of its own before it."""
 
@@ -268,9 +275,14 @@ def _why_not_fbgemm(device: torch.device) -> str | None:
 
 Make = Callable[[Tables, str], Implementation]
 
+#: What an implementation is timed with, where that is not all operations. The forward and the step of "ops" are those
+#: of "ours", whose graphs hold them already.
+ONLY = {"ops": ("backward",)}
+
 
 def _kinds() -> Iterator[tuple[str, Make, Callable[[torch.device], str | None]]]:
     yield "ours", Ours, _why_not_ours
+    yield "ops", Ops, _why_not_ours
     yield "triton", Triton, _why_not_triton
     yield "torch", Torch, lambda device: None
     yield "fbgemm", Fbgemm, _why_not_fbgemm

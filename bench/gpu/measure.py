@@ -13,7 +13,7 @@ from bench.gpu.subjects import Built, Case, Subject
 from bench.gpu.timing import Timer, median_ms
 
 #: Calls faster than this are also measured as replays of a CUDA graph, without what their launches cost.
-GRAPH_BELOW_MS = 1.0
+GRAPH_BELOW_MS = 2.0
 
 
 @dataclass

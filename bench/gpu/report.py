@@ -21,6 +21,10 @@ from bench.peers import fbgemm_version
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "bench" / "results"
 OURS = "ours"
+#: Our ops without autograd: the backward's time as a replay of a graph.
+OPS = "ops"
+#: Read by cuBLAS when it starts: without it, torch's products may give other bits in every run.
+CUBLAS, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def _printed(*command: str) -> str:
@@ -79,6 +83,7 @@ def about(device: torch.device, left_out: dict[str, str], commit: str | None) ->
         "fbgemm": fbgemm_version(),
         "machine": platform.machine(),
         **{key: built[key] for key in ("version", "torch", "python", "cuda_unavailable", "cuda_architectures")},
+        "cublas_workspace": os.environ.get(CUBLAS),
         "left_out": left_out,
     }
 
@@ -121,6 +126,14 @@ def _ours_cells(row: dict | None) -> list[str]:
     return [_ms(row["ms"]), graph, *rates]
 
 
+def _ours(rows: dict[str, dict]) -> dict | None:
+    """Our row; the replay of a backward, which a graph holds without autograd only, is that of the ops."""
+    ours, ops = rows.get(OURS), rows.get(OPS, {})
+    if ours is None or "error" in ours or "graph_ms" in ours or "graph_ms" not in ops:
+        return ours
+    return ours | {key: ops[key] for key in ("graph_ms", "gb_per_s", "percent_of_copy")}
+
+
 def _peer_cell(row: dict | None, ours: dict | None) -> str:
     if row is None:
         return ""
@@ -136,12 +149,12 @@ def _peer_cell(row: dict | None, ours: dict | None) -> str:
 def table(found: dict[str, object]) -> str:
     """The figures in markdown: a line for each case and operation, then what failed and why."""
     names = {row["implementation"] for case in found["cases"] for row in case["results"]}
-    peers = sorted(names - {OURS}, key=_column)
+    peers = sorted(names - {OURS, OPS}, key=_column)
     head = ["case", "operation", "ours, ms", "graph, ms", "GB/s, all rows", "GB/s, unique rows", *peers]
     lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
     for case in found["cases"]:
         for number, (operation, rows) in enumerate(by_operation(case).items()):
-            ours = rows.get(OURS)
+            ours = _ours(rows)
             others = [_peer_cell(rows.get(peer), ours) for peer in peers]
             lines.append(["" if number else case["name"], operation, *_ours_cells(ours), *others])
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
@@ -193,7 +206,7 @@ def picture(found: dict[str, object], path: Path) -> str:
 
 
 def _column(name: str) -> int:
-    order = (OURS, "triton", "torch", "fbgemm")
+    order = (OURS, OPS, "triton", "torch", "fbgemm")
     return order.index(name) if name in order else len(order)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench.gpu.cases import OPERATIONS, bytes_moved, unique_rows
 from bench.gpu.checks import check_forward, check_update
-from bench.gpu.implementations import Implementation, Make, Tables
+from bench.gpu.implementations import ONLY, Implementation, Make, Tables
 from bench.shapes import Workload
 
 
@@ -69,7 +69,7 @@ class EmbeddingBag:
             for optimizer, operations in OPERATIONS.items():
                 # Built once for all its operations, and gone before the next is built.
                 built = functools.lru_cache(maxsize=1)(functools.partial(make, data, optimizer))
-                for operation in operations:
+                for operation in (o for o in operations if o in ONLY.get(name, operations)):
                     moved = bytes_moved(self.workload, operation, optimizer, unique)
                     build = functools.partial(_operation, data, built, operation)
                     yield Subject(name, operation, None if operation == "forward" else optimizer, moved, build)
