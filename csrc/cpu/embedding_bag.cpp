@@ -37,28 +37,34 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   return {output, status};
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const Tensor& values, const Tensor& offsets,
-                                             const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                                             const BagReading& reading, bool, bool include_last_offset,
-                                             const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-                                             const OptionalTensor& cache_slots, const OptionalTensor&,
-                                             const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                             int64_t, std::optional<ScalarType> output_dtype) {
-  const BagOptions options = parse_bag_options(reading);
-  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights, include_last_offset);
-  return forward(weights, in, output_dtype,
-                 read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
+std::tuple<Tensor, Tensor> embedding_bag_cpu(const Tensor& weights, const BagArguments& bags, bool,
+                                             const CachedRows& cache, std::optional<ScalarType> output_dtype) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_weights(weights, bags.values, layout);
+  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  return forward(weights, in, output_dtype, read_cached_rows(cache, in, bags.values));
 }
 
-// The backward hands out gradients by the tables' places in `weights`, so every feature must name one of these places.
+std::tuple<Tensor, Tensor> one_table_cpu(const Tensor& weights, const OneTableBags& bags, bool,
+                                         const std::optional<std::string>& format, int64_t embedding_dim,
+                                         std::optional<ScalarType> output_dtype) {
+  const bool mean = parse_pooling(bags.pooling);
+  const BagInput in = read_bags(bags, read_one_table(weights, bags.values, format, embedding_dim, mean));
+  return forward(weights, in, output_dtype);
+}
+
+// The backward hands out gradients by the tables' places in `weights`, so every part must name one of these places.
 void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, const BagInput& in) {
-  std::vector<Feature> places;
+  std::vector<TablePart> places;
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
     check_rank(t, 2, "tables");
-    places.push_back(one_table({RowFormat::kFp32, t.size(1), 4 * t.size(1)}, t.size(0), false));
-    places.back().weight_offset = 4 * start;
-    places.back().row_offset = row;
+    TablePart place{};
+    place.weight_offset = 4 * start;
+    place.row_offset = row;
+    place.num_embeddings = t.size(0);
+    place.embedding_dim = t.size(1);
+    places.push_back(place);
     start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
     row += t.size(0);
   }
@@ -67,63 +73,52 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
   for (int64_t i = 0; i < in.num_parts; ++i) {
     const Feature& f = in.features[i];
     auto p = std::partition_point(places.begin(), places.end(),
-                                  [&](const Feature& q) { return q.row_offset < f.row_offset; });
+                                  [&](const TablePart& q) { return q.row_offset < f.row_offset; });
     bool known = false;
     for (; !known && p != places.end() && p->row_offset == f.row_offset; ++p)
       known = p->weight_offset == f.weight_offset && p->num_embeddings == f.num_embeddings &&
               p->embedding_dim == f.embedding_dim;
-    check_value(known, "weight_offsets[", i, "] = ", f.weight_offset / 4, ", row_offsets[", i, "] = ", f.row_offset,
-                " (", f.num_embeddings, " x ", f.embedding_dim, ") is the place of none of the tables");
+    check_value(known, "layout[", i, "]: weight_offset ", f.weight_offset / 4, " and row_offset ", f.row_offset, " (",
+                f.num_embeddings, " x ", f.embedding_dim, ") are the place of none of the tables");
   }
 }
 
 // The tables are views of `weights`, named for autograd's sake; see rec_kernels/ops/embedding_bag_autograd.py.
 std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const std::vector<Tensor>& tables,
-                                                    const Tensor& values, const Tensor& offsets,
-                                                    const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                                                    const BagReading& reading, bool,
+                                                    const BagArguments& bags, bool,
                                                     std::optional<ScalarType> output_dtype) {
-  check_value(layout.embedding_dims.has_value(),
-              "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
-  const BagOptions options = parse_bag_options(reading);
-  check_value(!layout.formats, "formats must be None: embedding_bag_tables is for float32 tables");
-  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
+  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
   check_tables(weights, tables, in);
   return forward(weights, in, output_dtype);
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(
-    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-    const BagReading& reading, const UpdateArguments& fused, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
-    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways, const OptionalTensor& grad_scale,
-    std::optional<ScalarType> output_dtype) {
-  const BagOptions options = parse_bag_options(reading);
-  read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
-  const BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
-  read_cache(
-      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
-      layout, in, values);
-  return forward(weights, in, output_dtype,
-                 read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values));
+std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(const Tensor& weights, const OptionalTensor& sum, const Tensor& step,
+                                                   const Tensor& lr, const Tensor&, const BagArguments& bags,
+                                                   const UpdateArguments& fused, const CachedRows& cache,
+                                                   const OptionalTensor& cache_dirty, const OptionalTensor& grad_scale,
+                                                   std::optional<ScalarType> output_dtype) {
+  // For the backward, but errors come now.
+  const Update update = read_update(bags.values, sum, step, lr, fused, grad_scale);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_weights(weights, bags.values, layout);
+  const CacheArguments arguments{cache.rows, cache.tags, cache.marks, cache_dirty};
+  const bool cached = check_cache(arguments, layout, bags.values, CacheUse::kUpdate);
+  const BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, cached ? &arguments : nullptr));
+  return forward(weights, in, output_dtype, read_cached_rows(cache, in, bags.values));
 }
 
-Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
-                                   const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
-                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-                                   const OptionalTensor& cache_slots) {
-  const BagOptions options = parse_bag_options(reading);
-  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagInput& in, const CachedPool& cache) {
+  check_gradient(grad_in, in.values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = new_zeros(weights, {in.bags.num_ids}, ScalarType::Float);
   const SharedRows shared(in, grad.const_data_ptr(), sizeof(float));
   shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in);
   args.bags.row_shifts = shared.row_shifts();
-  args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, in, values);
+  args.cache = cache;
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();
   const auto kernel = kernels<EmbeddingBagKernels>().weight_gradient;
@@ -132,13 +127,40 @@ Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights,
   return out;
 }
 
+Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const Tensor& layout_records,
+                                   const std::vector<int64_t>& layout_sizes, const OptionalTensor& bag_starts,
+                                   const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+                                   int64_t padding_idx, const OptionalTensor& cache_rows,
+                                   const OptionalTensor& cache_slots) {
+  const OptionalTensor none;
+  // The forward has raised what it was to raise: an id out of range has no gradient.
+  const BagArguments bags{values, offsets, layout_records, layout_sizes, none, bag_starts,
+                          inverse, groups, padding_idx,    "ignore"};
+  const Layout layout = read_layout(layout_records, layout_sizes, values);
+  check_weights(weights, values, layout);
+  const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  return weight_gradient(grad, weights, in, read_cached_rows({cache_rows, cache_slots, none, none}, in, values));
+}
+
+Tensor per_sample_weights_gradient_of_table(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                            const Tensor& offsets, const std::string& pooling, bool include_last_offset,
+                                            int64_t padding_idx, const std::optional<std::string>& format,
+                                            int64_t embedding_dim) {
+  const OneTableBags bags{values, offsets, std::nullopt, pooling, include_last_offset, padding_idx, "ignore"};
+  const Feature table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
+  return weight_gradient(grad, weights, read_bags(bags, table), {});
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  implement<&embedding_bag_cpu>(m, "embedding_bag");
-  implement<&embedding_bag_tables_cpu>(m, "embedding_bag_tables");
-  implement<&embedding_bag_fused_cpu>(m, "embedding_bag_fused");
-  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights");
+  implement<&embedding_bag_cpu>(m, "embedding_bag.layout");
+  implement<&one_table_cpu>(m, "embedding_bag.table");
+  implement<&embedding_bag_tables_cpu>(m, "embedding_bag_tables.layout");
+  implement<&embedding_bag_fused_cpu>(m, "embedding_bag_fused.layout");
+  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights.layout");
+  implement<&per_sample_weights_gradient_of_table>(m, "embedding_bag_backward_per_sample_weights.table");
 }
 
 }  // namespace rec_kernels

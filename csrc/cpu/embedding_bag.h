@@ -13,10 +13,11 @@ struct Bounds {
   int64_t skipped = 0;
 };
 
-// Rows that are read from a cache: that of id i starts at rows[offsets[part] + slots[i] * D], unless slots[i] is -1.
+// Rows that are read from a cache: that of id i starts at rows[parts[part].cache_row_offset + slots[i] * D], unless
+// slots[i] is -1.
 struct CachedPool {
   const float* rows;
-  const int64_t* offsets;
+  const TablePart* parts;
   const int64_t* slots;  // null: there is no cache
 };
 

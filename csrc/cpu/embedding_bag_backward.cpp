@@ -227,42 +227,35 @@ SharedRows sum_shared(const Tensor& grad, BagInput* in) {
   return shared;
 }
 
-// Of the weights, where they are given.
-const uint8_t* rows_of(const OptionalTensor& weights) {
-  return weights ? static_cast<const uint8_t*>(weights->const_data_ptr()) : nullptr;
+// The input of a gradient of float32 tables in `weights`.
+BagInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
+  BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return in;
 }
 
-BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
-                       const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options) {
-  const WeightsShape shape = read_weights_shape(weights_shape, layout);
-  return read_bags(values, offsets, per_sample_weights, layout, options, shape.rows, shape.columns);
+BagInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
+  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return in;
 }
 
-Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
-                      const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                      const BagReading& reading, const OptionalTensor& weights) {
-  const BagOptions options = parse_bag_options(reading);
-  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+// `rows`: of the tables, which products need; or null.
+Tensor dense(const Tensor& grad_in, Sizes shape, const uint8_t* rows, BagInput in) {
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in);
-  Tensor out = new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+  Tensor out = new_zeros(grad, shape, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
-  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  finish_all(in, o, grad, rows, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return out;
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const std::vector<int64_t>& weights_shape,
-                                                   const Tensor& values, const Tensor& offsets,
-                                                   const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                                                   const BagReading& reading, const OptionalTensor& weights) {
-  const BagOptions options = parse_bag_options(reading);
-  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options);
-  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, const uint8_t* weights, BagInput in) {
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
   const Occurrences o = sort_occurrences(in);
@@ -275,26 +268,36 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
   target.rows = rows.mutable_data_ptr<int64_t>();
-  finish_all(in, o, grad, rows_of(weights), 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  finish_all(in, o, grad, weights, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
   return {rows, row_grads, row_counts};
 }
 
-void set_moment_offsets(const UpdateState& state, BagInput* in) {
-  const int64_t elements = state.moments().numel();
-  for (int64_t i = 0; i < in->num_parts; ++i) {
-    const Feature& f = in->features[i];
-    const int64_t offset = state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>()[i] : 0;
-    check_value(offset >= 0 && offset <= elements && f.num_embeddings <= (elements - offset) / f.embedding_dim,
-                "moment_offsets[", i, "] = ", offset, ": the state of ", in->name(i), "'s table (", f.num_embeddings,
-                " x ", f.embedding_dim, ") does not fit in ", elements, " elements");
-    in->moment_offsets.push_back(offset);
-  }
+const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
+
+Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  return dense(grad, weights.sizes(), rows_of(weights), read_gradient(grad, weights, bags));
+}
+
+Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& weights_shape,
+                               const OneTableBags& bags) {
+  return dense(grad, {weights_shape.data(), weights_shape.size()}, nullptr, read_gradient(grad, weights_shape, bags));
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
+                                                   const BagArguments& bags) {
+  return sparse(grad, rows_of(weights), read_gradient(grad, weights, bags));
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad,
+                                                            const std::vector<int64_t>& weights_shape,
+                                                            const OneTableBags& bags) {
+  return sparse(grad, nullptr, read_gradient(grad, weights_shape, bags));
 }
 
 void set_elementwise(const UpdateState& state, const BagInput& in, Optimizer optimizer, double beta1, double beta2,
                      RowTarget* target) {
   target->kind = elementwise_kind(optimizer);
-  target->moment_offsets = in.moment_offsets.data();
+  target->parts = in.records;
   target->beta1 = static_cast<float>(beta1);
   target->beta2 = static_cast<float>(beta2);
   if (!state.beta_powers) return;
@@ -318,30 +321,26 @@ void check_step_and_lr(const Tensor& step, const Tensor& lr) {
 }
 
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagReading& reading,
-                    const UpdateArguments& fused, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-                    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
-                    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-                    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
-  const BagOptions options = parse_bag_options(reading);
-  const auto [optimizer, state, how, gradient_step, scale] =
-      read_update(values, layout, sum, step, lr, fused, grad_scale);
-  BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights);
-  set_table_ids(how.table_ids, in);
-  if (is_elementwise(optimizer)) set_moment_offsets(state, &in);
+                    const Tensor& grad_in, const BagArguments& bags, const UpdateArguments& fused,
+                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    const CachedRows& cached, const OptionalTensor& cache_dirty) {
+  const Tensor& values = bags.values;
+  const Update update = read_update(values, sum, step, lr, fused, grad_scale);
+  const auto& [optimizer, state, how, gradient_step, scale] = update;
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
+  check_weights(weights, values, layout);
+  const CacheArguments arguments{cached.rows, cached.tags, cached.marks, cache_dirty};
+  const bool has_cache = check_cache(arguments, layout, values, CacheUse::kUpdate);
+  BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, has_cache ? &arguments : nullptr));
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
   check_step_and_lr(step, lr);
   const int64_t next_step = advanced(step, "step");
-  const CacheArguments cached{cache_rows,  cache_offsets, cache_tags,       cache_marks,
-                              cache_dirty, cache_sets,    cache_set_starts, cache_ways};
-  const CacheInput cache = read_cache(cached, layout, in, values);
+  const CacheInput cache = has_cache ? read_cache(arguments, in) : CacheInput{};
+  const OptionalTensor& cache_slots = cached.slots;
   if (cache_slots) check_slots_of_ids(*cache_slots, values);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
-  const int64_t* found = options.raise ? optional_status(status, values) : nullptr;
+  const int64_t* found = in.raises ? optional_status(status, values) : nullptr;
   if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
 
   const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
@@ -369,9 +368,11 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  implement<&backward_dense>(m, "embedding_bag_backward_dense");
-  implement<&backward_sparse>(m, "embedding_bag_backward_sparse");
-  implement<&backward_fused>(m, "embedding_bag_backward_fused_");
+  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
 }
 
 }  // namespace rec_kernels

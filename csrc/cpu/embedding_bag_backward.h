@@ -65,7 +65,7 @@ struct RowTarget {
   float eps;
   GradientStep gradient_step;
   ElementwiseKind kind;           // of an optimizer with state for every element, and what it needs beyond lr and eps
-  const int64_t* moment_offsets;  // of the features
+  const TablePart* parts;         // the layout's records, whose state_offset says where state starts
   float beta1, beta2, beta1_power, beta2_power;
   int64_t* rows;  // row of each run of sparse gradients; null for dense ones
   bool stochastic;

@@ -314,7 +314,7 @@ void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& tabl
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
   const Feature& f = *table.feature;
-  const int64_t D = f.embedding_dim, first = t.moment_offsets[table.feature - a.features];
+  const int64_t D = f.embedding_dim, first = t.parts[table.feature - a.features].state_offset;
   const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
   OptimizerState state = t.state;
   if (state.sum) state.sum = state.moment(state.sum, first);

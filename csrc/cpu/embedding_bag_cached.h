@@ -15,7 +15,7 @@ void pool_uncached(const PoolArgs& a, const Feature& f, int64_t begin, int64_t e
 // The row of id i in the cache, or null.
 RK_HOST_DEVICE const float* cached_row(const PoolArgs& a, const Feature& f, int64_t i) {
   if (!a.cache.slots || a.cache.slots[i] < 0) return nullptr;
-  return a.cache.rows + (a.cache.offsets[&f - a.features] + a.cache.slots[i] * f.embedding_dim);
+  return a.cache.rows + (a.cache.parts[&f - a.features].cache_row_offset + a.cache.slots[i] * f.embedding_dim);
 }
 
 }  // namespace RK_ISA

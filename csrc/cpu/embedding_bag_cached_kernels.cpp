@@ -25,7 +25,7 @@ class RowsInReach {
         f_(f),
         decode_(RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)]),
         cached_(reinterpret_cast<uintptr_t>(a.cache.rows) +
-                static_cast<uintptr_t>(4 * a.cache.offsets[&f - a.features])) {}
+                static_cast<uintptr_t>(4 * a.cache.parts[&f - a.features].cache_row_offset)) {}
 
   // Makes room for so many decoded rows, in the place of those before.
   void reserve(int64_t rows) {

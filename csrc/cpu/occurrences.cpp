@@ -29,71 +29,20 @@ struct Plan {
   std::vector<Table> tables;
 };
 
-// Features share a table or have nothing in common: a partial overlap would make a row's width ambiguous, and two
-// threads would write the same weights. `sorted`: features by begin(feature).
-template <class Extent>
-void check_apart(const BagInput& in, const std::vector<int64_t>& sorted, const char* name, const Extent& extent) {
-  int64_t previous = -1;
-  for (const int64_t f : sorted) {
-    const Feature& b = in.features[f];
-    if (b.num_embeddings == 0) continue;  // occupies nothing
-    if (previous >= 0 && !same_table(in.features[previous], b)) {
-      const auto [begin, size] = extent(in.features[previous]);
-      const int64_t here = std::get<0>(extent(b));
-      check_value(begin + size <= here, name, "[", f, "] = ", here, " lies in the table of ", in.name(previous),
-                  ": features share a whole table or nothing");
-    }
-    previous = f;
-  }
-}
-
-std::vector<int64_t> features_by(const BagInput& in, int64_t Feature::* place) {
+// The parts by their rows.
+std::vector<int64_t> parts_by_row(const BagInput& in) {
   std::vector<int64_t> sorted(static_cast<size_t>(in.num_parts));
-  for (size_t f = 0; f < sorted.size(); ++f) sorted[f] = static_cast<int64_t>(f);
-  const auto key = [&](int64_t f) {
-    const Feature& x = in.features[f];
-    return std::make_tuple(x.*place, x.num_embeddings, x.weight_offset, x.embedding_dim, f);
+  for (size_t p = 0; p < sorted.size(); ++p) sorted[p] = static_cast<int64_t>(p);
+  const auto key = [&](int64_t p) {
+    const Feature& x = in.features[p];
+    return std::make_tuple(x.row_offset, x.num_embeddings, x.weight_offset, x.embedding_dim, p);
   };
   std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
   return sorted;
 }
 
-// The same of state for every element. `by_row`: features by the table they read.
-void check_moments(const BagInput& in, const std::vector<int64_t>& by_row) {
-  std::vector<int64_t> tables;  // the first feature of each
-  const auto offset = [&](int64_t f) { return in.moment_offsets[static_cast<size_t>(f)]; };
-  for (const int64_t f : by_row) {
-    if (in.features[f].num_embeddings == 0) continue;
-    if (tables.empty() || !same_table(in.features[tables.back()], in.features[f])) {
-      tables.push_back(f);
-      continue;
-    }
-    check_value(offset(f) == offset(tables.back()), "moment_offsets[", f, "] = ", offset(f), " must be ",
-                offset(tables.back()), ", that of ", in.name(tables.back()), ", which reads the same table");
-  }
-  std::sort(tables.begin(), tables.end(), [&](int64_t a, int64_t b) { return offset(a) < offset(b); });
-  for (size_t i = 1; i < tables.size(); ++i) {
-    const Feature& before = in.features[tables[i - 1]];
-    check_value(offset(tables[i - 1]) + before.num_embeddings * before.embedding_dim <= offset(tables[i]),
-                "moment_offsets[", tables[i], "] = ", offset(tables[i]), " lies in the table of ",
-                in.name(tables[i - 1]), ": features share a whole table or nothing");
-  }
-}
-
-// Returns the parts by their rows.
-std::vector<int64_t> check_all_apart(const BagInput& in) {
-  std::vector<int64_t> by_row = features_by(in, &Feature::row_offset);
-  check_apart(in, by_row, "row_offsets",
-              [](const Feature& f) { return std::make_pair(f.row_offset, f.num_embeddings); });
-  check_apart(in, features_by(in, &Feature::weight_offset), "weight_offsets", [&](const Feature& f) {
-    return std::make_pair(f.weight_offset / in.element_bytes, f.num_embeddings * f.row_bytes / in.element_bytes);
-  });
-  return by_row;
-}
-
 Plan plan_tables(const BagInput& in) {
-  Plan plan{check_all_apart(in), {}};
-  if (!in.moment_offsets.empty()) check_moments(in, plan.parts);
+  Plan plan{parts_by_row(in), {}};
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_parts; ++i) {
     const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.features[p].number;
@@ -327,8 +276,6 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 }
 
 }  // namespace
-
-void check_tables_apart(const BagInput& in) { check_all_apart(in); }
 
 Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached) {
   Bounds bounds;

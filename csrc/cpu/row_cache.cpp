@@ -29,37 +29,27 @@ namespace {
 // Pieces of so many slots.
 constexpr int64_t kSlotsAtOnce = 1024;
 
-Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_sets,
-              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& values, const Tensor& offsets,
-              const TableLayout& layout, const BagReading& reading) {
-  const BagOptions options = parse_bag_options(reading);
-  const OptionalTensor none;
-  // The weights are not read: any table fits.
-  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
-  const OptionalTensor tags = cache_tags, marks = cache_marks, sets = cache_sets, starts = cache_set_starts;
-  const CacheInput cache =
-      read_cache({none, none, tags, marks, none, sets, starts, cache_ways}, layout, in, values, CacheUse::kFind);
-  Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
+Tensor lookup(const Tensor& cache_tags, const Tensor& cache_marks, const CacheBags& bags) {
+  const OptionalTensor none, tags = cache_tags, marks = cache_marks;
+  const BagInput in = read_bags(bags, nullptr, {none, tags, marks, none}, CacheUse::kFind);
+  const CacheInput cache = read_cache({none, tags, marks, none}, in, CacheUse::kFind);
+  Tensor slots = new_tensor(bags.values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
   return slots;
 }
 
-void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
-           const Tensor& cache_dirty, const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-           const Tensor& cache_clock, const TableLayout& layout, const BagReading& reading, const std::string& rounding,
-           const OptionalTensor& seed, const OptionalTensor& table_ids, int64_t first_slot,
+void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_dirty,
+           const Tensor& cache_clock, const Tensor& layout, const std::vector<int64_t>& layout_sizes,
+           const std::string& rounding, const OptionalTensor& seed, int64_t first_slot,
            std::optional<int64_t> num_slots) {
-  const BagOptions options = parse_bag_options(reading);
   const Tensor values = new_zeros(cache_tags, {0}, ScalarType::Long);
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
-  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
-  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, dirty = cache_dirty,
-                       sets = cache_sets, starts = cache_set_starts, none;
-  const CacheInput cache =
-      read_cache({rows, places, tags, none, dirty, sets, starts, cache_ways}, layout, in, values, CacheUse::kFlush);
-  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
-  set_table_ids(how.table_ids, in);
-  check_tables_apart(in);
+  const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
+  const CacheArguments arguments{rows, tags, none, dirty};
+  const BagInput in = read_bags({values, offsets, layout, layout_sizes, none, -1, "none"}, &weights, arguments,
+                                CacheUse::kFlush);
+  const CacheInput cache = read_cache(arguments, in, CacheUse::kFlush);
+  const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
   const CachedTables tables(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how,
                             *cache_clock.const_data_ptr<int64_t>());
@@ -73,11 +63,11 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
 // T ranges of linear rows, any that there are, cut into pieces that do not overlap: a row is searched for once.
 class Ranges {
  public:
-  Ranges(const int64_t* first, const int64_t* rows, int64_t count) : first_(first), rows_(rows) {
-    for (int64_t t = 0; t < count; ++t) {
-      if (rows[t] <= 0) continue;
-      cuts_.push_back(first[t]);
-      if (has_end(t)) cuts_.push_back(first[t] + rows[t]);
+  explicit Ranges(const Layout& layout) : parts_(layout.parts) {
+    for (int64_t t = 0; t < layout.num_parts; ++t) {
+      if (rows(t) <= 0) continue;
+      cuts_.push_back(first(t));
+      if (has_end(t)) cuts_.push_back(first(t) + rows(t));
     }
     std::sort(cuts_.begin(), cuts_.end());
     cuts_.erase(std::unique(cuts_.begin(), cuts_.end()), cuts_.end());
@@ -92,26 +82,28 @@ class Ranges {
     return from - cuts_.data() + (left && *from <= row);
   }
   // The pieces of range t: the first, and the one behind the last.
-  int64_t begin(int64_t t) const { return rows_[t] <= 0 ? 0 : piece_of(first_[t]); }
+  int64_t begin(int64_t t) const { return rows(t) <= 0 ? 0 : piece_of(first(t)); }
   int64_t end(int64_t t) const {
-    return rows_[t] <= 0 ? 0 : has_end(t) ? piece_of(first_[t] + rows_[t]) : num_pieces();
+    return rows(t) <= 0 ? 0 : has_end(t) ? piece_of(first(t) + rows(t)) : num_pieces();
   }
 
  private:
-  bool has_end(int64_t t) const { return first_[t] < 0 || rows_[t] <= INT64_MAX - first_[t]; }
+  int64_t first(int64_t t) const { return parts_[t].row_offset; }
+  int64_t rows(int64_t t) const { return parts_[t].num_embeddings; }
+  bool has_end(int64_t t) const { return first(t) < 0 || rows(t) <= INT64_MAX - first(t); }
 
-  const int64_t* first_;
-  const int64_t* rows_;
+  const TablePart* parts_;
   std::vector<int64_t> cuts_;
 };
 
-Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
-             const Tensor& num_embeddings) {
-  check_stats(cache_tags, cache_dirty, row_offsets, num_embeddings);
-  const int64_t parts = row_offsets.numel(), slots = cache_tags.numel(), *tags = cache_tags.const_data_ptr<int64_t>();
+Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& layout,
+             const std::vector<int64_t>& layout_sizes) {
+  check_stats(cache_tags, cache_dirty);
+  const Layout tables = read_layout(layout, layout_sizes, cache_tags);
+  const int64_t parts = tables.num_parts, slots = cache_tags.numel(), *tags = cache_tags.const_data_ptr<int64_t>();
   const uint8_t* dirty = cache_dirty.const_data_ptr<uint8_t>();
   Tensor out = new_zeros(cache_tags, {parts, 2}, ScalarType::Long);
-  const Ranges ranges(row_offsets.const_data_ptr<int64_t>(), num_embeddings.const_data_ptr<int64_t>(), parts);
+  const Ranges ranges(tables);
   const int64_t workers = workers_for(slots, kSlotsAtOnce), size = 2 * ranges.num_pieces();
   std::vector<int64_t> found(workers * size);  // by worker and piece: slots, and dirty ones of them
   parallel_pieces(slots, kSlotsAtOnce, workers, [&](int64_t begin, int64_t end, int64_t worker) {
@@ -137,9 +129,9 @@ Tensor stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
-  implement<&lookup>(m, "row_cache_lookup");
-  implement<&flush>(m, "row_cache_flush_");
-  implement<&stats>(m, "row_cache_stats");
+  implement<&lookup>(m, "row_cache_lookup.layout");
+  implement<&flush>(m, "row_cache_flush_.layout");
+  implement<&stats>(m, "row_cache_stats.layout");
 }
 
 }  // namespace rec_kernels

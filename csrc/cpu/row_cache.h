@@ -15,14 +15,25 @@ struct CacheInput {
   CacheView view{};                // points into `places`
 };
 
-// Throws where tables' places exclude each other or lie outside of the cache. For CacheUse::kFind there
-// are no cache_rows and cache_offsets.
-CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                      CacheUse use = CacheUse::kUpdate);
+// What a call's layout is checked against: the memory of its weights, its optimizer's state and its cache (or null).
+inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights, const Update& update,
+                              const CacheArguments* cache) {
+  LayoutLimits limits = limits_of(layout, weights);
+  if (is_elementwise(update.optimizer)) limits.state_elements = update.state.moments().numel();
+  if (cache != nullptr) limits.cache_slots = cache->tags->numel();
+  if (cache != nullptr) limits.cache_elements = cache->rows->numel();
+  return limits;
+}
+
+// The bags of one of the cache's own ops, whose layout is checked against the cache. `weights`: null where no row of a
+// table is read.
+BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use);
+
+// The cache of a call whose layout has been checked against it. For CacheUse::kFind there are no cache_rows.
+CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse use = CacheUse::kUpdate);
 
 // The rows that a lookup reads from slots: checked, so that kernels may follow them.
-CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const BagInput& in,
-                            const Tensor& values);
+CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const Tensor& values);
 
 // Writes the slots of a call's ids. What it finds wrong is the caller's to raise.
 Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots);

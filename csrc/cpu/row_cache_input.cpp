@@ -1,109 +1,56 @@
 // From the tensors of a row cache to the plain structs that kernels read.
-#include <algorithm>
-
 #include "cpu/row_cache.h"
 
+#include <algorithm>
+
 namespace rec_kernels {
-namespace {
 
-// Of a part that is cached: its first slot and the one behind its last, and the same of elements of the cache's rows.
-struct Extent {
-  int64_t part;
-  int64_t first, last;
-  __int128 begin, end;
-};
-
-const int64_t* numbers(const OptionalTensor& t) { return t->const_data_ptr<int64_t>(); }
-
-CachePlace read_place(const CacheArguments& cache, const BagInput& in, int64_t p) {
-  const int64_t sets = numbers(cache.sets)[p], first = numbers(cache.set_starts)[p];
-  const int64_t offset = cache.offsets ? numbers(cache.offsets)[p] : 0, all = cache.tags->numel() / cache.ways;
-  check_value(sets >= 0, "cache_sets[", p, "] = ", sets, " must not be negative");
-  check_value(sets == 0 || (first >= 0 && first <= all - sets), "cache_set_starts[", p, "] = ", first, ": ", sets,
-              " sets from there on are not all among the ", all, " that cache_tags has");
-  const int64_t feature = in.features[p].number;
-  check_value(sets == 0 || in.bags.first_part(feature + 1) - in.bags.first_part(feature) == 1, "cache_sets[", p,
-              "] = ", sets, " must be 0: feature ", feature, " has several parts, whose rows are not cached");
-  return CachePlace::of(sets, first, offset, cache.ways, in.features[p].num_embeddings);
-}
-
-Extent extent_of(const CacheArguments& cache, const BagInput& in, const CachePlace& place, int64_t p) {
-  Extent e{p, place.first * cache.ways, (place.first + place.sets) * cache.ways, 0, 0};
-  const __int128 D = in.features[p].embedding_dim;
-  e.begin = place.offset + e.first * D;
-  e.end = place.offset + e.last * D;
-  check_value(e.begin >= 0 && e.end <= cache.rows->numel(), "cache_offsets[", p, "] = ", place.offset, ": slots ",
-              e.first, " up to ", e.last - 1, " of ", in.features[p].embedding_dim, " columns do not lie in the ",
-              cache.rows->numel(), " elements of cache_rows");
-  return e;
-}
-
-// Tables share their sets, and the memory of these, or have none in common.
-void check_apart(const BagInput& in, std::vector<Extent> extents) {
-  const auto same = [&](const Extent& a, const Extent& b) {
-    return a.first == b.first && a.last == b.last && a.begin == b.begin &&
-           in.features[a.part].embedding_dim == in.features[b.part].embedding_dim;
-  };
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.first < b.first; });
-  for (size_t i = 1; i < extents.size(); ++i)
-    check_value(same(extents[i - 1], extents[i]) || extents[i - 1].last <= extents[i].first, "cache_set_starts[",
-                extents[i].part, "]: its sets are some of those of part ", extents[i - 1].part,
-                ": tables of one width share all of their sets or none, others none");
-  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.begin < b.begin; });
-  for (size_t i = 1; i < extents.size(); ++i)
-    check_value(same(extents[i - 1], extents[i]) || extents[i - 1].end <= extents[i].begin, "cache_offsets[",
-                extents[i].part, "]: its slots lie in the memory of those of part ", extents[i - 1].part);
-}
-
-// Rows are found by their linear numbers: whoever reads a table looks in the same place.
-void check_shared(const BagInput& in, const std::vector<CachePlace>& places) {
-  std::vector<int64_t> parts;
-  for (int64_t p = 0; p < in.num_parts; ++p)
-    if (in.features[p].num_embeddings > 0) parts.push_back(p);
-  std::sort(parts.begin(), parts.end(),
-            [&](int64_t a, int64_t b) { return in.features[a].row_offset < in.features[b].row_offset; });
-  for (size_t i = 1; i < parts.size(); ++i) {
-    const int64_t a = parts[i - 1], b = parts[i];
-    if (in.features[a].row_offset != in.features[b].row_offset) continue;
-    const CachePlace &x = places[static_cast<size_t>(a)], &y = places[static_cast<size_t>(b)];
-    check_value(x.sets == y.sets && (x.sets == 0 || x.first == y.first), "cache_sets[", b, "] = ", y.sets,
-                " and cache_set_starts must be those of part ", a, ", ", x.sets, ", which reads the same table");
+BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArguments& cache, CacheUse use) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_value(check_cache(cache, layout, bags.values, use), "cache_tags is missing");
+  LayoutLimits limits{layout.num_parts, INT64_MAX, -1, cache.tags->numel(), -1};
+  if (use != CacheUse::kFind) limits.cache_elements = cache.rows->numel();
+  if (weights != nullptr) {
+    check_weights(*weights, bags.values, layout);
+    limits.weight_bytes = limits_of(layout, *weights).weight_bytes;
   }
+  const OptionalTensor none;
+  const std::optional<std::vector<int64_t>> no_groups;
+  return read_bags(BagArguments{bags.values, bags.offsets, bags.layout, bags.layout_sizes, none, bags.bag_starts, none,
+                                no_groups, bags.padding_idx, bags.bounds_check},
+                   layout, limits);
 }
 
-}  // namespace
-
-CacheInput read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in, const Tensor& values,
-                      CacheUse use) {
+CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse use) {
+  const int64_t ways = in.cache_ways;
   CacheInput out;
-  if (!check_cache(cache, layout, values, use)) return out;
-  const bool has_rows = use != CacheUse::kFind;
-  std::vector<Extent> extents;
   for (int64_t p = 0; p < in.num_parts; ++p) {
-    out.places.push_back(read_place(cache, in, p));
-    if (has_rows && out.places.back().sets > 0) extents.push_back(extent_of(cache, in, out.places.back(), p));
+    const TablePart& r = in.records[p];
+    out.places.push_back(
+        CachePlace::of(r.cache_sets, r.cache_first_set, r.cache_row_offset, ways, r.num_embeddings));
   }
-  check_shared(in, out.places);
-  check_apart(in, std::move(extents));
-  out.view = {numbers(cache.tags), optional_pointer<uint8_t>(cache.marks), out.places.data(), nullptr, nullptr,
-              cache.ways};
-  if (!has_rows) return out;
+  out.view = {cache.tags->const_data_ptr<int64_t>(),
+              optional_pointer<uint8_t>(cache.marks),
+              out.places.data(),
+              nullptr,
+              nullptr,
+              ways};
+  if (use == CacheUse::kFind) return out;
   out.view.rows = cache.rows->mutable_data_ptr<float>();
   out.view.dirty = cache.dirty->mutable_data_ptr<uint8_t>();
   return out;
 }
 
-CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const BagInput& in,
-                            const Tensor& values) {
-  if (!check_cached_rows(cache, layout, values)) return {};
+CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const Tensor& values) {
+  if (!check_cached_rows(cache, values)) return {};
   // Kernels follow slots before they have seen all offsets.
   Bounds bounds;
   bounds.position = in.bags.bad_offset(0, in.bags.num_bags);
   in.raise(bounds);
-  const CachedPool out{cache.rows->const_data_ptr<float>(), numbers(cache.offsets), numbers(cache.slots)};
+  const CachedPool out{cache.rows->const_data_ptr<float>(), in.records, cache.slots->const_data_ptr<int64_t>()};
   const int64_t size = cache.rows->numel();
   for (int64_t f = 0; f < in.num_features; ++f) {
-    const int64_t p = in.bags.first_part(f), D = in.features[p].embedding_dim, offset = out.offsets[p];
+    const int64_t p = in.bags.first_part(f), D = in.features[p].embedding_dim, offset = in.records[p].cache_row_offset;
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
     const int64_t begin = in.bags.offset(in.bags.first_bag(f)), end = in.bags.offset(in.bags.first_bag(f + 1));
     const auto inside = [&](int64_t slot) {

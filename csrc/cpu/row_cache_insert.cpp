@@ -21,53 +21,48 @@ void halve(const OptionalTensor& counts) {
 }
 
 // How many tables have statistics: enough for all parts.
-int64_t check_tables(const BagInput& in, const CacheHistory& history, bool by_part) {
+int64_t check_tables(const BagInput& in, const CacheHistory& history) {
   check_row_counts(history, in.num_rows);
-  int64_t tables = by_part ? in.num_parts : 0;
+  int64_t tables = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) tables = std::max(tables, in.features[p].table_id + 1);
   if (!history.stats) return tables;
-  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each of ",
-              by_part ? "the parts" : "table_ids", ", got ", history.stats->size(0));
+  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables,
+              " rows, one for each table_id, got ", history.stats->size(0));
   return tables;
 }
 
-Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
-              const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
-              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
-              const Tensor& values, const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
-              const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
-              const std::string& policy, const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
-              const OptionalTensor& cache_stats, int64_t decay_every) {
-  const BagOptions options = parse_bag_options(reading);
-  const bool lfu = parse_policy(policy);
-  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights);
-  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
-                       dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
-  const CacheArguments arguments{rows, places, tags, marks, dirty, sets, starts, cache_ways};
-  const CacheInput cache = read_cache(arguments, layout, in, values);
-  const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
+Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_marks,
+              const Tensor& cache_dirty, const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
+              const std::string& rounding, const OptionalTensor& seed, const InsertionPolicy& policy) {
+  const bool lfu = parse_policy(policy.name);
+  const Tensor& values = bags.values;
+  const OptionalTensor rows = cache_rows, tags = cache_tags, marks = cache_marks, dirty = cache_dirty,
+                       stamps = cache_stamps;
+  const CacheArguments arguments{rows, tags, marks, dirty};
+  const BagInput in = read_bags(bags, &weights, arguments, CacheUse::kUpdate);
+  const CacheInput cache = read_cache(arguments, in);
+  const CacheHistory history{cache_clock, stamps, policy.counts, policy.row_counts, policy.stats, lfu,
+                             policy.decay_every};
   check_history(history, arguments, values);
-  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
-  set_table_ids(how.table_ids, in);
-  check_tables_apart(in);
-  const int64_t tables = check_tables(in, history, !table_ids);
+  const UpdateRounding how = read_rounding(values, rounding, seed);
+  const int64_t tables = check_tables(in, history);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
   const int64_t clock = advanced(cache_clock, "cache_clock");
   const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),  optional_pointer<int64_t>(stamps),
                       cache_marks.mutable_data_ptr<uint8_t>(), cache.view.dirty,
-                      optional_pointer<uint8_t>(cache_counts), optional_pointer<uint8_t>(row_counts),
-                      optional_pointer<int64_t>(cache_stats),  !table_ids};
+                      optional_pointer<uint8_t>(policy.counts), optional_pointer<uint8_t>(policy.row_counts),
+                      optional_pointer<int64_t>(policy.stats),  false};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);
   Insertion insertion(in, cache.view, memory, behind, salt_of(how.seed ? *how.seed : 0, clock), clock, tables);
   insertion.prepare(slots.const_data_ptr<int64_t>());
 
   // Nothing fails from here on.
   *cache_clock.mutable_data_ptr<int64_t>() = clock;
-  if (lfu && decay_every > 0 && clock % decay_every == 0) {
-    halve(cache_counts);
-    halve(row_counts);
+  if (lfu && policy.decay_every > 0 && clock % policy.decay_every == 0) {
+    halve(policy.counts);
+    halve(policy.row_counts);
   }
   insertion.run(slots.mutable_data_ptr<int64_t>());
   return slots;
@@ -75,6 +70,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&insert>(m, "row_cache_insert_"); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&insert>(m, "row_cache_insert_.layout"); }
 
 }  // namespace rec_kernels

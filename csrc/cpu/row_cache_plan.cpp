@@ -114,25 +114,21 @@ Tensor distinct(std::vector<int64_t> rows, const Tensor& like) {
 }
 
 std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_marks, const Tensor& cache_dirty,
-                                const Tensor& cache_sets, const Tensor& cache_set_starts, int64_t cache_ways,
-                                const Tensor& cache_stamps, const Tensor& cache_clock, const Tensor& values,
-                                const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
+                                const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
                                 const OptionalTensor& seed, const std::string& policy,
                                 const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
                                 int64_t decay_every, bool inserts) {
-  const BagOptions options = parse_bag_options(reading);
   const bool lfu = parse_policy(policy);
-  const BagInput in = read_bags(values, offsets, std::nullopt, layout, options, INT64_MAX, 1);
-  const OptionalTensor none, tags = cache_tags, marks = cache_marks, dirty = cache_dirty, sets = cache_sets,
-                             starts = cache_set_starts, stamps = cache_stamps;
-  const CacheArguments arguments{none, none, tags, marks, dirty, sets, starts, cache_ways};
-  const CacheInput cache = read_cache(arguments, layout, in, values, CacheUse::kFind);
+  const Tensor& values = bags.values;
+  const OptionalTensor none, tags = cache_tags, marks = cache_marks, dirty = cache_dirty, stamps = cache_stamps;
+  const CacheArguments arguments{none, tags, marks, dirty};
+  const BagInput in = read_bags(bags, nullptr, arguments, CacheUse::kFind);
+  const CacheInput cache = read_cache(arguments, in, CacheUse::kFind);
   const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, none, lfu, decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
-  check_tables_apart(in);
   check_slots(dirty, cache_tags.numel(), values, "cache_dirty", ScalarType::Byte);
-  const UpdateRounding how = read_rounding(cache_tags, layout, "stochastic", seed, none);
+  const UpdateRounding how = read_rounding(cache_tags, "stochastic", seed);
   const Scratch<int64_t> slots(std::max<int64_t>(in.bags.num_ids, 1));
   in.raise(find_slots(in, cache.view, slots.get()));
 
@@ -151,6 +147,6 @@ std::tuple<Tensor, Tensor> plan(const Tensor& cache_tags, const Tensor& cache_ma
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&plan>(m, "row_cache_plan"); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) { implement<&plan>(m, "row_cache_plan.layout"); }
 
 }  // namespace rec_kernels

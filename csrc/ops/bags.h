@@ -1,8 +1,7 @@
 // What every kernel of embedding_bag reads of its input: plain structs, filled by the drivers.
 #pragma once
 
-#include "core/division.h"
-#include "formats/row_format.h"
+#include "ops/table_layout.h"
 
 namespace rec_kernels {
 
@@ -11,33 +10,6 @@ constexpr int64_t kNoBadPosition = INT64_MAX;
 
 // Occurrences of a row are summed in chunks of this many; part of the numerics, not a tuning knob.
 constexpr int64_t kChunk = 64;
-
-// From ids to rows of a table: row = (id / divisor) % modulus.
-struct Partition {
-  Divisor divisor, modulus;
-  bool divides, wraps;  // false where the step changes nothing for any id of the feature
-  bool narrow;          // ids are below 2^31
-
-  RK_HOST_DEVICE static Partition of(int64_t divisor, int64_t modulus, int64_t id_limit) {
-    return {Divisor::of(divisor), Divisor::of(modulus), divisor != 1, quotients(id_limit, divisor) > modulus,
-            id_limit <= INT64_C(1) << 31};
-  }
-  // How many numbers id / divisor there are, of the ids in [0, id_limit).
-  RK_HOST_DEVICE static int64_t quotients(int64_t id_limit, int64_t divisor) {
-    return id_limit / divisor + (id_limit % divisor != 0);
-  }
-  RK_HOST_DEVICE int64_t row(int64_t id) const {
-    if (narrow) {
-      const auto n = static_cast<uint32_t>(id), quotient = divides ? divisor.divide_narrow(n) : n;
-      return wraps ? modulus.remainder_narrow(quotient) : quotient;
-    }
-    const int64_t quotient = divides ? divisor.divide(id) : id;
-    return wraps ? modulus.remainder(quotient) : quotient;
-  }
-};
-
-// What the parts of a feature become, id by id: columns side by side, or one row, their sum or product.
-enum class Combine { kConcat, kAdd, kMult };
 
 // A table as a feature reads it. A feature of several parts has one of these for each, one after the other.
 struct Feature {
@@ -58,10 +30,28 @@ struct Feature {
   Combine combine;      // with the feature's other parts
 
   RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
-};
 
-// The most parts that a feature has.
-constexpr int64_t kMaxParts = 4;
+  // Of a record that fault_of() has passed; `alone`: the only part of its feature.
+  RK_HOST_DEVICE static Feature of(const TablePart& p, bool alone) {
+    Feature f{};
+    f.weight_offset = p.weight_offset;
+    f.row_offset = p.row_offset;
+    f.num_embeddings = p.num_embeddings;
+    f.embedding_dim = p.embedding_dim;
+    f.output_offset = p.column;
+    f.table_id = p.table_id;
+    f.format = static_cast<RowFormat>(p.format);
+    f.row_bytes = rec_kernels::row_bytes(f.format, p.embedding_dim);
+    f.mean = p.mean != 0;
+    f.frozen = p.frozen != 0;
+    f.id_limit = p.id_limit;
+    f.number = p.feature;
+    f.partitioned = p.divisor != 1 || p.id_limit > p.modulus;
+    if (f.partitioned) f.partition = Partition::of(p.divisor, p.modulus, p.id_limit);
+    f.combine = alone ? Combine::kConcat : static_cast<Combine>(p.combine);
+    return f;
+  }
+};
 
 // Jagged input: ids and offsets of either integer width.
 struct Bags {
@@ -79,8 +69,8 @@ struct Bags {
                           // row b, as without `starts`; or null
   const int64_t* row_shifts;   // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
                                // in memory that is as many rows away (SharedRows)
-  const int64_t* part_starts;  // [F + 1]: feature f's parts are features[part_starts[f]] up to [part_starts[f + 1]];
-                               // null: one each
+  const TablePart* parts;      // the records; null: every feature has one part
+  int64_t num_parts;
   int64_t padding_idx;         // -1: none
   bool ids64;
   bool offsets64;
@@ -98,7 +88,11 @@ struct Bags {
   RK_HOST_DEVICE bool in_range(int64_t id, const Feature& f) const {
     return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.id_limit);
   }
-  RK_HOST_DEVICE int64_t first_part(int64_t feature) const { return part_starts ? part_starts[feature] : feature; }
+  // Feature f has the parts from first_part(f) up to first_part(f + 1).
+  RK_HOST_DEVICE int64_t first_part(int64_t feature) const {
+    if (!parts) return feature;
+    return feature < num_features ? parts[feature].part_start : num_parts;
+  }
   RK_HOST_DEVICE int64_t first_bag(int64_t feature) const { return starts ? starts[feature] : feature * batch; }
   RK_HOST_DEVICE int64_t feature_of(int64_t bag) const {
     if (!starts) return bag / batch;

@@ -1,5 +1,6 @@
 #include "ops/embedding_bag.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "core/schema.h"
@@ -7,47 +8,84 @@
 namespace rec_kernels {
 namespace {
 
-// Returns the number of features, of which there are `parts` parts.
-int64_t check_partitions(const TableLayout& layout, int64_t parts, const Tensor& values) {
-  const OptionalTensor* const all[] = {&layout.divisors, &layout.moduli, &layout.id_limits, &layout.combine};
-  if (!layout.partition_starts) {
-    for (const OptionalTensor* t : all)
-      check_value(!*t, "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it");
-    check_value(layout.max_parts == 0 && !layout.multiplies,
-                "partition_starts is missing: max_parts and multiplies mean nothing without it");
-    return parts;
-  }
-  check_rank(*layout.partition_starts, 1, "partition_starts");
-  const int64_t features = layout.partition_starts->numel() - 1;
-  check_value(features >= 0, "partition_starts must have num_features + 1 elements, got none");
-  check_layout_tensor(layout.partition_starts, features + 1, values, "partition_starts", ScalarType::Long);
-  const auto check = [&](const OptionalTensor& t, int64_t size, const char* name) {
-    check_layout_tensor(t, size, values, name, ScalarType::Long,
-                        "partition_starts is given, so divisors, moduli, id_limits and combine");
+void check_sizes(const LayoutSizes& s, int64_t parts) {
+  const auto check = [](bool ok, Size at, int64_t value, const char* allowed) {
+    check_value(ok, "layout_sizes[", static_cast<int>(at), "] = ", value, " must be ", allowed,
+                "; rec_kernels.table_layout makes layout and layout_sizes");
   };
-  check(layout.divisors, parts, "divisors");
-  check(layout.moduli, parts, "moduli");
-  check(layout.id_limits, features, "id_limits");
-  check(layout.combine, features, "combine");
-  check_value(layout.max_parts >= 0 && layout.max_parts <= kMaxParts, "max_parts = ", layout.max_parts,
-              " must be in [0, ", kMaxParts, "]");
-  return features;
+  check(s.num_features >= 0 && s.num_features <= parts && (s.num_features > 0) == (parts > 0), Size::kNumFeatures,
+        s.num_features, "the number of features, of which each has a row of layout or several");
+  check(s.output_dim >= 0, Size::kOutputDim, s.output_dim, "at least 0");
+  check(s.widest_feature >= 0, Size::kWidestFeature, s.widest_feature, "at least 0");
+  check(s.num_rows >= 0, Size::kNumRows, s.num_rows, "at least 0");
+  check(s.max_embedding_dim >= (parts > 0) && s.max_embedding_dim <= INT32_MAX, Size::kMaxEmbeddingDim,
+        s.max_embedding_dim, "in [1, 2^31)");
+  check(s.most_parts >= 1 && s.most_parts <= kMaxParts, Size::kMostParts, s.most_parts, "in [1, 4]");
+  check(s.cache_ways >= 0 && s.cache_ways <= kMaxWays, Size::kCacheWays, s.cache_ways, "in [0, 1024]");
+  int64_t known = 0;
+  for (int f = 0; f < kNumRowFormats; ++f)
+    if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
+  check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
+  check(s.flags >= 0 && s.flags < 16, Size::kFlags, s.flags, "flags: 1 mean, 2 frozen, 4 multiplies, 8 bytes");
 }
 
-void check_groups(const TableLayout& layout, int64_t features, const Tensor& values) {
-  check_value(layout.inverse.has_value() == layout.groups.has_value(), "inverse and groups must be given together");
-  if (!layout.inverse) return;
-  check_value(layout.bag_starts.has_value(), "bag_starts is missing: inverse and groups mean nothing without it");
-  const Tensor& inverse = *layout.inverse;
+void check_groups(const BagArguments& bags, int64_t features) {
+  check_value(bags.inverse.has_value() == bags.groups.has_value(), "inverse and groups must be given together");
+  if (!bags.inverse) return;
+  check_value(bags.bag_starts.has_value(), "bag_starts is missing: inverse and groups mean nothing without it");
+  const Tensor& inverse = *bags.inverse;
   check_rank(inverse, 2, "inverse");
   check_dtype(inverse, ScalarType::Long, "inverse");
-  check_same_device(inverse, values, "inverse", "values");
-  const std::vector<int64_t>& groups = *layout.groups;
+  check_same_device(inverse, bags.values, "inverse", "values");
+  const std::vector<int64_t>& groups = *bags.groups;
   check_value(static_cast<int64_t>(groups.size()) == features, "groups must have an element for each of the ", features,
               " features, got ", groups.size());
   for (size_t f = 0; f < groups.size(); ++f)
     check_value(groups[f] >= -1 && groups[f] < inverse.size(0), "groups[", f, "] = ", groups[f], " must be in [0, ",
                 inverse.size(0), "), the rows of inverse, or -1");
+}
+
+void check_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights) {
+  check_rank(values, 1, "values");
+  check_integer(values, "values");
+  check_rank(offsets, 1, "offsets");
+  check_integer(offsets, "offsets");
+  check_same_device(offsets, values, "offsets", "values");
+  if (!per_sample_weights) return;
+  check_shape(*per_sample_weights, {values.numel()}, "per_sample_weights");
+  check_dtype(*per_sample_weights, ScalarType::Float, "per_sample_weights");
+  check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
+}
+
+Bags read_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
+                 int64_t num_bags) {
+  check_value(num_bags < INT64_C(0xffffffff), "offsets describe ", num_bags,
+              " bags; at most 2^32 - 2 fit in a call");
+  Bags b{};
+  b.ids = values.const_data_ptr();
+  b.offsets = offsets.const_data_ptr();
+  b.per_sample_weights = per_sample_weights ? per_sample_weights->const_data_ptr<float>() : nullptr;
+  b.num_ids = values.numel();
+  b.num_offsets = offsets.numel();
+  b.num_bags = num_bags;
+  b.ids64 = values.scalar_type() == ScalarType::Long;
+  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
+  return b;
+}
+
+void read_options(const BagOptions& options, Bags* b) {
+  b->padding_idx = options.padding_idx;
+  b->check_ids = options.check_ids;
+}
+
+Feature one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
+  Feature f{};
+  f.num_embeddings = f.id_limit = rows;
+  f.embedding_dim = D;
+  f.row_bytes = row_bytes(format, D);
+  f.format = format;
+  f.mean = mean;
+  return f;
 }
 
 const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
@@ -66,155 +104,134 @@ void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimiz
 
 }  // namespace
 
-void check_layout_tensor(const OptionalTensor& t, int64_t size, const Tensor& values, const char* name,
-                         ScalarType dtype, const char* asks) {
-  check_value(t.has_value(), name, " is missing: ", asks, " must be");
-  check_shape(*t, {size}, name);
-  check_dtype(*t, dtype, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
+Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, const Tensor& values) {
+  check_rank(layout, 2, "layout");
+  check_shape(layout, {layout.size(0), kLayoutColumns}, "layout");
+  check_dtype(layout, ScalarType::Long, "layout");
+  check_contiguous(layout, "layout");
+  check_same_device(layout, values, "layout", "values");
+  check_value(sizes.size() == kLayoutSizes, "layout_sizes must have ", kLayoutSizes, " elements, got ", sizes.size());
+  Layout out{static_cast<const TablePart*>(layout.const_data_ptr()), layout.size(0), {}};
+  std::copy(sizes.begin(), sizes.end(), &out.sizes.num_features);
+  check_sizes(out.sizes, out.num_parts);
+  return out;
 }
 
-std::string layout_schema() {
-  return "Tensor? weight_offsets=None, Tensor? row_offsets=None, Tensor? num_embeddings=None, "
-         "Tensor? embedding_dims=None, Tensor? output_offsets=None, Tensor? mean=None, SymInt output_dim=0, "
-         "SymInt num_rows=0, SymInt max_embedding_dim=0, str[]? formats=None, Tensor? format_of=None, "
-         "SymInt embedding_dim=0, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, "
-         "Tensor? frozen=None, Tensor? partition_starts=None, Tensor? divisors=None, Tensor? moduli=None, "
-         "Tensor? id_limits=None, Tensor? combine=None, int max_parts=0, bool? multiplies=None, "
-         "str pooling=\"sum\", int padding_idx=-1, str bounds_check=\"error\"";
+void throw_layout_fault(LayoutFault fault, int64_t i) {
+  const char* const texts[] = {
+      "",
+      "feature and part_start must name the features in order, each with its parts side by side",
+      "embedding_dim must be at least 1, and at most what layout_sizes says",
+      "format must be one of those that layout_sizes names",
+      "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
+      "the table must lie in weights, at weight_offset",
+      "column and part_column must be those behind the part before, and end where layout_sizes says",
+      "id_limit, divisor and modulus must lead to rows of the table",
+      "id_limit, combine, mean and frozen must be those of the feature's first part, and known to layout_sizes",
+      "table_id must be in [0, 65536)",
+      "first_row and first_column must lie in the whole table",
+      "state_offset: the table's state must lie in the optimizer's",
+      "cache_sets, cache_first_set and cache_row_offset must lie in the cache, and be 0 for a feature of several parts",
+  };
+  throw_value_error(join("layout[", i, "]: ", texts[static_cast<int>(fault)],
+                         "; rec_kernels.table_layout makes layout and layout_sizes"));
 }
 
-BagOptions parse_bag_options(const BagReading& reading) {
-  const std::string &pooling = reading.pooling, &bounds_check = reading.bounds_check;
-  check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
+BagOptions parse_bag_options(int64_t padding_idx, const std::string& bounds_check) {
   const bool raise = bounds_check == "error", ignore = bounds_check == "ignore";
   check_value(raise || ignore || bounds_check == "none",
               "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bounds_check, "\"");
-  return {pooling == "mean", reading.padding_idx, raise || ignore, raise};
+  return {padding_idx, raise || ignore, raise};
 }
 
-int64_t check_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                   const TableLayout& layout, bool include_last_offset) {
-  check_rank(values, 1, "values");
-  check_integer(values, "values");
-  check_rank(offsets, 1, "offsets");
-  check_integer(offsets, "offsets");
-  check_same_device(offsets, values, "offsets", "values");
-  check_value(offsets.numel() >= 1 || !include_last_offset,
-              "offsets must have num_features * batch + 1 elements, got none");
-  if (per_sample_weights) {
-    check_shape(*per_sample_weights, {values.numel()}, "per_sample_weights");
-    check_dtype(*per_sample_weights, ScalarType::Float, "per_sample_weights");
-    check_same_device(*per_sample_weights, values, "per_sample_weights", "values");
+bool parse_pooling(const std::string& pooling) {
+  check_value(pooling == "sum" || pooling == "mean", "pooling must be \"sum\" or \"mean\", got \"", pooling, "\"");
+  return pooling == "mean";
+}
+
+void check_bags(const BagArguments& bags, const Layout& layout) {
+  check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
+  check_value(bags.offsets.numel() >= 1, "offsets must have num_features * batch + 1 elements, got none");
+  const int64_t features = layout.sizes.num_features, count = bags.offsets.numel() - 1;
+  check_groups(bags, features);
+  if (bags.bag_starts) {
+    check_shape(*bags.bag_starts, {features + 1}, "bag_starts");
+    check_dtype(*bags.bag_starts, ScalarType::Long, "bag_starts");
+    check_contiguous(*bags.bag_starts, "bag_starts");
+    check_same_device(*bags.bag_starts, bags.values, "bag_starts", "values");
+    return;
   }
-  if (!layout.embedding_dims) {
-    check_value(!layout.weight_offsets && !layout.format_of && !layout.row_offsets && !layout.num_embeddings &&
-                    !layout.output_offsets && !layout.mean && !layout.bag_starts && !layout.inverse && !layout.groups &&
-                    !layout.frozen && !layout.partition_starts && !layout.divisors && !layout.moduli &&
-                    !layout.id_limits && !layout.combine && layout.max_parts == 0 && !layout.multiplies &&
-                    layout.output_dim == 0 && layout.num_rows == 0 && layout.max_embedding_dim == 0,
-                "embedding_dims is missing: other layout arguments mean nothing without it");
-    return 1;
-  }
-  check_rank(*layout.embedding_dims, 1, "embedding_dims");
-  const int64_t parts = layout.embedding_dims->numel(), features = check_partitions(layout, parts, values);
-  check_layout_tensor(layout.weight_offsets, parts, values, "weight_offsets", ScalarType::Long);
-  check_layout_tensor(layout.row_offsets, parts, values, "row_offsets", ScalarType::Long);
-  check_layout_tensor(layout.num_embeddings, parts, values, "num_embeddings", ScalarType::Long);
-  check_layout_tensor(layout.embedding_dims, parts, values, "embedding_dims", ScalarType::Long);
-  check_layout_tensor(layout.output_offsets, parts, values, "output_offsets", ScalarType::Long);
-  if (layout.mean) check_layout_tensor(layout.mean, features, values, "mean", ScalarType::Bool);
-  if (layout.format_of) check_layout_tensor(layout.format_of, parts, values, "format_of", ScalarType::Long);
-  if (layout.frozen) check_layout_tensor(layout.frozen, features, values, "frozen", ScalarType::Bool);
-  check_groups(layout, features, values);
-  if (layout.bag_starts) {
-    check_layout_tensor(layout.bag_starts, features + 1, values, "bag_starts", ScalarType::Long);
-    return features;
-  }
-  const int64_t bags = offsets.numel() - (include_last_offset ? 1 : 0);
-  check_value(features == 0 ? bags == 0 : bags % features == 0,
-              "offsets must have num_features * batch + 1 elements, got ", offsets.numel(), " for ", features,
+  check_value(features == 0 ? count == 0 : count % features == 0,
+              "offsets must have num_features * batch + 1 elements, got ", bags.offsets.numel(), " for ", features,
               " features");
-  return features;
 }
 
-Bags read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-               const BagOptions& options, const TableLayout& layout, int64_t features, bool include_last_offset) {
-  Bags b;
-  b.ids = values.const_data_ptr();
-  b.offsets = offsets.const_data_ptr();
-  b.per_sample_weights = per_sample_weights ? per_sample_weights->const_data_ptr<float>() : nullptr;
-  b.num_ids = values.numel();
-  b.num_offsets = offsets.numel();
-  b.num_bags = offsets.numel() - (include_last_offset ? 1 : 0);
+void check_bags(const OneTableBags& bags) {
+  check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
+  check_value(bags.offsets.numel() >= 1 || !bags.include_last_offset,
+              "offsets must have batch + 1 elements, got none");
+}
+
+Bags read_bags(const BagArguments& bags, const Layout& layout) {
+  const int64_t features = layout.sizes.num_features;
+  Bags b = read_jagged(bags.values, bags.offsets, bags.per_sample_weights, bags.offsets.numel() - 1);
   b.num_features = features;
-  b.batch = layout.inverse ? layout.inverse->size(1) : features ? b.num_bags / features : 0;
-  const auto pointer = [](const OptionalTensor& t) { return t ? t->const_data_ptr<int64_t>() : nullptr; };
-  b.starts = pointer(layout.bag_starts);
-  b.groups = nullptr;
-  b.row_shifts = nullptr;
-  b.part_starts = pointer(layout.partition_starts);
-  b.padding_idx = options.padding_idx;
-  b.ids64 = values.scalar_type() == ScalarType::Long;
-  b.offsets64 = offsets.scalar_type() == ScalarType::Long;
-  b.check_ids = options.check_ids;
-  check_value(b.num_bags < INT64_C(0xffffffff), "offsets describe ", b.num_bags,
-              " bags; at most 2^32 - 2 fit in a call");
+  b.batch = bags.inverse ? bags.inverse->size(1) : features ? b.num_bags / features : 0;
+  b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
+  b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
+  b.num_parts = layout.num_parts;
+  read_options(parse_bag_options(bags.padding_idx, bags.bounds_check), &b);
   return b;
 }
 
-std::vector<RowFormat> parse_formats(const TableLayout& layout) {
-  std::vector<RowFormat> formats;
-  if (!layout.formats) {
-    check_value(!layout.format_of && layout.embedding_dim == 0,
-                "formats is missing: format_of and embedding_dim mean nothing without it");
-    return formats;
-  }
-  for (const std::string& name : *layout.formats) {
-    formats.push_back(parse_row_format(name, join("formats[", formats.size(), "]: format")));
-    check_value(is_bag_format(formats.back()), "formats: tables cannot have format \"", name,
-                "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
-    for (size_t i = 0; i + 1 < formats.size(); ++i)
-      check_value(formats[i] != formats.back(), "formats must differ, got \"", name, "\" twice");
-  }
-  check_value(!formats.empty(), "formats must have at least one element");
-  check_value(layout.format_of.has_value() || formats.size() == 1, "format_of is missing: formats has ", formats.size(),
-              " elements, so every feature's must be named");
-  check_value((layout.embedding_dim != 0) == !layout.embedding_dims,
-              "embedding_dim must be given for one table of bytes and nothing else, got ", layout.embedding_dim);
-  return formats;
+Bags read_bags(const OneTableBags& bags) {
+  Bags b = read_jagged(bags.values, bags.offsets, bags.per_sample_weights,
+                       bags.offsets.numel() - (bags.include_last_offset ? 1 : 0));
+  b.num_features = b.num_parts = 1;
+  b.batch = b.num_bags;
+  read_options(parse_bag_options(bags.padding_idx, bags.bounds_check), &b);
+  return b;
 }
 
-OneTable read_one_table(const TableLayout& layout, int64_t rows, int64_t columns) {
-  const std::vector<RowFormat> formats = parse_formats(layout);
-  check_value(columns >= 1, "weights must have at least one column, got shape [", rows, ", ", columns, "]");
-  if (formats.empty()) return {RowFormat::kFp32, columns, 4 * columns};
-  const int64_t D = layout.embedding_dim;
-  check_value(D >= 1 && D <= INT32_MAX, "embedding_dim = ", D, " must be in [1, 2^31)");
-  const int64_t bytes = row_bytes(formats[0], D);
-  check_value(columns == bytes, "weights must have rows of ", bytes, " bytes for format \"",
-              row_format_name(formats[0]), "\" and embedding_dim = ", D, ", got ", columns);
-  return {formats[0], D, bytes};
+Feature read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
+                       int64_t embedding_dim, bool mean) {
+  check_rank(weights, 2, "weights");
+  check_dtype(weights, format ? ScalarType::Byte : ScalarType::Float, "weights");
+  check_contiguous(weights, "weights");
+  check_same_device(weights, values, "weights", "values");
+  const int64_t rows = weights.size(0), columns = weights.size(1);
+  check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
+  if (!format) return read_one_table({rows, columns}, mean);
+  const RowFormat known = parse_row_format(*format, "format");
+  check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
+              "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
+  check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
+              " must be in [1, 2^31)");
+  const Feature f = one_table(known, rows, embedding_dim, mean);
+  check_value(columns == f.row_bytes, "weights must have rows of ", f.row_bytes, " bytes for format \"", *format,
+              "\" and embedding_dim = ", embedding_dim, ", got ", columns);
+  return f;
 }
 
-void check_weights(const Tensor& weights, const Tensor& values, const TableLayout& layout) {
-  check_dtype(weights, layout.formats ? ScalarType::Byte : ScalarType::Float, "weights");
+Feature read_one_table(const std::vector<int64_t>& shape, bool mean) {
+  check_value(shape.size() == 2, "weights_shape must have 2 elements, got ", shape.size());
+  check_value(shape[0] >= 0 && shape[1] >= 1 && shape[1] <= INT32_MAX,
+              "weights must have at least one column, got shape [", shape[0], ", ", shape[1], "]");
+  return one_table(RowFormat::kFp32, shape[0], shape[1], mean);
+}
+
+void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout) {
+  check_dtype(weights, layout.sizes.flags & kBytes ? ScalarType::Byte : ScalarType::Float, "weights");
   check_contiguous(weights, "weights");
   // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of cuda/embedding_bag.cuh to say.
   if (!weights.is_cpu() || !values.is_cuda()) check_same_device(weights, values, "weights", "values");
-  check_rank(weights, layout.embedding_dims ? 1 : 2, "weights");
+  check_rank(weights, 1, "weights");
 }
 
-void check_own_weights(const OptionalTensor& weights, const std::vector<int64_t>& shape, const Tensor& values,
-                       const TableLayout& layout, bool multiplies) {
-  check_value(weights || !multiplies,
-              "weights must be given: combine multiplies rows of parts, and the gradient of each needs the others");
-  if (!weights) return;
-  check_weights(*weights, values, layout);
-  bool same = true;  // the ranks are
-  for (size_t i = 0; i < shape.size(); ++i) same = same && weights->size(static_cast<int64_t>(i)) == shape[i];
-  check_value(same, "weights must have the shape that weights_shape names, got ", shape_of(*weights));
+void check_trainable(const Layout& layout) {
+  check_value(!(layout.sizes.flags & kBytes),
+              "weights must be float32: rows of other formats have no gradient that torch could take; they are trained "
+              "by a fused update");
 }
 
 void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim) {
@@ -261,9 +278,9 @@ GradientStep parse_gradient_step(const UpdateArguments& fused) {
   return step;
 }
 
-// Of everything but the rows' rounding.
-void check_update(const Tensor& values, const TableLayout& layout, const UpdateState& state, const Tensor& step,
-                  const Tensor& lr, Optimizer optimizer, double eps, double beta1, double beta2) {
+// Everything but the rows' rounding.
+void check_update(const Tensor& values, const UpdateState& state, const Tensor& step, const Tensor& lr,
+                  Optimizer optimizer, double eps, double beta1, double beta2) {
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
   check_same_device(step, values, "step", "values");
@@ -288,12 +305,6 @@ void check_update(const Tensor& values, const TableLayout& layout, const UpdateS
   for (const double beta : {beta1, beta2})  // as float32, which 0.99999999 is too close to 1 for
     check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
                 beta1, " and ", beta2);
-  const bool offsets = elementwise && layout.embedding_dims;
-  check_value(state.moment_offsets.has_value() == offsets, "moment_offsets must ", offsets ? "" : "not ",
-              "be given: they are for a layout and an optimizer with state for every element");
-  if (offsets)
-    check_layout_tensor(state.moment_offsets, layout.embedding_dims->numel(), values, "moment_offsets",
-                        ScalarType::Long);
 }
 
 }  // namespace
@@ -306,43 +317,25 @@ void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows
   if (optimizer == Optimizer::kRowwiseAdam) check(state.exp_avg_sq, "exp_avg_sq");
 }
 
-UpdateRounding read_rounding(const Tensor& values, const TableLayout& layout, const std::string& rounding,
-                             const OptionalTensor& seed, const OptionalTensor& table_ids) {
+UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed) {
   const bool stochastic = rounding == "stochastic";
   check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
               "\"");
-  UpdateRounding out{stochastic, nullptr, nullptr};
-  if (seed) {
-    check_rank(*seed, 0, "seed");
-    check_dtype(*seed, ScalarType::Long, "seed");
-    check_same_device(*seed, values, "seed", "values");
-    out.seed = seed->const_data_ptr<int64_t>();
-  }
-  if (table_ids) {
-    check_value(layout.embedding_dims.has_value(), "embedding_dims is missing: table_ids mean nothing without it");
-    check_layout_tensor(table_ids, layout.embedding_dims->numel(), values, "table_ids", ScalarType::Long);
-    out.table_ids = table_ids->const_data_ptr<int64_t>();
-  }
-  return out;
+  if (!seed) return {stochastic, nullptr};
+  check_rank(*seed, 0, "seed");
+  check_dtype(*seed, ScalarType::Long, "seed");
+  check_same_device(*seed, values, "seed", "values");
+  return {stochastic, seed->const_data_ptr<int64_t>()};
 }
 
-Update read_update(const Tensor& values, const TableLayout& layout, const OptionalTensor& sum, const Tensor& step,
-                   const Tensor& lr, const UpdateArguments& fused, const OptionalTensor& grad_scale) {
+Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                   const UpdateArguments& fused, const OptionalTensor& grad_scale) {
   const Optimizer optimizer = parse_optimizer(fused.optimizer);
-  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers, fused.moment_offsets};
-  check_update(values, layout, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
-  const UpdateRounding rounding = read_rounding(values, layout, fused.rounding, fused.seed, fused.table_ids);
+  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers};
+  check_update(values, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
+  const UpdateRounding rounding = read_rounding(values, fused.rounding, fused.seed);
   const GradientStep gradient_step = parse_gradient_step(fused);
   return {optimizer, state, rounding, gradient_step, optional_scalar(grad_scale, values, "grad_scale")};
-}
-
-WeightsShape read_weights_shape(const std::vector<int64_t>& shape, const TableLayout& layout) {
-  check_value(!layout.formats,
-              "formats must be None: rows of other formats than float32 have no gradient that torch "
-              "could take; they are trained by a fused update");
-  const size_t rank = layout.embedding_dims ? 1 : 2;
-  check_value(shape.size() == rank, "weights_shape must have ", rank, " element(s), got ", shape.size());
-  return {shape[0], rank == 2 ? shape[1] : 1};
 }
 
 const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name) {
@@ -373,44 +366,50 @@ void throw_bad_position(const BadPosition& bad) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  const std::string layout = layout_schema(), bags = "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
-  const std::string shape = "SymInt[] weights_shape, Tensor values, Tensor offsets, Tensor? per_sample_weights=None, ";
-  const std::string cached = "Tensor? cache_rows=None, Tensor? cache_offsets=None, Tensor? cache_slots=None";
-  const std::string places = "Tensor? cache_sets=None, Tensor? cache_set_starts=None, int cache_ways=0";
+  const std::string bags =
+      "Tensor values, Tensor offsets, Tensor layout, int[] layout_sizes, Tensor? per_sample_weights=None, Tensor? "
+      "bag_starts=None, Tensor? inverse=None, int[]? groups=None, int padding_idx=-1, str bounds_check=\"error\"";
+  const std::string table =
+      "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, str pooling=\"sum\", bool "
+      "include_last_offset=True, int padding_idx=-1, str bounds_check=\"error\"";
+  const std::string cached =
+      ", Tensor? cache_rows=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None";
+  const std::string output = ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)";
+  const std::string sparse = ") -> (Tensor rows, Tensor row_grads, Tensor row_counts)";
   // Of the update, which changes the state; of the forward, which only hands it on.
   const auto optimizer = [](const char* d, const char* e, const char* f) {
     return join(
         ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, float "
-        "weight_decay=0.0, str "
-        "weight_decay_mode=\"l2\", float? clip_grad_value=None, float? clip_grad_norm=None, Tensor",
+        "weight_decay=0.0, str weight_decay_mode=\"l2\", float? clip_grad_value=None, float? clip_grad_norm=None, "
+        "Tensor",
         d, "? exp_avg=None, Tensor", e, "? exp_avg_sq=None, Tensor", f,
-        "? beta_powers=None, Tensor? moment_offsets=None, str rounding=\"stochastic\", Tensor? seed=None, Tensor? "
-        "table_ids=None");
+        "? beta_powers=None, str rounding=\"stochastic\", Tensor? seed=None");
   };
-  define(m, "embedding_bag(Tensor weights, " + bags + layout + ", bool sparse=False, bool include_last_offset=True, " +
-                cached + ", Tensor? cache_tags=None, Tensor? cache_marks=None, " + places +
-                ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
-  define(m, "embedding_bag_tables(Tensor weights, Tensor[] tables, " + bags + layout +
-                ", bool sparse=False, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
-  define(m, "embedding_bag_fused(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags + layout +
-                optimizer("", "", "") + ", " + cached +
-                ", Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor? cache_dirty=None, " + places +
-                ", Tensor? grad_scale=None, ScalarType? output_dtype=None) -> (Tensor output, Tensor status)");
-  define(
-      m,
-      "embedding_bag_backward_fused_(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor grad, " +
-          bags + layout + optimizer("(d!)", "(e!)", "(f!)") +
-          ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, "
-          "Tensor? "
-          "cache_offsets=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None, "
-          "Tensor(h!)? "
-          "cache_dirty=None, " +
-          places + ") -> ()");
-  define(m, "embedding_bag_backward_dense(Tensor grad, " + shape + layout + ", Tensor? weights=None) -> Tensor");
-  define(m, "embedding_bag_backward_sparse(Tensor grad, " + shape + layout +
-                ", Tensor? weights=None) -> (Tensor rows, Tensor row_grads, Tensor row_counts)");
-  define(m, "embedding_bag_backward_per_sample_weights(Tensor grad, Tensor weights, Tensor values, Tensor offsets, " +
-                layout + ", " + cached + ") -> Tensor");
+  define(m, "embedding_bag.layout(Tensor weights, " + bags + ", bool sparse=False" + cached + output);
+  define(m, "embedding_bag_tables.layout(Tensor weights, Tensor[] tables, " + bags + ", bool sparse=False" + output);
+  define(m, "embedding_bag_fused.layout(Tensor weights, Tensor? sum, Tensor step, Tensor lr, Tensor token, " + bags +
+                optimizer("", "", "") + cached + ", Tensor? cache_dirty=None, Tensor? grad_scale=None" + output);
+  define(m,
+         "embedding_bag_backward_fused_.layout(Tensor(a!) weights, Tensor(b!)? sum, Tensor(c!) step, Tensor lr, Tensor "
+         "grad, " +
+             bags + optimizer("(d!)", "(e!)", "(f!)") +
+             ", Tensor? status=None, Tensor? grad_scale=None, Tensor? found_inf=None, Tensor(g!)? cache_rows=None, "
+             "Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None, Tensor(h!)? "
+             "cache_dirty=None) -> ()");
+  define(m, "embedding_bag_backward_dense.layout(Tensor grad, Tensor weights, " + bags + ") -> Tensor");
+  define(m, "embedding_bag_backward_sparse.layout(Tensor grad, Tensor weights, " + bags + sparse);
+  define(m,
+         "embedding_bag_backward_per_sample_weights.layout(Tensor grad, Tensor weights, Tensor values, Tensor offsets, "
+         "Tensor layout, int[] layout_sizes, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, int "
+         "padding_idx=-1, Tensor? cache_rows=None, Tensor? cache_slots=None) -> Tensor");
+  define(m, "embedding_bag.table(Tensor weights, " + table +
+                ", bool sparse=False, str? format=None, SymInt embedding_dim=0" + output);
+  define(m, "embedding_bag_backward_dense.table(Tensor grad, SymInt[] weights_shape, " + table + ") -> Tensor");
+  define(m, "embedding_bag_backward_sparse.table(Tensor grad, SymInt[] weights_shape, " + table + sparse);
+  define(m,
+         "embedding_bag_backward_per_sample_weights.table(Tensor grad, Tensor weights, Tensor values, Tensor offsets, "
+         "str pooling=\"sum\", bool include_last_offset=True, int padding_idx=-1, str? format=None, SymInt "
+         "embedding_dim=0) -> Tensor");
 }
 
 }  // namespace rec_kernels

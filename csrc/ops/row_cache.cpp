@@ -13,13 +13,6 @@ void check_rows(const OptionalTensor& rows, const Tensor& values) {
   check_same_device(*rows, values, "cache_rows", "values");
 }
 
-void check_places(const OptionalTensor& t, const TableLayout& layout, const Tensor& values, const char* name) {
-  check_layout_tensor(t, layout.embedding_dims->numel(), values, name, ScalarType::Long,
-                      "there is a cache, so the places of every part");
-}
-
-constexpr const char* kNoLayout = "embedding_dims is missing: a cache needs the layout arguments";
-
 }  // namespace
 
 void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
@@ -37,38 +30,27 @@ void check_slots_of_ids(const Tensor& slots, const Tensor& values) {
   check_same_device(slots, values, "cache_slots", "values");
 }
 
-bool check_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
-  if (!cache.rows && !cache.offsets && !cache.slots) return false;
-  check_value(layout.embedding_dims.has_value(), kNoLayout);
+bool check_cached_rows(const CachedRows& cache, const Tensor& values) {
+  if (!cache.rows && !cache.slots) return false;
   check_rows(cache.rows, values);
-  check_places(cache.offsets, layout, values, "cache_offsets");
   check_value(cache.slots.has_value(), "cache_slots is missing: row_cache_insert_ and row_cache_lookup make it");
   check_slots_of_ids(*cache.slots, values);
   return true;
 }
 
-bool check_cache(const CacheArguments& cache, const TableLayout& layout, const Tensor& values, CacheUse use) {
-  if (!cache.rows && !cache.tags && !cache.marks && !cache.dirty && !cache.offsets && !cache.sets &&
-      !cache.set_starts) {
-    check_value(cache.ways == 0, "cache_ways = ", cache.ways, " means nothing without cache_tags");
-    return false;
-  }
-  check_value(layout.embedding_dims.has_value(), kNoLayout);
-  check_value(cache.ways >= 1 && cache.ways <= kMaxWays, "cache_ways = ", cache.ways, " must be in [1, ", kMaxWays,
-              "]");
+bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use) {
+  if (!cache.rows && !cache.tags && !cache.marks && !cache.dirty) return false;
+  const int64_t ways = layout.sizes.cache_ways;
+  check_value(ways >= 1, "layout has no row cache: its cache_ways is 0, so cache_tags and the like must not be given");
   check_value(cache.tags.has_value(), "cache_tags is missing: a cache has an element of it for every slot");
   check_rank(*cache.tags, 1, "cache_tags");
   const int64_t slots = cache.tags->numel();
-  check_value(slots % cache.ways == 0, "cache_tags must have a multiple of cache_ways = ", cache.ways,
-              " elements, got ", slots);
+  check_value(slots % ways == 0, "cache_tags must have a multiple of cache_ways = ", ways, " elements, got ", slots);
   check_slots(cache.tags, slots, values, "cache_tags", ScalarType::Long);
-  check_places(cache.sets, layout, values, "cache_sets");
-  check_places(cache.set_starts, layout, values, "cache_set_starts");
   if (use != CacheUse::kFlush) check_slots(cache.marks, slots, values, "cache_marks", ScalarType::Byte);
   if (use == CacheUse::kFind) return true;
   check_rows(cache.rows, values);
   check_slots(cache.dirty, slots, values, "cache_dirty", ScalarType::Byte);
-  check_places(cache.offsets, layout, values, "cache_offsets");
   return true;
 }
 
@@ -113,17 +95,13 @@ void check_row_counts(const CacheHistory& history, int64_t rows) {
   check_value(have >= rows, "row_counts must have one element per row (", rows, "), got ", have);
 }
 
-void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty, const Tensor& row_offsets,
-                 const Tensor& num_embeddings) {
+void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty) {
   check_rank(cache_tags, 1, "cache_tags");
   check_dtype(cache_tags, ScalarType::Long, "cache_tags");
   check_contiguous(cache_tags, "cache_tags");
   check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
   check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
   check_contiguous(cache_dirty, "cache_dirty");
-  check_rank(row_offsets, 1, "row_offsets");
-  check_layout_tensor(row_offsets, row_offsets.numel(), cache_tags, "row_offsets", ScalarType::Long);
-  check_layout_tensor(num_embeddings, row_offsets.numel(), cache_tags, "num_embeddings", ScalarType::Long);
   check_same_device(cache_dirty, cache_tags, "cache_dirty", "cache_tags");
 }
 
@@ -133,30 +111,28 @@ bool parse_policy(const std::string& policy) {
 }
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
-  const std::string layout = layout_schema();
-  const std::string places = "Tensor cache_sets, Tensor cache_set_starts, ";
-  const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None, Tensor? table_ids=None";
-  define(m, "row_cache_lookup(Tensor cache_tags, Tensor cache_marks, " + places +
-                "int cache_ways, Tensor values, Tensor offsets, " + layout + ") -> Tensor slots");
+  const std::string layout = "Tensor layout, int[] layout_sizes";
+  const std::string bags = "Tensor values, Tensor offsets, " + layout +
+                           ", Tensor? bag_starts=None, int padding_idx=-1, str bounds_check=\"error\"";
+  const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None";
+  define(m, "row_cache_lookup.layout(Tensor cache_tags, Tensor cache_marks, " + bags + ") -> Tensor slots");
   define(m,
-         "row_cache_insert_(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor cache_offsets, Tensor(c!) cache_tags, "
-         "Tensor(d!) cache_marks, Tensor(e!) cache_dirty, " +
-             places +
-             "int cache_ways, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, Tensor values, Tensor offsets, " +
-             layout + rounding +
-             ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, "
-             "Tensor(j!)? cache_stats=None, int decay_every=0) -> Tensor slots");
-  define(m, "row_cache_plan(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, " + places +
-                "int cache_ways, Tensor cache_stamps, Tensor cache_clock, Tensor values, Tensor offsets, " + layout +
-                ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, "
-                "int decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)");
+         "row_cache_insert_.layout(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor(c!) cache_tags, Tensor(d!) "
+         "cache_marks, Tensor(e!) cache_dirty, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, " +
+             bags + rounding +
+             ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, Tensor(j!)? "
+             "cache_stats=None, int decay_every=0) -> Tensor slots");
   define(m,
-         "row_cache_flush_(Tensor(a!) weights, Tensor cache_rows, Tensor cache_offsets, Tensor cache_tags, "
-         "Tensor cache_dirty, " +
-             places + "int cache_ways, Tensor cache_clock, " + layout + rounding +
-             ", int first_slot=0, int? num_slots=None) -> ()");
+         "row_cache_plan.layout(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, Tensor cache_stamps, Tensor "
+         "cache_clock, " +
+             bags +
+             ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, int "
+             "decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)");
   define(m,
-         "row_cache_stats(Tensor cache_tags, Tensor cache_dirty, Tensor row_offsets, Tensor num_embeddings) -> Tensor");
+         "row_cache_flush_.layout(Tensor(a!) weights, Tensor cache_rows, Tensor cache_tags, Tensor cache_dirty, Tensor "
+         "cache_clock, " +
+             layout + rounding + ", int first_slot=0, int? num_slots=None) -> ()");
+  define(m, "row_cache_stats.layout(Tensor cache_tags, Tensor cache_dirty, " + layout + ") -> Tensor");
 }
 
 }  // namespace rec_kernels
