@@ -35,6 +35,7 @@ from rec_kernels.ops.jagged_windows import jagged_windows
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
+from rec_kernels.ops.table_layout import CachePlaces, TableLayout, set_frozen, table_layout
 
 use_triton()
 _register_pytrees()
@@ -46,6 +47,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "CachePlaces",
     "Deduplicated",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
@@ -68,6 +70,7 @@ __all__ = [
     "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
+    "TableLayout",
     "Wukong",
     "WukongLayer",
     "__version__",
@@ -95,4 +98,6 @@ __all__ = [
     "rows_from_fbgemm",
     "rows_to_fbgemm",
     "scale_rows",
+    "set_frozen",
+    "table_layout",
 ]

@@ -26,7 +26,7 @@ void check_sizes(const LayoutSizes& s, int64_t parts) {
   for (int f = 0; f < kNumRowFormats; ++f)
     if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
   check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
-  check(s.flags >= 0 && s.flags < 16, Size::kFlags, s.flags, "flags: 1 mean, 2 frozen, 4 multiplies, 8 bytes");
+  check(s.flags >= 0 && s.flags < 16, Size::kFlags, s.flags, "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped");
 }
 
 void check_groups(const BagArguments& bags, int64_t features) {

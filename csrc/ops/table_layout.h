@@ -100,10 +100,10 @@ enum class Size {
 // The most ways of a set of a row cache.
 constexpr int64_t kMaxWays = 1024;
 enum LayoutFlag : int64_t {
-  kAnyMean = 1,       // a feature's bags are averaged
-  kMayBeFrozen = 2,   // a feature may be frozen
-  kMultiplies = 4,    // a feature multiplies rows of its parts
-  kBytes = 8,         // `weights` is uint8: rows of formats; else float32
+  kAnyMean = 1,     // a feature's bags are averaged
+  kMultiplies = 2,  // a feature multiplies rows of its parts
+  kBytes = 4,       // `weights` is uint8: rows of formats; else float32
+  kMapsIds = 8,     // some id is not its row: it is divided, or wraps around
 };
 
 // What is wrong with a record.

@@ -38,6 +38,7 @@ from rec_kernels.nn.tables import (
 from rec_kernels.nn.tied import Tied, refuse_replaced, show
 from rec_kernels.ops.autograd import arguments_of
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.table_layout import set_frozen
 from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
@@ -106,6 +107,8 @@ class TableCollection(ScaledLosses):
         try:
             self._make_weights(device)
             self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
+            if cache is not None:  # its places are part of the layout
+                self._make_layout(device)
         except BaseException:
             self.close()  # whoever keeps the error keeps the collection, and would have the file locked
             raise
@@ -282,21 +285,21 @@ class TableCollection(ScaledLosses):
         bags, cache = (given.values, given.offsets, given.weights), {}
         if self.row_cache is not None:
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
-        layout = self._layout(starts, shared) | self._output() | cache
+        layout = self._layout(starts, shared) | self._output() | cache | {"per_sample_weights": given.weights}
         if tables := self._differentiated(given.weights):
-            output, status = _ops.embedding_bag_tables(self._weights, tables, *bags, **layout)
+            output, status = _ops.embedding_bag_tables.layout(self._weights, tables, *bags[:2], **layout)
         elif self.optimizer is None or not torch.is_grad_enabled():
-            output, status = _ops.embedding_bag(self._weights, *bags, **layout)
+            output, status = _ops.embedding_bag.layout(self._weights, *bags[:2], **layout)
         else:
             refuse_data_parallel(self)
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options() | self._scaling()
                 if cache:
                     options["cache_dirty"] = self.row_cache.dirty
-                output, status = _ops.embedding_bag_fused(*state, *bags, **layout, **options)
+                output, status = _ops.embedding_bag_fused.layout(*state, *bags[:2], **layout, **options)
                 self._watch(output)
             else:
-                output, status = _ops.embedding_bag(self._weights, *bags, **layout)
+                output, status = _ops.embedding_bag.layout(self._weights, *bags[:2], **layout)
                 output = self._pending.record(output, shared, *bags, status, starts)
         if bounds.reports_late(status):
             self._note(status, given, starts, shared)
@@ -341,9 +344,8 @@ class TableCollection(ScaledLosses):
     def _set_frozen(self, features: set[str]) -> None:
         if self._pending is not None:
             raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
-        self._frozen_features, self._passes_frozen = features, True
-        flags = [f in features for f in self.feature_names]
-        self._frozen.copy_(torch.tensor(flags, dtype=torch.bool, device="cpu"))
+        self._frozen_features = features
+        set_frozen(self._layout_records, [f in features for f in self.feature_names])
 
     def check(self) -> None:
         """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
@@ -372,8 +374,6 @@ class TableCollection(ScaledLosses):
 
     def _options(self) -> dict[str, object]:
         options = self.optimizer.options()
-        if self._places.is_elementwise:
-            options["moment_offsets"] = self._moment_offsets
         if "exp_avg" in self._places.kinds:
             options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
         if not self._storage.is_bytes and not self._places.is_rounded:
@@ -381,7 +381,7 @@ class TableCollection(ScaledLosses):
         return options | self._rounding()
 
     def _rounding(self) -> dict[str, object]:
-        return {"rounding": self.rounding, "seed": self._seed, "table_ids": self._table_ids}
+        return {"rounding": self.rounding, "seed": self._seed}
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -425,9 +425,11 @@ class TableCollection(ScaledLosses):
         if self._file is not None:
             self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
         options |= self._layout(lookup.bag_starts, lookup.shared) | self._found_by(scaling, lookup.grad)
-        given = arguments_of("embedding_bag_backward_fused_", (*self._state(), *lookup[:4]), options)
+        bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
+        given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
+        given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
         with torch.no_grad():
-            call_in_place("embedding_bag_backward_fused_", {**given, "status": lookup.status})
+            call_in_place("embedding_bag_backward_fused_.layout", given)
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""

@@ -10,9 +10,6 @@ from torch import Tensor
 from rec_kernels.nn.compression import COMBINE
 from rec_kernels.nn.tables import EmbeddingConfig, StoredTable
 
-#: The layout arguments of the ops that say how ids find rows.
-PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
-
 
 @dataclass(frozen=True)
 class PartLookup:
@@ -77,7 +74,7 @@ def lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
 
 
 def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> dict[str, list[int]]:
-    """The arguments of ``PARTITIONS``."""
+    """How ids find rows, as ``table_layout`` takes it."""
     starts = [0]
     for feature in features:
         starts.append(starts[-1] + len(feature.parts))

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn import bounds
-from rec_kernels.nn.features import PARTITIONS, lookups, partitions
+from rec_kernels.nn.features import lookups, partitions
 from rec_kernels.nn.host_memory import staying
 from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage, checked_tables
+from rec_kernels.ops.table_layout import CachePlaces, table_layout
 
 if TYPE_CHECKING:
     from rec_kernels.nn.ahead import Ahead
@@ -37,11 +38,9 @@ class Layout(nn.Module):
     tables: Sequence[EmbeddingConfig]
     _pools = True  # whether ``forward`` makes one row of a bag
     _weights: Tensor
-    _frozen: Tensor
+    _layout_records: Tensor
     _seed: Tensor
     _bad_position: Tensor
-    _table_ids: Tensor
-    _columns_of_bags: Tensor
 
     def __init__(
         self,
@@ -60,7 +59,6 @@ class Layout(nn.Module):
         self.tables, self.output_dtype, self.bounds_check, self.seed = tables, output_dtype, bounds_check, seed
         self._storage, self._places = storage, places
         self._frozen_features: set[str] = set()
-        self._passes_frozen = False
         self._name_outputs()
         self._make_layout(device)
 
@@ -82,65 +80,38 @@ class Layout(nn.Module):
 
     def _make_layout(self, device: torch.device | str | None) -> None:
         self._features = lookups(self.tables)
-        parts = [p for feature in self._features for p in feature.parts]
-        layout = {
-            "weight_offsets": [self._storage.starts[p.stored] for p in parts],
-            "row_offsets": [self._places.rows[p.stored] for p in parts],
-            "num_embeddings": [self._stored[p.stored].num_embeddings for p in parts],
-            "embedding_dims": [self._stored[p.stored].embedding_dim for p in parts],
-            "output_offsets": [feature.column + p.column for feature in self._features for p in feature.parts],
-            "columns_of_bags": [p.column for p in parts],
-            "table_ids": [p.stored for p in parts],
-            "format_of": [self._storage.formats.index(self._stored[p.stored].format) for p in parts],
-        }
-        if self._places.is_elementwise:
-            layout["moment_offsets"] = [self._places.starts[p.stored] for p in parts]
-        self._is_partitioned = any(t.part for t in self._stored)
-        if self._is_partitioned:
-            layout |= partitions(self._features, self._stored)
-        made = {f"_{name}": torch.tensor(n, dtype=torch.int64, device=device) for name, n in layout.items()}
+        parts = [self._stored[p.stored] for feature in self._features for p in feature.parts]
+        numbers = [p.stored for feature in self._features for p in feature.parts]
         means = [getattr(feature.table, "pooling", "sum") == "mean" for feature in self._features]
-        frozen = [f in self._frozen_features for f in self.feature_names]
-        for name, flags in (("_mean", means), ("_frozen", frozen)):
-            made[name] = torch.tensor(flags, dtype=torch.bool, device=device)
+        is_partitioned = any(t.part for t in self._stored)
+        made = table_layout(
+            [t.num_embeddings for t in parts],
+            [t.embedding_dim for t in parts],
+            weight_offsets=[self._storage.starts[i] for i in numbers],
+            row_offsets=[self._places.rows[i] for i in numbers],
+            state_offsets=[self._places.starts[i] for i in numbers],
+            formats=[t.format for t in parts] if self._storage.is_bytes else None,
+            table_ids=numbers,
+            mean=means,
+            frozen=[f in self._frozen_features for f in self.feature_names],
+            cache=self._cache_places(),
+            num_rows=self._places.rows[-1],
+            **(partitions(self._features, self._stored) if is_partitioned else {}),
+        )
+        self._layout_sizes = made.layout_sizes
+        self.register_buffer("_layout_records", made.layout.to(device), persistent=False)
         for name, number in (("_seed", self.seed), ("_bad_position", bounds.NOTHING_BAD)):
-            made[name] = torch.tensor(number, device=device)
-        for name, tensor in made.items():
-            self.register_buffer(name, tensor, persistent=False)
-        self._made = list(made)
-        self._any_mean = any(means)
-        self._num_rows = self._places.rows[-1]
+            self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
+        self._made = ["_layout_records", "_seed", "_bad_position"]
         self._widths = [feature.width for feature in self._features]
         dims = zip(self._features, self._output_dims, strict=True)
         self._combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
-        self._max_dim = max((t.embedding_dim for t in self._stored), default=0)
-        self._multiplies = any(feature.multiplies for feature in self._features)
         self._combines_later = any(f.is_combined_later for f in self._features)
         self._projected = [f.table for f in self._features if f.table.projection]
-        self._list_arguments()
 
-    def _list_arguments(self) -> None:
-        """What every call of an op is told: found once, because a small lookup takes no longer than finding it."""
-        names = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets"]
-        if self._is_partitioned:
-            names += PARTITIONS
-        if len(self._storage.formats) > 1:
-            names.append("format_of")
-        if self._any_mean:  # without, the backward needs no coefficients
-            names.append("mean")
-        self._tensor_arguments = [(name, f"_{name}") for name in names]
-        self._other_arguments: dict[str, object] = {
-            "output_dim": sum(self._widths),
-            "num_rows": self._num_rows,
-            "max_embedding_dim": self._max_dim,
-        }
-        if self._is_partitioned:
-            self._other_arguments |= {
-                "max_parts": max(len(feature.parts) for feature in self._features),
-                "multiplies": self._multiplies,
-            }
-        if self._storage.is_bytes:
-            self._other_arguments["formats"] = self._storage.formats
+    def _cache_places(self) -> CachePlaces | None:
+        """Where rows of the tables may lie in the row cache, if there is one."""
+        return None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.
@@ -170,17 +141,15 @@ class Layout(nn.Module):
         return self._seed.device
 
     def _layout(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:
-        buffers = self._buffers
-        arguments: dict[str, object] = {name: buffers[buffer] for name, buffer in self._tensor_arguments}
-        arguments |= self._other_arguments
-        arguments["bounds_check"] = self.bounds_check
-        if self._passes_frozen:
-            arguments["frozen"] = self._frozen
+        arguments: dict[str, object] = {
+            "layout": self._buffers["_layout_records"],
+            "layout_sizes": self._layout_sizes,
+            "bounds_check": self.bounds_check,
+        }
+        if bag_starts is not None:
+            arguments["bag_starts"] = bag_starts
         if shared is not None:
-            arguments |= {"bag_starts": bag_starts, "inverse": shared.inverse, "groups": shared.groups}
-        elif bag_starts is not None:  # every bag has a row of the output
-            wide = max(self._widths, default=0)
-            arguments |= {"bag_starts": bag_starts, "output_offsets": self._columns_of_bags, "output_dim": wide}
+            arguments |= {"inverse": shared.inverse, "groups": shared.groups}
         return arguments
 
     def _output(self) -> dict[str, object]:
@@ -231,6 +200,7 @@ class ServedTables(Layout):
         )
         self.register_buffer("_weights", source._weights)
         self.row_cache = None if source.row_cache is None else source.row_cache.shared()
+        self._layout_records, self._layout_sizes = source._layout_records, source._layout_sizes
         self._ahead = source._ahead  # whose rows come into the same slots
         for table in self.tables:
             if table.projection:
@@ -252,8 +222,8 @@ class ServedTables(Layout):
             self._ahead.wait()
             slots = self.row_cache.lookup((given.values, given.offsets), self._layout(starts))
             cache = self.row_cache.arguments(slots)
-        layout |= self._output() | cache
-        return _ops.embedding_bag(self._weights, given.values, given.offsets, given.weights, **layout)[0]
+        layout |= self._output() | cache | {"per_sample_weights": given.weights}
+        return _ops.embedding_bag.layout(self._weights, given.values, given.offsets, **layout)[0]
 
 
 def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

@@ -119,7 +119,7 @@ class PathEmbeddingBag(OneTable):
         options = {"pooling": self.pooling, "bounds_check": "ignore"}
         with without_autocast(values):
             vectors = self._vectors(ids)
-        return _ops.embedding_bag(vectors, places, offsets, weights, **options)[0]
+        return _ops.embedding_bag.table(vectors, places, offsets, weights, **options)[0]
 
     def _vectors(self, ids: Tensor) -> Tensor:
         """[U, D] of ascending ids, so that those of one function are side by side."""

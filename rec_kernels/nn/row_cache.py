@@ -18,6 +18,7 @@ from rec_kernels.nn.assigned import copied
 from rec_kernels.nn.features import FeatureLookup
 from rec_kernels.nn.layout import move_whole, uncast
 from rec_kernels.nn.tables import StoredTable, zeros
+from rec_kernels.ops.table_layout import CachePlaces, table_layout
 from rec_kernels.ops.version_counters import call_uncounted
 
 _ops = torch.ops.rec_kernels
@@ -139,9 +140,6 @@ class CacheState(nn.Module):
     row_counts: Tensor
     stats: Tensor
     geometry: Tensor
-    _sets: Tensor
-    _set_starts: Tensor
-    _offsets: Tensor
 
     def __init__(
         self,
@@ -183,7 +181,6 @@ class CacheState(nn.Module):
         stats = torch.zeros(len(stored), len(COUNTERS), dtype=torch.int64, device=device)
         self.register_buffer("stats", stats, persistent=False)
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
-        self._make_places(device)
 
     def shared(self) -> CacheState:
         """The same slots in another module, which can be moved by itself."""
@@ -225,41 +222,35 @@ class CacheState(nn.Module):
             add(dim, tables, sum(self.fractions[i] * self._stored[i].num_embeddings for i in tables))
         return groups
 
-    def _make_places(self, device: torch.device | str | None) -> None:
+    def places(self) -> CachePlaces:
+        """Where rows of the features' parts may be."""
         of = {i: group for group in self._groups for i in group.tables}
         parts = [of.get(part.stored) for feature in self._features for part in feature.parts]
-        places = {
-            "sets": [g.sets if g else 0 for g in parts],
-            "set_starts": [g.first_set if g else 0 for g in parts],
-            "offsets": [g.offset(self.cache.ways) if g else 0 for g in parts],
-        }
-        for name, numbers in places.items():
-            tensor = torch.tensor(numbers, dtype=torch.int64, device=device)
-            self.register_buffer(f"_{name}", tensor, persistent=False)
-
-    def _places(self) -> dict[str, object]:
-        return {"cache_sets": self._sets, "cache_set_starts": self._set_starts, "cache_ways": self.cache.ways}
+        return CachePlaces(
+            self.cache.ways,
+            [g.sets if g else 0 for g in parts],
+            [g.first_set if g else 0 for g in parts],
+            [g.offset(self.cache.ways) if g else 0 for g in parts],
+        )
 
     def lookup(self, bags: tuple[Tensor, Tensor], layout: dict[str, object]) -> Tensor:
         """[N]: the slots of ids; nothing changes. ``layout`` is the ops'."""
-        return _ops.row_cache_lookup(self.tags, self.marks, *self._places().values(), *bags, **layout)
+        return _ops.row_cache_lookup.layout(self.tags, self.marks, *bags, **layout)
 
     def insert(
         self, weights: Tensor, bags: tuple[Tensor, Tensor], layout: dict[str, object], rounding: dict[str, object]
     ) -> Tensor:
         """[N]: the slots of a batch's ids, whose rows come in if they can."""
         own = self._policy() | {"cache_stats": self.stats}
-        slots = (self.rows, self._offsets, self.tags, self.marks, self.dirty)
-        history = (self.stamps, self.clock)
-        arguments = (weights, *slots, *self._places().values(), *history, *bags)
-        return call_uncounted("row_cache_insert_", *arguments, **layout, **rounding, **own)
+        slots = (self.rows, self.tags, self.marks, self.dirty, self.stamps, self.clock)
+        return call_uncounted("row_cache_insert_.layout", weights, *slots, *bags, **layout, **rounding, **own)
 
     def plan(
         self, bags: tuple[Tensor, Tensor], layout: dict[str, object], seed: Tensor, *, inserts: bool
     ) -> tuple[Tensor, Tensor]:
         """Linear rows that a batch reads in the tables, and those of them that it may write there."""
-        slots = (self.tags, self.marks, self.dirty, *self._places().values(), self.stamps, self.clock)
-        return _ops.row_cache_plan(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
+        slots = (self.tags, self.marks, self.dirty, self.stamps, self.clock)
+        return _ops.row_cache_plan.layout(*slots, *bags, **layout, **self._policy(), seed=seed, inserts=inserts)
 
     def _policy(self) -> dict[str, object]:
         own: dict[str, object] = {"policy": self.cache.policy}
@@ -276,10 +267,10 @@ class CacheState(nn.Module):
         num_slots: int | None = None,
     ) -> None:
         """Encodes the rows that have changed, in some slots or all, into their tables; they stay where they are."""
-        slots = (self.rows, self._offsets, self.tags, self.dirty)
+        slots = (self.rows, self.tags, self.dirty, self.clock)
+        given = {"layout": layout["layout"], "layout_sizes": layout["layout_sizes"], **rounding}
         some = {"first_slot": first_slot, "num_slots": num_slots}
-        arguments = (weights, *slots, *self._places().values(), self.clock)
-        call_uncounted("row_cache_flush_", *arguments, **layout, **rounding, **some)
+        call_uncounted("row_cache_flush_.layout", weights, *slots, **given, **some)
 
     def dirty_slots(self, most: int) -> Iterator[tuple[int, int, Tensor]]:
         """Ranges of slots, first and how many, with the at most ``most`` linear rows in them that have changed."""
@@ -296,19 +287,13 @@ class CacheState(nn.Module):
 
     def arguments(self, slots: Tensor) -> dict[str, object]:
         """Of a lookup whose ids' rows are in ``slots``."""
-        return {
-            "cache_rows": self.rows,
-            "cache_offsets": self._offsets,
-            "cache_slots": slots,
-            "cache_tags": self.tags,
-            "cache_marks": self.marks,
-            **self._places(),
-        }
+        own = {"cache_rows": self.rows, "cache_slots": slots}
+        return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
     def update_arguments(self) -> dict[str, object]:
         """Of an update."""
-        own = {"cache_rows": self.rows, "cache_offsets": self._offsets, "cache_dirty": self.dirty}
-        return own | {"cache_tags": self.tags, "cache_marks": self.marks} | self._places()
+        own = {"cache_rows": self.rows, "cache_dirty": self.dirty}
+        return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
     def counters(self) -> dict[str, dict[str, int]]:
         """Of each stored table, by name: what ``COUNTERS`` names."""
@@ -317,8 +302,9 @@ class CacheState(nn.Module):
 
     def report(self) -> list[dict[str, object]]:
         """Of each stored table: its counters, rows in slots and its share of the cache's bytes."""
-        rows = torch.tensor([t.num_embeddings for t in self._stored], dtype=torch.int64, device=self.tags.device)
-        held = _on_host(_ops.row_cache_stats(self.tags, self.dirty, rows.cumsum(0) - rows, rows)).tolist()
+        sizes = ([t.num_embeddings for t in self._stored], [t.embedding_dim for t in self._stored])
+        tables = table_layout(*sizes, device=self.tags.device)
+        held = _on_host(_ops.row_cache_stats.layout(self.tags, self.dirty, *tables)).tolist()
         report = []
         for (cached, dirty), share, named in zip(held, self._shares(), self.counters().values(), strict=True):
             rate = named["hits"] / named["lookups"] if named["lookups"] else None
@@ -350,12 +336,11 @@ class CacheState(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
         was_meta = self.tags.is_meta
         # What no state_dict brings is not for to_empty() to empty, unless there is nothing yet.
-        kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry") or n.startswith("_")]
+        kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry")]
         for name, buffer in self._buffers.items():
             if name not in kept:
                 self._buffers[name] = uncast(buffer, fn)
         if was_meta and not self.tags.is_meta:
-            self._make_places(self.tags.device)
             self.clear()
         move_whole(self, kept, self.tags.device)
         return self

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rec_kernels.ops.autograd import overload_of
+
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 _KEYS = {"cpu": torch._C.DispatchKey.AutocastCPU, "cuda": torch._C.DispatchKey.AutocastCUDA}
 _ALL_KEYS = torch._C.DispatchKeySet(_KEYS["cpu"]) | torch._C.DispatchKeySet(_KEYS["cuda"])
@@ -22,7 +24,7 @@ def register(op: str, prepare: Callable[[tuple, str], tuple]) -> None:
 
 
 def _register(op: str, device: str, prepare: Callable[[tuple, str], tuple]) -> None:
-    overload = getattr(torch.ops.rec_kernels, op).default
+    overload = overload_of(op)
 
     def kernel(*inputs):
         with torch._C._ExcludeDispatchKeyGuard(_ALL_KEYS):

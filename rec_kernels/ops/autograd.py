@@ -24,10 +24,16 @@ _any_requires_grad = torch._C._any_requires_grad  # looks into lists of tensors,
 REFUSED: set[str] = set()
 
 
+def overload_of(op: str) -> torch._ops.OpOverload:
+    """The op called "scale_rows", or the overload of one called "embedding_bag.layout"."""
+    name, _, overload = op.partition(".")
+    return getattr(getattr(_ops, name), overload or "default")
+
+
 @functools.cache
 def signature_of(op: str) -> dict[str, object]:
     """Name -> default of the arguments of ``rec_kernels::<op>``, in schema order."""
-    return {a.name: a.default_value for a in getattr(_ops, op).default._schema.arguments}
+    return {a.name: a.default_value for a in overload_of(op)._schema.arguments}
 
 
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
@@ -59,7 +65,7 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
             arguments of the schema, defaults included.
     """
-    overload, defaults = getattr(_ops, op).default, tuple(signature_of(op).values())
+    overload, defaults = overload_of(op), tuple(signature_of(op).values())
     lists = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) == "List[Tensor]"]
     place = lists[0] if lists else None
 
@@ -82,7 +88,7 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
             ctx.needs_input_grad = wanted
 
     methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
-    function: Any = type(f"{op}_autograd", (torch.autograd.Function,), methods)
+    function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
     # What Function.apply calls where no transform of torch.func is active: it costs half of apply.
     apply = super(torch.autograd.Function, function).apply
 

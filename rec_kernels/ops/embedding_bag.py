@@ -16,9 +16,10 @@ from torch import Tensor
 from rec_kernels.ops.autograd import arguments_of, below_autograd
 from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
+from rec_kernels.ops.table_layout import Size
 
 _ops = torch.ops.rec_kernels
-_embedding_bag = _ops.embedding_bag.default  # looked up once
+_one_table = _ops.embedding_bag.table  # looked up once
 
 #: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
 TABLE_ALIGNMENT = 16
@@ -87,7 +88,7 @@ def embedding_bag(
         options["per_sample_weights"] = per_sample_weights
     if output_dtype is not None:
         options["output_dtype"] = output_dtype
-    return below_autograd(_embedding_bag, weight, input, offsets, **options)[0]
+    return below_autograd(_one_table, weight, input, offsets, **options)[0]
 
 
 def _check_arguments(input: Tensor, weight: Tensor, mode: str, norms: bool) -> None:
@@ -120,12 +121,12 @@ def _rows_of(weight: Tensor, format: str | None, embedding_dim: int | None) -> t
         own, columns = NARROW[weight.dtype], weight.shape[-1]
         if format not in (None, own) or embedding_dim not in (None, columns):
             raise ValueError(f"weight is {weight.dtype} [E, {columns}], got format={format!r}, {embedding_dim=}")
-        return weight.view(torch.uint8), {"formats": [own], "embedding_dim": columns}
+        return weight.view(torch.uint8), {"format": own, "embedding_dim": columns}
     if weight.dtype != torch.uint8:
         raise ValueError(f"weight must be float32, float16, bfloat16 or uint8 rows of a format, got {weight.dtype}")
     if format is None or embedding_dim is None:
         raise ValueError(f"weight is {weight.dtype}: format and embedding_dim must say what its rows are")
-    return weight, {"formats": [format], "embedding_dim": embedding_dim}
+    return weight, {"format": format, "embedding_dim": embedding_dim}
 
 
 def _padding_row(padding_idx: int, rows: int) -> int:
@@ -154,66 +155,95 @@ def table_starts(sizes: list[int], alignment: int = TABLE_ALIGNMENT) -> list[int
     return starts
 
 
-def _pooled_like(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
+def _pooled(like: Tensor, rows: int | torch.SymInt, columns: int, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    return like.new_empty((rows, columns), dtype=dtype or torch.float32), like.new_empty((2,), dtype=torch.int64)
+
+
+def _pooled_by_layout(op: str, inputs: tuple, given: dict) -> tuple[Tensor, Tensor]:
     a = arguments_of(op, inputs, given)
     if "tables" in a:
         check_one_device(a.values())
     else:
         check_devices(a)
-    weights, dims = a["weights"], a.get("embedding_dims")
-    bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
-    one_row_each = dims is None or a.get("bag_starts") is not None
-    starts = a.get("partition_starts")
-    features = 1 if dims is None else dims.shape[0] if starts is None else starts.shape[0] - 1
-    batch = bags if one_row_each else bags // max(features, 1)
+    sizes, bags = a["layout_sizes"], a["offsets"].shape[0] - 1
+    own_rows = a.get("bag_starts") is not None and a.get("groups") is None
+    rows = bags if own_rows else bags // max(sizes[Size.num_features], 1)
     if a.get("inverse") is not None:
-        batch = a["inverse"].shape[1]
-    columns = a["output_dim"] if dims is not None else a.get("embedding_dim") or weights.shape[1]
-    dtype = a.get("output_dtype") or torch.float32
-    values = a["values"]
-    return values.new_empty((batch, columns), dtype=dtype), values.new_empty((2,), dtype=torch.int64)
+        rows = a["inverse"].shape[1]
+    columns = sizes[Size.widest_feature if own_rows else Size.output_dim]
+    return _pooled(a["values"], rows, columns, a.get("output_dtype"))
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag")
+@torch.library.register_fake("rec_kernels::embedding_bag.layout")
 def _(*inputs, **given):
-    return _pooled_like("embedding_bag", inputs, given)
+    return _pooled_by_layout("embedding_bag.layout", inputs, given)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_tables")
+@torch.library.register_fake("rec_kernels::embedding_bag_tables.layout")
 def _(*inputs, **given):
-    return _pooled_like("embedding_bag_tables", inputs, given)
+    return _pooled_by_layout("embedding_bag_tables.layout", inputs, given)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_fused")
+@torch.library.register_fake("rec_kernels::embedding_bag_fused.layout")
 def _(*inputs, **given):
-    return _pooled_like("embedding_bag_fused", inputs, given)
+    return _pooled_by_layout("embedding_bag_fused.layout", inputs, given)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_")
+@torch.library.register_fake("rec_kernels::embedding_bag.table")
 def _(*inputs, **given):
-    check_devices(arguments_of("embedding_bag_backward_fused_", inputs, given))
+    a = arguments_of("embedding_bag.table", inputs, given)
+    check_one_device(a.values())
+    bags = a["offsets"].shape[0] - (1 if a.get("include_last_offset", True) else 0)
+    return _pooled(a["values"], bags, a.get("embedding_dim") or a["weights"].shape[1], a.get("output_dtype"))
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense")
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_fused_.layout")
+def _(*inputs, **given):
+    check_devices(arguments_of("embedding_bag_backward_fused_.layout", inputs, given))
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense.layout")
+def _(grad, weights, *inputs, **given):
+    check_one_device((grad, weights, *inputs, *given.values()))
+    return grad.new_empty(weights.shape)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_dense.table")
 def _(grad, weights_shape, *inputs, **given):
     check_one_device((grad, *inputs, *given.values()))
     return grad.new_empty(weights_shape)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse")
-def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_sparse", inputs, given)
-    check_one_device(a.values())
+def _sparse_gradient(grad: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
-    parts = 1 if a.get("embedding_dims") is None else a["embedding_dims"].shape[0]
-    grad = a["grad"]
     index = {"dtype": torch.int64, "device": grad.device}
     return torch.empty(rows, **index), grad.new_empty(floats), torch.empty(parts, **index)
 
 
-@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights")
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse.layout")
 def _(*inputs, **given):
-    a = arguments_of("embedding_bag_backward_per_sample_weights", inputs, given)
+    a = arguments_of("embedding_bag_backward_sparse.layout", inputs, given)
+    check_one_device(a.values())
+    return _sparse_gradient(a["grad"], a["layout"].shape[0])
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse.table")
+def _(*inputs, **given):
+    a = arguments_of("embedding_bag_backward_sparse.table", inputs, given)
+    check_one_device(a.values())
+    return _sparse_gradient(a["grad"], 1)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights.layout")
+def _(*inputs, **given):
+    a = arguments_of("embedding_bag_backward_per_sample_weights.layout", inputs, given)
+    check_devices(a)
+    return a["grad"].new_empty(a["values"].shape)
+
+
+@torch.library.register_fake("rec_kernels::embedding_bag_backward_per_sample_weights.table")
+def _(*inputs, **given):
+    a = arguments_of("embedding_bag_backward_per_sample_weights.table", inputs, given)
     check_devices(a)
     return a["grad"].new_empty(a["values"].shape)

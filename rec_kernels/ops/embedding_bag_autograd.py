@@ -10,40 +10,14 @@ from torch import Tensor
 from rec_kernels.ops import autocast
 from rec_kernels.ops.autograd import arguments_of, differentiable_once, register_autograd, signature_of
 from rec_kernels.ops.embedding_bag import NARROW, table_starts
+from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 
-# Keyword arguments that every op of the family takes, in schema order.
-_LAYOUT = (
-    "weight_offsets",
-    "row_offsets",
-    "num_embeddings",
-    "embedding_dims",
-    "output_offsets",
-    "mean",
-    "output_dim",
-    "num_rows",
-    "max_embedding_dim",
-    "formats",
-    "format_of",
-    "embedding_dim",
-    "bag_starts",
-    "inverse",
-    "groups",
-    "frozen",
-    "partition_starts",
-    "divisors",
-    "moduli",
-    "id_limits",
-    "combine",
-    "max_parts",
-    "multiplies",
-    "pooling",
-    "padding_idx",
-    "bounds_check",
-)
+# What the backward ops take of the forward's bags, beside the tensors that are saved.
+_BAGS = ("layout_sizes", "groups", "padding_idx", "bounds_check")
 
 # Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
 _UPDATE = (
@@ -55,47 +29,47 @@ _UPDATE = (
     "weight_decay_mode",
     "clip_grad_value",
     "clip_grad_norm",
-    "moment_offsets",
     "rounding",
     "seed",
-    "table_ids",
 )
 # What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come
 # in since.
-_CACHE = ("cache_rows", "cache_offsets", "cache_tags", "cache_marks", "cache_sets", "cache_set_starts", "cache_ways")
+_CACHE = ("cache_rows", "cache_tags", "cache_marks")
 _STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _may_multiply(a: dict) -> bool:
-    """Whether a feature multiplies rows of its parts, or nobody has said that none does.
-
-    ``combine`` knows, but is not read: on a GPU, that would wait.
-    """
-    if a["partition_starts"] is None or a["multiplies"] is not None:
-        return bool(a["multiplies"])
-    return a["embedding_dims"].shape[0] >= a["partition_starts"].shape[0]  # a feature has two parts or more
-
-
 def _keep(ctx, op: str, inputs: tuple) -> dict:
-    """Saves what every backward of the family needs; returns the arguments by name."""
+    """Saves what every backward of the ops with a layout needs; returns the arguments by name."""
     a = arguments_of(op, inputs)
-    values, offsets, factors = a["values"], a["offsets"], a["per_sample_weights"]
-    if not a.get("include_last_offset", True):
-        offsets = torch.cat([offsets, offsets.new_full((1,), values.shape[0])])
+    factors = a["per_sample_weights"]
     # The rows themselves are needed for the gradient of factors, and where they are multiplied. The tables, whose
     # memory is that of the weights, go with them because a change of theirs between forward and backward shows in
     # their own version counters.
     trains_factors = factors is not None and factors.requires_grad
-    wants_rows = (_may_multiply(a) or trains_factors) and op != "embedding_bag_fused"
+    needs_rows = bool(a["layout_sizes"][Size.flags] & Flag.multiplies) or trains_factors
+    wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
-    rows = (a["weights"], *a.get("tables", ())) if wants_rows else (None,)
-    ctx.save_for_backward(values, offsets, factors, a["inverse"], *rows)
-    ctx.layout = {name: a[name] for name in _LAYOUT if name != "inverse"}
+    rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
+    ctx.save_for_backward(a["values"], a["offsets"], factors, a["layout"], a["bag_starts"], a["inverse"], *rows)
+    # Where rows are not read, a change of theirs is no matter: no saved tensor, whose version would be looked at.
+    ctx.weights = None if wants_rows else a["weights"].detach()
+    ctx.bags = {name: a[name] for name in _BAGS}
     ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
-    ctx.shape, ctx.names = a["weights"].shape, list(a)
+    ctx.needs_rows, ctx.names = needs_rows, list(a)
     return a
+
+
+def _saved(ctx) -> tuple[Tensor, dict]:
+    """The weights of the forward, and its bags by the names of the ops' arguments.
+
+    Activation checkpointing allows one look at ``ctx.saved_tensors``.
+    """
+    names = ("values", "offsets", "per_sample_weights", "layout", "bag_starts", "inverse")
+    saved = ctx.saved_tensors
+    weights = saved[len(names)] if len(saved) > len(names) else ctx.weights
+    return weights, {**dict(zip(names, saved, strict=False)), **ctx.bags}
 
 
 def _grads(ctx, **by_name) -> tuple:
@@ -103,44 +77,69 @@ def _grads(ctx, **by_name) -> tuple:
     return tuple(by_name.get(name) for name in ctx.names)
 
 
-def _factors_gradient(
-    ctx, layout: dict, grad: Tensor, weights: Tensor | None, values: Tensor, offsets: Tensor, factors: Tensor | None
-) -> Tensor | None:
-    # The saved tensors are arguments: activation checkpointing allows one look at ctx.saved_tensors.
-    if factors is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
+def _factors_gradient(ctx, grad: Tensor, weights: Tensor, bags: dict) -> Tensor | None:
+    if bags["per_sample_weights"] is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
         return None
-    cache = _rows_in_cache(ctx, layout, values, offsets) if ctx.cache else {}
-    return _ops.embedding_bag_backward_per_sample_weights(grad, weights, values, offsets, **layout, **cache)
+    given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "bounds_check")}
+    if ctx.cache:
+        given |= _rows_in_cache(ctx, bags)
+    return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, **given)
 
 
-def _rows_in_cache(ctx, layout: dict, values: Tensor, offsets: Tensor) -> dict[str, Tensor]:
+def _rows_in_cache(ctx, bags: dict) -> dict[str, Tensor]:
     """Where the cached rows of a lookup are now."""
     c = ctx.cache
     slots = c["cache_slots"]
     if c["cache_tags"] is not None:
-        places = (c[name] for name in _CACHE[2:])
-        slots = _ops.row_cache_lookup(*places, values, offsets, **layout)
-    return {"cache_rows": c["cache_rows"], "cache_offsets": c["cache_offsets"], "cache_slots": slots}
+        given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "inverse", "groups")}
+        slots = _ops.row_cache_lookup.layout(c["cache_tags"], c["cache_marks"], **given)
+    return {"cache_rows": c["cache_rows"], "cache_slots": slots}
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.sparse = _keep(ctx, "embedding_bag", inputs)["sparse"]
+    ctx.sparse = _keep(ctx, "embedding_bag.layout", inputs)["sparse"]
 
 
 def _backward(ctx, grad: Tensor, _):
-    *bags, inverse, weights = ctx.saved_tensors[:5]
-    layout = ctx.layout | {"inverse": inverse}
+    weights, bags = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
-    arguments = (grad, ctx.shape, *bags)
     grad_weights = None
     if ctx.needs_input_grad[0] and ctx.sparse:
-        if len(ctx.shape) != 2:
-            raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
-        rows, row_grads, _ = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
+        raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
+    if ctx.needs_input_grad[0]:
+        grad_weights = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
+    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, bags))
+
+
+# What the backward ops of one table take of its bags, beside the tensors.
+_TABLE_BAGS = ("pooling", "include_last_offset", "padding_idx")
+
+
+def _setup_table(ctx, inputs, output) -> None:
+    a = arguments_of("embedding_bag.table", inputs)
+    factors = a["per_sample_weights"]
+    ctx.depends = factors is not None and factors.requires_grad
+    # Saved only where rows are read: a change of theirs is no matter elsewhere.
+    ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if ctx.depends else ()))
+    ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]
+    ctx.rows = {"format": a["format"], "embedding_dim": a["embedding_dim"]}
+    ctx.sparse, ctx.shape, ctx.names = a["sparse"], a["weights"].shape, list(a)
+
+
+def _backward_table(ctx, grad: Tensor, _):
+    values, offsets, factors, *weights = ctx.saved_tensors
+    grad = grad.float()  # exact, from an output of half precision
+    given = (grad, ctx.shape, values, offsets, factors, *ctx.bags, ctx.bounds_check)
+    grad_weights = grad_factors = None
+    if ctx.needs_input_grad[0] and ctx.sparse:
+        rows, row_grads, _ = _ops.embedding_bag_backward_sparse.table(*given)
         grad_weights = _sparse(rows, row_grads, ctx.shape)
     elif ctx.needs_input_grad[0]:
-        grad_weights = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
-    return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+        grad_weights = _ops.embedding_bag_backward_dense.table(*given)
+    if factors is not None and ctx.needs_input_grad[3]:
+        given = (grad, *weights, values, offsets, *ctx.bags)
+        grad_factors = _ops.embedding_bag_backward_per_sample_weights.table(*given, **ctx.rows)
+    return (grad_weights, None, None, grad_factors) + (None,) * (len(ctx.names) - 4)
 
 
 def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
@@ -150,47 +149,45 @@ def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
 
 
 def _setup_tables(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_tables", inputs)
+    a = _keep(ctx, "embedding_bag_tables.layout", inputs)
     ctx.sparse, ctx.table_shapes = a["sparse"], [t.shape for t in a["tables"]]
 
 
 def _backward_tables(ctx, grad: Tensor, _):
-    *bags, inverse, weights = ctx.saved_tensors[:5]
-    layout = ctx.layout | {"inverse": inverse}
+    weights, bags = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
-    arguments = (grad, ctx.shape, *bags)
     shapes, wanted = ctx.table_shapes, ctx.needs_input_grad[ctx.names.index("tables")]
     grads: list[Any] = [None] * len(shapes)
     if any(wanted):
-        shown = layout if all(wanted) else layout | {"frozen": _frozen_with(layout, shapes, wanted)}
-        grads = _gradients_of_tables(ctx, shown, weights, arguments, shapes)
+        shown = bags if all(wanted) else bags | {"layout": _frozen_with(bags, shapes, wanted)}
+        grads = _gradients_of_tables(ctx, grad, weights, shown, shapes)
         # A view would keep the memory of gradients that nobody wants.
         grads = grads if all(wanted) else [t.clone() if want else None for t, want in zip(grads, wanted, strict=True)]
-    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, layout, grad, weights, *bags))
+    return _grads(ctx, tables=grads, per_sample_weights=_factors_gradient(ctx, grad, weights, bags))
 
 
-def _gradients_of_tables(ctx, layout: dict, weights: Tensor | None, arguments: tuple, shapes) -> list[Tensor]:
+def _gradients_of_tables(ctx, grad: Tensor, weights: Tensor, bags: dict, shapes) -> list[Tensor]:
     if ctx.sparse:
-        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse(*arguments, **layout, weights=weights)
-        return _split_sparse(rows, row_grads, row_counts, layout["row_offsets"], shapes)
-    flat = _ops.embedding_bag_backward_dense(*arguments, **layout, weights=weights)
+        rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse.layout(grad, weights, **bags)
+        return _split_sparse(rows, row_grads, row_counts, bags["layout"][:, Column.row_offset], shapes)
+    flat = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
     starts = table_starts([shape.numel() for shape in shapes])
     return [flat[s : s + shape.numel()].view(shape) for s, shape in zip(starts, shapes, strict=False)]
 
 
-def _frozen_with(layout: dict, shapes, wanted) -> Tensor | None:
-    """``frozen``, and the features whose table wants no gradient. Waits for no GPU: compares with numbers only."""
-    frozen, row_offsets = layout["frozen"], layout["row_offsets"]
-    if layout["partition_starts"] is not None:
-        return frozen  # of features, the layout's other tensors of their parts
-    first_row = 0
+def _frozen_with(bags: dict, shapes, wanted) -> Tensor:
+    """The layout with the features frozen, too, whose table wants no gradient. Waits for no GPU."""
+    layout = bags["layout"]
+    if bags["layout_sizes"][Size.most_parts] > 1:
+        return layout  # a feature is frozen as a whole, and its parts are of several tables
+    shown, first_row = layout.clone(), 0
+    row_offsets = layout[:, Column.row_offset]
     for shape, want in zip(shapes, wanted, strict=True):
         end = first_row + shape[0]
         if not want and shape[0]:
-            here = (row_offsets >= first_row) & (row_offsets < end)
-            frozen = here if frozen is None else frozen | here
+            shown[:, Column.frozen] |= ((row_offsets >= first_row) & (row_offsets < end)).long()
         first_row = end
-    return frozen
+    return shown
 
 
 def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offsets: Tensor, shapes) -> list[Tensor]:
@@ -209,7 +206,7 @@ def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offse
 
 
 def _setup_fused(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_fused", inputs)
+    a = _keep(ctx, "embedding_bag_fused.layout", inputs)
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
     ctx.state = {name: a[name] for name in _STATE}
@@ -219,29 +216,23 @@ def _setup_fused(ctx, inputs, output) -> None:
     if ctx.cache:
         ctx.options |= {name: a[name] for name in (*_CACHE, "cache_slots", "cache_dirty")}
     ctx.token_shape = a["token"].shape
-    factors, weights = a["per_sample_weights"], a["weights"]
-    needs_rows = _may_multiply(a) or (factors is not None and factors.requires_grad)
     # With a cache, rows that come in or go change `weights` and are what they were; only an update changes `step`.
-    ctx.watched = a["step"] if ctx.cache else weights
-    ctx.version = ctx.watched._version if needs_rows and not ctx.watched.is_inference() else None
+    ctx.watched = a["step"] if ctx.cache else a["weights"]
+    ctx.version = ctx.watched._version if ctx.needs_rows and not ctx.watched.is_inference() else None
 
 
 def _backward_fused(ctx, grad: Tensor, _):
-    weights = ctx.state["weights"]
     if ctx.version is not None:
         _check_version(ctx.watched, ctx.version)
-    *bags, inverse, _ = ctx.saved_tensors
-    values, offsets, factors = bags
-    layout = ctx.layout | {"inverse": inverse}
+    _, bags = _saved(ctx)
     grad = grad.float()
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, layout, grad, weights, *bags)
+    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], bags)
     options, grad_token = ctx.options, grad.new_zeros(ctx.token_shape)
     if "grad_scale" in options:
         overflow = overflow_of(grad)
         options, grad_token = options | {"found_inf": overflow}, grad_token + overflow
-    given = {"grad": grad, "values": values, "offsets": offsets, "per_sample_weights": factors}
-    call_in_place("embedding_bag_backward_fused_", {**ctx.state, **given, **layout, **options})
+    call_in_place("embedding_bag_backward_fused_.layout", {**ctx.state, "grad": grad, **bags, **options})
     return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
 
 
@@ -269,9 +260,10 @@ def _check_version(watched: Tensor, version: int) -> None:
 
 
 for _op, _backward_of, _keep_for in (
-    ("embedding_bag", _backward, _setup),
-    ("embedding_bag_fused", _backward_fused, _setup_fused),
-    ("embedding_bag_tables", _backward_tables, _setup_tables),
+    ("embedding_bag.table", _backward_table, _setup_table),
+    ("embedding_bag.layout", _backward, _setup),
+    ("embedding_bag_fused.layout", _backward_fused, _setup_fused),
+    ("embedding_bag_tables.layout", _backward_tables, _setup_tables),
 ):
     register_autograd(_op, differentiable_once(_op, _backward_of), setup_context=_keep_for)
 
@@ -292,5 +284,5 @@ def _register_autocast(op: str) -> None:
     autocast.register(op, prepare)
 
 
-for _op in ("embedding_bag", "embedding_bag_tables", "embedding_bag_fused"):
+for _op in ("embedding_bag.table", "embedding_bag.layout", "embedding_bag_tables.layout", "embedding_bag_fused.layout"):
     _register_autocast(_op)

@@ -25,34 +25,34 @@ def _slots(a: dict) -> Tensor:
     return a["values"].new_empty(a["values"].shape, dtype=torch.int64)
 
 
-@torch.library.register_fake("rec_kernels::row_cache_lookup")
+@torch.library.register_fake("rec_kernels::row_cache_lookup.layout")
 def _(*inputs, **given):
-    a = arguments_of("row_cache_lookup", inputs, given)
+    a = arguments_of("row_cache_lookup.layout", inputs, given)
     check_one_device(a.values())
     return _slots(a)
 
 
-@torch.library.register_fake("rec_kernels::row_cache_insert_")
+@torch.library.register_fake("rec_kernels::row_cache_insert_.layout")
 def _(*inputs, **given):
-    a = arguments_of("row_cache_insert_", inputs, given)
+    a = arguments_of("row_cache_insert_.layout", inputs, given)
     check_devices(a)
     return _slots(a)
 
 
-@torch.library.register_fake("rec_kernels::row_cache_plan")
+@torch.library.register_fake("rec_kernels::row_cache_plan.layout")
 def _(*inputs, **given):
-    a, context = arguments_of("row_cache_plan", inputs, given), torch.library.get_ctx()
+    a, context = arguments_of("row_cache_plan.layout", inputs, given), torch.library.get_ctx()
     check_one_device(a.values())
     return tuple(a["values"].new_empty((context.new_dynamic_size(),), dtype=torch.int64) for _ in range(2))
 
 
-@torch.library.register_fake("rec_kernels::row_cache_flush_")
+@torch.library.register_fake("rec_kernels::row_cache_flush_.layout")
 def _(*inputs, **given):
-    check_devices(arguments_of("row_cache_flush_", inputs, given))
+    check_devices(arguments_of("row_cache_flush_.layout", inputs, given))
 
 
-@torch.library.register_fake("rec_kernels::row_cache_stats")
+@torch.library.register_fake("rec_kernels::row_cache_stats.layout")
 def _(*inputs, **given):
-    a = arguments_of("row_cache_stats", inputs, given)
+    a = arguments_of("row_cache_stats.layout", inputs, given)
     check_one_device(a.values())
-    return a["cache_tags"].new_empty((a["row_offsets"].shape[0], 2))
+    return a["cache_tags"].new_empty((a["layout"].shape[0], 2))

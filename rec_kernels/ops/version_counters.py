@@ -15,15 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from rec_kernels.ops.autograd import signature_of
+from rec_kernels.ops.autograd import overload_of, signature_of
 
-_ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 
 
 def _changed(op: str) -> dict[int, str]:
     """Place -> name of the arguments that an op changes."""
-    arguments = getattr(_ops, op).default._schema.arguments
+    arguments = overload_of(op)._schema.arguments
     return {i: a.name for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write}
 
 
@@ -47,13 +46,13 @@ def call_in_place(op: str, arguments: dict[str, Any]) -> None:
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
     """The same, but no counter moves: for a row cache, whose rows are the same wherever they are kept."""
     if torch.compiler.is_compiling():  # torch's compilers cannot trace the guard, and leave counters to the op
-        return getattr(_ops, op)(*args, **kwargs)
+        return overload_of(op)(*args, **kwargs)
     with torch._C._AutoDispatchBelowADInplaceOrView():
-        return getattr(_ops, op)(*args, **kwargs)
+        return overload_of(op)(*args, **kwargs)
 
 
 def _register(op: str) -> None:
-    overload, changed = getattr(_ops, op).default, _IN_PLACE[op]
+    overload, changed = overload_of(op), _IN_PLACE[op]
 
     def kernel(keyset: torch.DispatchKeySet, *inputs: object) -> object:
         # The dispatcher has dropped trailing arguments that equal their defaults.
