@@ -3,6 +3,7 @@
 ``cuda_emulated`` are the kernels of csrc/cuda compiled by the C++ compiler (csrc/emulator); the library is built when a
 test first asks for it. Their threads take turns in ascending, descending and random order: a race shows as other bits.
 A copy of the tests without csrc beside it, as wheels/compatibility.py makes, tests the installed kernels only.
+`pytest --backends cuda` leaves the other kinds out (conftest.py).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,12 +24,20 @@ from filelock import FileLock
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+import rec_kernels as rk
 from rec_kernels import testing
 from rec_kernels._library import keep_value_errors
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ROOT / "csrc"
 BUILD = ROOT / "build" / "emulated"
+#: The kinds of backends; those that run; what a test file has that asks for one of a kind beside the CPU's.
+KINDS = ("cpu", "cuda_emulated", "cuda")
+CHOSEN = set(KINDS)
+ASKS = {
+    "cuda_emulated": re.compile(r"(every_backend|device_backends|host_backends|emulated)\("),
+    "cuda": re.compile(r"(every_backend|device_backends|OnCuda|is_available)\("),
+}
 #: How many comparisons each kind of backend has passed; the test summary prints them.
 PASSED: collections.Counter[str] = collections.Counter()
 
@@ -46,28 +56,63 @@ class Backend(NamedTuple):
 
 def every_backend() -> Iterator[Backend]:
     """Runs the loop body with every backend of this machine, which is in effect meanwhile."""
-    yield from _counted(_cpu, _emulated, _cuda)
+    yield from _counted(CPU, EMULATED, CUDA)
 
 
 def cpu_backends() -> Iterator[Backend]:
     """Every instruction set, with several numbers of threads."""
-    yield from _counted(_cpu)
+    yield from _counted(CPU)
 
 
 def host_backends() -> Iterator[Backend]:
     """Those that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
-    yield from _counted(_cpu, _emulated)
+    yield from _counted(CPU, EMULATED)
 
 
 def device_backends() -> Iterator[Backend]:
     """Those that run the CUDA kernels: emulated, and on a GPU where there is one; without any, the test is skipped."""
     if not (SOURCES.exists() or torch.cuda.is_available()):
         pytest.skip("there are no CUDA kernels to run: neither csrc nor a GPU")
-    yield from _counted(_emulated, _cuda)
+    yield from _counted(EMULATED, CUDA)
 
 
-def _counted(*runs: Callable[[], Iterator[Backend]]) -> Iterator[Backend]:
-    for run in runs:
+def choose(kinds: str) -> None:
+    """Has only some kinds of backends run from now on.
+
+    Args:
+        kinds: their names, separated by commas.
+
+    Raises:
+        ValueError: no such kind; or only "cuda", and there is no GPU, or no CUDA library for it.
+    """
+    wanted = set(kinds.split(","))
+    if not wanted <= set(KINDS):
+        raise ValueError(f"--backends is {kinds!r}: {', '.join(KINDS)} are allowed, separated by commas")
+    missing = rk.build_info()["cuda_unavailable"] or (
+        None if torch.cuda.is_available() else "torch sees no CUDA device"
+    )
+    if wanted == {"cuda"} and missing:
+        raise ValueError(f"--backends is 'cuda', but {missing}")
+    CHOSEN.clear()
+    CHOSEN.update(wanted)
+
+
+def left_out(file: Path) -> bool:
+    """Whether a test file asks for no chosen kind, nor a file beside it that it imports; its tests are the CPU's."""
+    if "cpu" in CHOSEN:
+        return False
+    text = file.read_text()
+    helpers = {file.parent / f"{name}.py" for name in re.findall(r"^(?:from|import) (\w+)", text, re.MULTILINE)}
+    helpers.discard(Path(__file__))
+    text += "".join(path.read_text() for path in helpers if path.exists())
+    return not any(ASKS[kind].search(text) for kind in CHOSEN)
+
+
+def _counted(*runs: tuple[str, Callable[[], Iterator[Backend]]]) -> Iterator[Backend]:
+    wanted = [run for kind, run in runs if kind in CHOSEN]
+    if not wanted:
+        pytest.skip(f"--backends leaves out {', '.join(kind for kind, _ in runs)}")
+    for run in wanted:
         for backend in run():
             yield backend
             PASSED[backend.kind] += 1
@@ -101,6 +146,10 @@ def _order(number: int) -> Iterator[None]:
 def _cuda() -> Iterator[Backend]:
     if torch.cuda.is_available():
         yield Backend("cuda", OnCuda())
+        yield Backend("cuda, unaligned", OnCuda(unaligned))
+
+
+CPU, EMULATED, CUDA = zip(KINDS, (_cpu, _emulated, _cuda), strict=True)
 
 
 def build(target: str, **options: str) -> Path:
@@ -139,9 +188,15 @@ def sanitized_environment() -> dict[str, str]:
     return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-@functools.cache
 def emulated() -> object:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
+    if "cuda_emulated" not in CHOSEN:
+        pytest.skip("--backends leaves out cuda_emulated")
+    return _load_emulated()
+
+
+@functools.cache
+def _load_emulated() -> object:
     # The sanitized library only loads into a process that has the sanitizers, as test_emulator.py starts one.
     library = Path(os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated"))
     torch.ops.load_library(library)
@@ -150,19 +205,42 @@ def emulated() -> object:
     return torch.ops.rec_kernels_emulated
 
 
-class OnCuda:
-    """torch.ops.rec_kernels for CPU tensors: copies them to the GPU, and back what the op returns and has changed."""
+def unaligned(x: Tensor) -> Tensor:
+    """``x`` in new memory on its device, one element behind an aligned place."""
+    if not x.is_contiguous():
+        return x.clone()
+    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+
+
+class OnDevice:
+    """``ops`` for CPU tensors: they are copied to the device, and back what an op returns and has changed.
+
+    Args:
+        ops: torch.ops.rec_kernels, or the emulated ones.
+        to: copies a tensor to the device.
+        back: copies one from there.
+    """
+
+    def __init__(self, ops: object, to: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
+        self._ops, self._to, self._back = ops, to, back
 
     def __getattr__(self, name: str) -> Callable:
-        op = getattr(torch.ops.rec_kernels, name)
+        op = getattr(self._ops, name)
 
         def call(*args, **kwargs):
             given = (args, kwargs)
-            there = tree_map_only(Tensor, Tensor.cuda, given)
+            there = tree_map_only(Tensor, self._to, given)
             result = op(*there[0], **there[1])
             for mine, other in zip(tree_leaves(given), tree_leaves(there), strict=True):
                 if name.endswith("_") and isinstance(mine, Tensor):
                     mine.copy_(other)
-            return tree_map_only(Tensor, Tensor.cpu, result)
+            return tree_map_only(Tensor, self._back, result)
 
         return call
+
+
+class OnCuda(OnDevice):
+    """torch.ops.rec_kernels on the GPU, for CPU tensors; ``place``: ``unaligned``, or nothing to do there."""
+
+    def __init__(self, place: Callable[[Tensor], Tensor] = lambda x: x) -> None:
+        super().__init__(torch.ops.rec_kernels, lambda x: place(x.cuda()), lambda x: x.cpu())

@@ -1,4 +1,4 @@
-"""What holds for every test: uninitialised memory is poisoned, hypothesis is reproducible."""
+"""What holds for every test: uninitialised memory is poisoned, hypothesis is reproducible; `--backends` chooses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import pytest
 
 # Before torch loads OpenMP: threads that wait sleep. Two test processes would spend the machine on spinning.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# Before CUDA makes a handle: torch, deterministic as below, refuses cuBLAS that has no workspace of its own.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
+import backends
 import torch
 from backends import PASSED
 from hypothesis import settings
@@ -29,6 +32,30 @@ settings.load_profile("rec_kernels")
 #: Files that take minutes in one process; of two, one would wait for them at the end. (xdist keeps this order with
 #: --no-loadscope-reorder; else it starts with the files of most tests.)
 SLOWEST = ("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_embedding_bag_triton.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """``--backends cuda`` on a GPU: the CPU's kernels and the emulated ones are tested elsewhere."""
+    parser.addoption(
+        "--backends",
+        metavar="KINDS",
+        help=f"only these backends, of {', '.join(backends.KINDS)}, and only the test files that ask for one of them",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """In every process."""
+    if kinds := config.getoption("--backends"):
+        try:
+            backends.choose(kinds)
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from None
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Files of which ``--backends`` leaves nothing; one that the command names is collected."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return True if is_test and backends.left_out(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

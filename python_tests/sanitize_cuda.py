@@ -5,24 +5,26 @@ row cache, and N of the ops on jagged rows go to the emulated kernels, built wit
 UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py and jagged_fuzz.py make and check them).
 
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
-test-gpu` runs it under memcheck (accesses outside of memory) and racecheck (races in shared memory).
+test-gpu` runs it under every tool of ``TOOLS``; `--sanitizer memcheck` under this one. Every op is called twice: with
+tensors as the allocator places them, and with each one element behind such a place.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import embedding_bag_fuzz
 import jagged_fuzz
 import row_cache_fuzz
 import torch
-from backends import Backend, OnCuda, build, emulated, sanitized_environment
+from backends import Backend, OnCuda, build, emulated, sanitized_environment, unaligned
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
@@ -37,7 +39,8 @@ from rec_kernels.reference.row_cache import POLICIES
 from rec_kernels.reference.row_formats import ROW_FORMATS
 from rec_kernels.testing import same_bits
 
-TOOLS = ("memcheck", "racecheck")
+#: memcheck: accesses outside of memory, or not aligned; synccheck: barriers and masks; racecheck: shared memory.
+TOOLS = ("memcheck", "synccheck", "racecheck")
 #: What the tool says of GPUs, or virtual machines around them, that it cannot look into.
 UNSUPPORTED = "Device not supported"
 
@@ -202,32 +205,46 @@ def _jagged(ops) -> Iterator[object]:
         yield ops.expand_backward(torch.linspace(-1, 2, 300 * columns).view(300, columns), inverse.int(), 9)
 
 
-def call_all(ops) -> list[Tensor]:
-    """Every tensor that any op returns or changes."""
+def _simple(ops) -> list[Tensor]:
     x, y = torch.linspace(-3, 5, 5 * 131).view(5, 131), torch.linspace(2, -1, 5 * 131).view(5, 131)
-    found = [ops.scale_rows(x, x[:, 7]), ops.row_dot(x, y), _one_table(ops), _tables(ops), *_row_formats(ops)]
-    partitioned = EncodedCase(_partitioned(), ["int8", "int8", "fp16", "int8"])
-    for encoded in (*map(every_format_once, _cases()), partitioned):
-        found += _everything(encoded, ops)
-    for policy in POLICIES:
-        found += _row_cache(ops, policy)
-    found += [*_shared(ops), *_jagged(ops)]
-    return tree_flatten(found)[0]
+    return [ops.scale_rows(x, x[:, 7]), ops.row_dot(x, y)]
+
+
+def calls() -> dict[str, Callable]:
+    """By name: what calls some ops of the namespace it is given, and returns every tensor they return or change."""
+    return {
+        "scale_rows and row_dot": _simple,
+        "one table": _one_table,
+        "tables": _tables,
+        "row formats": _row_formats,
+        # Calls change their case: each makes its own.
+        "features": lambda ops: _everything(every_format_once(next(_cases())), ops),
+        "features with options": lambda ops: _everything(every_format_once(list(_cases())[1]), ops),
+        "parts": lambda ops: _everything(EncodedCase(_partitioned(), ["int8", "int8", "fp16", "int8"]), ops),
+        **{f"row cache, {policy}": functools.partial(_row_cache, policy=policy) for policy in POLICIES},
+        "shared bags": _shared,
+        "jagged rows": _jagged,
+    }
 
 
 class Recorder:
     """Passes calls on to ``ops`` and remembers their names."""
 
     def __init__(self, ops) -> None:
-        self._ops, self.called = ops, set()
+        self._ops, self.called, self.last = ops, set(), None
 
     def __getattr__(self, name: str) -> Callable:
         self.called.add(name)
+        self.last = name
         return getattr(self._ops, name)
 
 
+def _tensors(found: object) -> list[Tensor]:
+    return tree_flatten(list(found) if isinstance(found, Iterator) else found)[0]
+
+
 def check(ops, wanted: set[str]) -> int:
-    """Calls everything on ``ops`` and on the CPU.
+    """Calls everything on ``ops`` and on the CPU; what goes wrong in one of ``calls()`` does not end the others.
 
     Args:
         wanted: names of the ops that must be among what is called.
@@ -236,14 +253,24 @@ def check(ops, wanted: set[str]) -> int:
         How many tensors were compared.
 
     Raises:
-        AssertionError: other bits than the CPU's, or an op is missing.
+        AssertionError: other bits than the CPU's, an error, or an op is missing.
     """
-    recorder = Recorder(ops)
-    expected, found = call_all(torch.ops.rec_kernels), call_all(recorder)
-    different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
-    assert not different, f"tensors {different} of call_all() differ from the CPU's"
-    assert wanted <= recorder.called, f"no call of {sorted(wanted - recorder.called)}: add it to call_all()"
-    return len(found)
+    recorder, faults, compared = Recorder(ops), [], 0
+    for name, call_some in calls().items():
+        expected = _tensors(call_some(torch.ops.rec_kernels))
+        try:
+            found = _tensors(call_some(recorder))
+        except Exception as error:
+            faults.append(f"{name}: {recorder.last} raises {type(error).__name__}: {error}"[:1000])
+            continue
+        different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
+        compared += len(found)
+        if different:
+            faults.append(f"{name}: tensors {different} of {len(found)} differ from the CPU's")
+    if wanted - recorder.called:
+        faults.append(f"no call of {sorted(wanted - recorder.called)}: add it to calls()")
+    assert not faults, "\n".join(faults)
+    return compared
 
 
 def find_sanitizer() -> str | None:
@@ -255,21 +282,21 @@ def find_sanitizer() -> str | None:
     return next((str(f / "compute-sanitizer") for f in folders if (f / "compute-sanitizer").exists()), None)
 
 
-def run_under_sanitizer() -> int:
-    """Runs this file under each tool; the first exit status that is not 0, or 0 where the tool is not to be had."""
-    sanitizer = find_sanitizer()
+def run_under_sanitizer(tools: Sequence[str]) -> int:
+    """Runs this file under each tool; the first exit status that is not 0, or 0 where compute-sanitizer is missing."""
+    sanitizer, names = find_sanitizer(), ", ".join(tools)
     if sanitizer is None:
-        print("compute-sanitizer is neither on the PATH nor beside nvcc: memcheck and racecheck are left out")
+        print(f"compute-sanitizer is neither on the PATH nor beside nvcc: {names} left out")
         return 0
     # One allocation per tensor: memcheck sees nothing of what goes wrong inside of torch's large ones.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    for tool in TOOLS:
+    for tool in tools:
         command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__))]
         print(" ".join(command), flush=True)
         done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         print(done.stdout, flush=True)
         if UNSUPPORTED in done.stdout:
-            print("compute-sanitizer cannot look into this machine's GPU: memcheck and racecheck are left out")
+            print(f"compute-sanitizer cannot look into this machine's GPU: {names} left out")
             return 0
         if done.returncode:
             return done.returncode
@@ -293,24 +320,39 @@ def fuzz(count: int, first: int) -> int:
     return 0
 
 
+def compare(ways: dict[str, object], wanted: set[str]) -> int:
+    """Checks the ops of each of ``ways`` and prints what comes of it; the exit status."""
+    status = 0
+    for name, ops in ways.items():
+        try:
+            print(f"{name}: {check(ops, wanted)} tensors have the CPU's bits", flush=True)
+        except AssertionError as error:
+            print(f"{name}:\n{error}", flush=True)
+            status = 1
+    return status
+
+
 def main() -> int:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sanitizer", action="store_true", help="within compute-sanitizer, where it is installed")
+    parser.add_argument(
+        "--sanitizer",
+        nargs="*",
+        choices=TOOLS,
+        metavar="TOOL",
+        help=f"within compute-sanitizer, where it is installed; its tools are {', '.join(TOOLS)} (default: all)",
+    )
     parser.add_argument("--fuzz", type=int, metavar="N", help="N wrong calls of the emulated kernels")
     parser.add_argument("--seed", type=int, default=0, help="of the first of them (default: 0)")
     options = parser.parse_args()
     if options.fuzz is not None:
         return fuzz(options.fuzz, options.seed)
-    if options.sanitizer:
-        return run_under_sanitizer()
+    if options.sanitizer is not None:
+        return run_under_sanitizer(options.sanitizer or TOOLS)
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():
         sys.exit(f"there is nothing to check: {missing or 'torch sees no CUDA device'}")
-    compared = check(OnCuda(), ops_with_kernels("rec_kernels", "CUDA"))
-    torch.cuda.synchronize()
-    print(f"{compared} tensors have the CPU's bits")
-    return 0
+    return compare({"aligned": OnCuda(), "not aligned": OnCuda(unaligned)}, ops_with_kernels("rec_kernels", "CUDA"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from bench.gpu import implementations as imp
 
 GROUPS = "grouped-projection-5x2x4"
 DENSE = [f"{op}-5x3x4{kind}" for op in ("dot-interaction", "factorization-machine") for kind in ("", "-bf16")]
+ENCODED = [f"trial-{format}" for format in cases.FORMATS]
 JAGGED = ["expand-20x16", "jagged-f2-b20-l3"]
 
 
@@ -29,7 +30,17 @@ def test_the_whole_command(tmp_path: Path) -> None:
     output = tmp_path / "trial.json"
     chosen = [
         part
-        for case in ("trial-zipf", "scale-rows", "grouped", "dot", "factor", "expand", "jagged")
+        for case in (
+            "trial-zipf",
+            "trial-power",
+            "trial-mx9",
+            "scale-rows",
+            "grouped",
+            "dot",
+            "factor",
+            "expand",
+            "jagged",
+        )
         for part in ("--case", case)
     ]
     done = subprocess.run(
@@ -41,7 +52,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(output.read_text())
-    about, (bags, *others) = found["about"], found["cases"]
+    about, (bags, power, encoded, *others) = found["about"], found["cases"]
     assert about["command"].startswith("python -m bench.gpu --device cpu")
     assert (about["commit"], about["gpu"], about["torch"]) == ("abc", None, torch.__version__)
     assert {"date", "cuda", "triton", "fbgemm", "python", "version", "cuda_architectures"} <= about.keys()
@@ -52,6 +63,9 @@ def test_the_whole_command(tmp_path: Path) -> None:
     assert about["cublas_workspace"] == os.environ.get(report.CUBLAS, report.CUBLAS_WORKSPACE)
     if importlib.util.find_spec("triton"):
         assert "triton" not in about["left_out"]
+    assert (power["name"], encoded["name"]) == ("trial-power", "trial-mx9")
+    adam = {row["implementation"] for row in power["results"] if row["optimizer"] == cases.ADAM}
+    assert adam == {"ours", "ops"}
     failed = [row for case in found["cases"] for row in case["results"] if "error" in row or "graph_error" in row]
     assert not failed
     assert [case["name"] for case in others] == ["scale-rows-5x16", GROUPS, *DENSE, *JAGGED]
@@ -84,6 +98,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     command.main()
     assert capsys.readouterr().out.split() == [
         *(w.name for w in cases.TRIAL),
+        *ENCODED,
         "scale-rows-5x16",
         GROUPS,
         *DENSE,
@@ -94,10 +109,10 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """At going first; --case filters by parts of names."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    found = dict.fromkeys(["ours", "triton", "torch"])
+    found = dict.fromkeys(["ours", "ops", "triton", "torch"])
     every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
     bags = [case for case in every if case.about()["op"] == "embedding_bag"]
-    assert len(every) == len(bags) + 4 + 8 + 5
+    assert len(every) == len(bags) + 6 + 4 + 8 + 5
     assert [next(iter(case.available)) for case in bags[:4]] == ["ours", "triton", "torch", "ours"]
     some = arguments(monkeypatch, "--case", "d128-zipf", "--case", "d64-zipf")
     names = [case.name for case in command.chosen_cases(some, found, 140 * 2**30)]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
+import row_file_cases
 import torch
 from process_cases import ROWS, batch, collection, run_script, trained
 from torch.utils.data import DataLoader, Dataset
@@ -143,6 +145,43 @@ def test_the_end_of_a_process(how: str, tmp_path) -> None:
     if how == "disk" and rk.build_info()["host_library"] is None:
         pytest.skip("row files were not built")
     assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
+
+
+#: Three daemon threads that are inside of ``call`` nearly always, and go on while the interpreter ends.
+DAEMONS = """
+import threading
+started = [threading.Event() for _ in range(3)]
+def work(i):
+    while True:
+        call(i)
+        started[i].set()
+for i in range(3):
+    threading.Thread(target=work, args=(i,), daemon=True).start()
+for event in started:
+    event.wait()
+"""
+
+
+def test_the_end_with_daemons_in_a_row_file(tmp_path) -> None:
+    """They wait for the end of the process: status 0."""
+    row_file_cases.host_or_skip()
+    size = 8 << 20
+    code = f"""
+file = RowFile.create(sys.argv[1], 8 * {size}, layout=LAYOUT, memory_budget=6 * {size})
+def call(i):
+    file.load([i * {size}], {size}, write=True)
+    file.unpin()
+"""
+    assert row_file_cases.run_script(code + DAEMONS, tmp_path / "tables") == ""
+
+
+def test_the_end_with_daemons_in_ops() -> None:
+    """Like one of torch's own ops, which abort with Python before 3.14: docs/robustness.md says so."""
+    code = "import torch, rec_kernels as rk\ntorch.set_num_threads(1)\nx = torch.ones(500, 500)\n"
+    of_torch = run_script(code + "call = lambda i: torch.mm(x, x)\n" + DAEMONS)
+    of_ours = run_script(code + "call = lambda i: torch.ops.rec_kernels.scale_rows(x, x[0])\n" + DAEMONS)
+    assert of_ours.returncode in (0, of_torch.returncode), of_ours.stderr
+    assert of_ours.returncode == 0 or sys.version_info < (3, 14), of_ours.stderr
 
 
 def test_a_child_that_ends_with_the_parents_objects() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ import jagged_fuzz
 import pytest
 import sanitize_cuda
 import torch
-from backends import Backend, OnCuda, device_backends, emulated
+from backends import Backend, OnCuda, OnDevice, device_backends, emulated, unaligned
 from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
 
 import rec_kernels as rk
@@ -36,8 +37,35 @@ def test_what_is_missing_or_wrong_is_said() -> None:
             op = getattr(torch.ops.rec_kernels, name)
             return (lambda *args: op(*args) + 1) if name == "scale_rows" else op
 
-    with pytest.raises(AssertionError, match=r"tensors \[0\]"):
+    with pytest.raises(AssertionError, match=r"scale_rows and row_dot: tensors \[0\] of 2 differ") as wrong:
         check(Wrong(), set())
+    assert len(str(wrong.value).splitlines()) == 1
+
+
+def test_an_error_does_not_end_the_rest() -> None:
+    """What raises is named, and all others are called nevertheless."""
+
+    class Broken:
+        def __getattr__(self, name: str):
+            return getattr(torch.ops.rec_kernels, name if name != "row_dot" else "no_such_op")
+
+    wanted = {"scale_rows", "embedding_bag", "row_cache_flush_", "jagged_dedup"}
+    with pytest.raises(AssertionError, match=r"^scale_rows and row_dot: row_dot raises AttributeError: .*$"):
+        check(Broken(), wanted)
+
+
+def test_unaligned_tensors() -> None:
+    """With every tensor one element behind a place aligned to 64 bytes, the emulated kernels have the same bits."""
+    assert {unaligned(torch.empty(3, dtype=d)).data_ptr() % 64 for d in (torch.int8, torch.float32)} == {1, 4}
+    assert check(OnDevice(emulated(), unaligned, torch.Tensor.clone), set()) > 30
+
+
+def test_what_is_compared_is_printed(capsys: pytest.CaptureFixture) -> None:
+    """A way that fails does not end the next one."""
+    assert sanitize_cuda.compare({"a": torch.ops.rec_kernels, "b": object(), "c": torch.ops.rec_kernels}, set()) == 1
+    found = capsys.readouterr().out
+    assert re.search(r"^a: \d+ tensors have the CPU's bits\nb:\nscale_rows and row_dot: scale_rows raises Attr", found)
+    assert re.search(r"^c: \d+ tensors have the CPU's bits$", found, re.MULTILINE)
 
 
 def test_copies_to_the_gpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +103,7 @@ def fake_tool(folder: Path, code: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "tools"), [("", 0, 2), ("sys.exit(1)", 1, 1), (f"print({UNSUPPORTED!r})", 0, 1)]
+    ("code", "status", "tools"), [("", 0, 3), ("sys.exit(1)", 1, 1), (f"print({UNSUPPORTED!r})", 0, 1)]
 )
 def test_each_tool_is_run_until_one_fails(
     code: str, status: int, tools: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
@@ -83,9 +111,9 @@ def test_each_tool_is_run_until_one_fails(
     tool = fake_tool(tmp_path, code)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert find_sanitizer() == str(tool)
-    assert run_under_sanitizer() == status
+    assert run_under_sanitizer(TOOLS) == status
     calls = (tmp_path / "calls").read_text()
-    assert [name in calls for name in TOOLS] == [True] * tools + [False] * (2 - tools)
+    assert [name in calls for name in TOOLS] == [True] * tools + [False] * (len(TOOLS) - tools)
     assert calls.count("'--error-exitcode', '1'") == calls.count("sanitize_cuda.py") == tools
     assert calls.startswith("1[")
     assert ("cannot look into" in capsys.readouterr().out) == (UNSUPPORTED in code)
@@ -109,8 +137,8 @@ def test_a_machine_without_the_tool_gets_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    assert run_under_sanitizer() == 0
-    assert "left out" in capsys.readouterr().out
+    assert run_under_sanitizer(["synccheck"]) == 0
+    assert "synccheck left out" in capsys.readouterr().out
 
 
 def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:

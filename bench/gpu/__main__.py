@@ -18,6 +18,7 @@ import torch
 
 from bench.gpu import cases, report
 from bench.gpu.dense_side import DenseSide
+from bench.gpu.encoded import EncodedLookup
 from bench.gpu.implementations import ONLY, available
 from bench.gpu.jagged import Expand, Jagged
 from bench.gpu.measure import Effort, measure_case
@@ -60,14 +61,17 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
     if args.device == "cpu":
         workloads, rows, groups = cases.TRIAL, [(5, 16)], [(5, [2, 4], 4)]
         interactions, samples, bags = [(5, 3, 4)], [(20, 16)], [(2, 20, 3)]
+        encoded = cases.TRIAL_ENCODED
     else:
         workloads, rows, groups = cases.workloads(memory), [(2**20, 128), (2**22, 16)], cases.GROUPS
         interactions, samples, bags = cases.INTERACTIONS, cases.SAMPLES, cases.BAGS
+        encoded = cases.ENCODED
     names = [name for name in found if name not in ONLY]
     last = [name for name in found if name in ONLY]
     turned = [names[i % len(names) :] + names[: i % len(names)] + last for i in range(len(workloads))]
     every: list[Case] = [
         *(EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)),
+        *(EncodedLookup(encoded, format) for format in cases.FORMATS),
         *(ScaleRows(*size) for size in rows),
         *(GroupedProjection(*group) for group in groups),
         *(

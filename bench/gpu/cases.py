@@ -3,15 +3,57 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+import rec_kernels as rk
 from bench.shapes import BATCHES, Workload
 
-ADAGRAD, SGD = "rowwise_adagrad", "sgd"
+ADAGRAD, SGD, ADAM = "rowwise_adagrad", "sgd", "adam"
 #: What is timed with which optimizer; the forward needs none and is timed beside the first.
 OPERATIONS = {ADAGRAD: ("forward", "backward", "step"), SGD: ("backward", "step")}
+
+
+@dataclass(frozen=True)
+class GpuWorkload(Workload):
+    """A workload that others have published figures of, or that is like theirs.
+
+    Attributes:
+        power: exponent of a power law on [1, E + 1), whose whole parts are the ranks of ids; None: as ``zipf`` says.
+        weighted: whether every id has a factor (``per_sample_weights``).
+        operations: what is timed with which optimizer.
+    """
+
+    power: float | None = None
+    weighted: bool = False
+    operations: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: OPERATIONS, hash=False)
+
+
+def operations(w: Workload) -> Mapping[str, tuple[str, ...]]:
+    """What is timed with which optimizer."""
+    return w.operations if isinstance(w, GpuWorkload) else OPERATIONS
+
+
+def is_weighted(w: Workload) -> bool:
+    """Whether every id has a factor."""
+    return isinstance(w, GpuWorkload) and w.weighted
+
+
+def shares(w: Workload, device: torch.device | str = "cpu") -> Tensor | None:
+    """[E] float64: how often the first k + 1 ranks of a table are drawn, together; None: ids are uniform."""
+    ranks = torch.arange(1, w.rows + 1, dtype=torch.float64, device=device)
+    if isinstance(w, GpuWorkload) and w.power is not None:
+        flat = 1 - w.power  # the law's integral is x^flat / flat
+        upper = ((ranks + 1) ** flat).sub_(1).div_((w.rows + 1.0) ** flat - 1)
+    elif w.zipf is not None:
+        upper = ranks.pow_(-w.zipf).cumsum_(0)
+    else:
+        return None
+    return upper.div_(upper[-1].clone())
+
 
 ZIPF = 1.15
 #: The widest tables' share of the GPU's memory: torch's Adagrad keeps as much again in state, FBGEMM its own copy.
@@ -39,13 +81,31 @@ def tables_that_fit(rows: int, dim: int, memory: int, most: int = 32) -> int:
     return tables
 
 
+#: Lookups that are not pooled, 1.05 million ids of a power law, as dynamicemb's benchmark has them; and pooling with a
+#: factor for every id. bench/gpu/published.py has the figures.
+PUBLISHED = [
+    GpuWorkload(
+        "unpooled-1m-d128",
+        *(10, 104_857, 1_677_721, 128, 1),
+        power=1.05,
+        operations={SGD: ("forward", "backward"), ADAM: ("backward",)},
+    ),
+    GpuWorkload(
+        "weighted-t32-b4096-e1e6-d128",
+        *(32, 4096, 1_000_000, 128, 20),
+        weighted=True,
+        operations={ADAGRAD: ("forward", "backward")},
+    ),
+]
+
+
 def workloads(memory: int) -> list[Workload]:
     """All workloads for a device with so many bytes of memory, what matters most first.
 
-    FBGEMM's default benchmark (32 tables x 512 bags x 20 ids, D = 128, E = 1e5) and larger tables; larger batches with
-    every width; and Criteo's shape: 26 features of one id.
+    FBGEMM's default benchmark (32 tables x 512 bags x 20 ids, D = 128, E = 1e5) and larger tables; shapes that others
+    have published figures of; larger batches with every width; and Criteo's shape: 26 features of one id.
     """
-    found = _both(32, 512, 100_000, 128, 20)
+    found = [*_both(32, 512, 100_000, 128, 20), *PUBLISHED]
     found.append(Workload("criteo-like", 26, 2048, 100_000, 16, 1, zipf=ZIPF))
     for dim in (128, 64, 32, 16, 256, 512):
         found += _both(32, 2048, 100_000, dim, 20)
@@ -73,17 +133,26 @@ TRIAL = [
     Workload("trial-uniform", 2, 3, 20, 16, 2),
     Workload("trial-zipf", 2, 2, 40, 32, 3, zipf=ZIPF),
     Workload("trial-criteo", 3, 2, 30, 16, 1, zipf=ZIPF),
+    GpuWorkload(
+        "trial-power", 2, 5, 30, 16, 1, power=1.05, weighted=True, operations={SGD: ("forward",), ADAM: ("backward",)}
+    ),
 ]
+#: Row formats of lookups, all of one workload.
+FORMATS = ("fp16", "bf16", "int8", "int4", "mx9", "mx4")
+ENCODED = Workload("t32-b2048-e1e5-d128", 32, 2048, 100_000, 128, 20)
+TRIAL_ENCODED = Workload("trial", 2, 3, 20, 16, 2)
 
 
 class _Ranks:
-    """Draws ranks in [0, E), with probabilities proportional to (rank + 1)^-zipf, or all equally likely."""
+    """Draws ranks in [0, E), as often as ``shares`` says, or all equally likely."""
 
     def __init__(self, w: Workload, generator: torch.Generator) -> None:
-        self._rows, self._generator, self._upper = w.rows, generator, None
-        if w.zipf is not None:
-            upper = torch.arange(1, w.rows + 1, dtype=torch.float64, device=generator.device).pow_(-w.zipf).cumsum_(0)
-            self._upper = upper.div_(upper[-1].clone())
+        self._rows, self._generator, self._upper = w.rows, generator, shares(w, generator.device)
+
+    @property
+    def are_skewed(self) -> bool:
+        """Whether some are drawn more often than others."""
+        return self._upper is not None
 
     def __call__(self, *shape: int) -> Tensor:
         """Int64 ranks of that shape."""
@@ -124,7 +193,7 @@ def batches_of_ids(w: Workload, device: torch.device, count: int = BATCHES) -> l
     table = torch.arange(w.tables, device=device)[:, None, None]
     for _ in range(count):
         ids = _distinct(ranks, w.tables, w.batch, w.bag, generator)
-        if w.zipf is not None:
+        if ranks.are_skewed:
             ids = (ids * PLACE + table * (w.rows // w.tables)) % w.rows
         batches.append(ids.view(-1))
     return batches
@@ -136,20 +205,26 @@ def unique_rows(w: Workload, batches: list[Tensor]) -> float:
     return sum(counts) / len(counts)
 
 
-def bytes_moved(w: Workload, operation: str, optimizer: str, unique: float) -> dict[str, float]:
+#: Bytes of state that an update reads, and writes, of a row of D columns.
+STATE_BYTES = {SGD: lambda dim: 0, ADAGRAD: lambda dim: 4, ADAM: lambda dim: 8 * dim}
+
+
+def bytes_moved(w: Workload, operation: str, optimizer: str, unique: float, format: str = "fp32") -> dict[str, float]:
     """Bytes that an operation has to move, by two counts.
 
     "all" counts a row for every id that names it, as if nothing were found in a cache. "unique" counts every row once:
-    what has to go through the memory even with a perfect cache. By either count, a forward reads the rows, the ids and
-    the offsets and writes the output; a backward reads the gradient, the ids and the offsets once, and reads and
-    writes the rows and, for row-wise Adagrad, a float of state for each. A step is one after the other.
+    what has to go through the memory even with a perfect cache. By either count, a forward reads the rows, the ids
+    (with their factors) and the offsets and writes the output; a backward reads the gradient, the ids and the offsets
+    once, and reads and writes the rows and their state: a float of row-wise Adagrad, two for each column of Adam. A
+    step is one after the other.
     """
     ids = w.tables * w.batch * w.bag
     pooled = w.tables * w.batch * w.dim * 4
-    bags = ids * 8 + (w.tables * w.batch + 1) * 8
+    bags = ids * (12 if is_weighted(w) else 8) + (w.tables * w.batch + 1) * 8
+    row = rk.row_bytes(format, w.dim)
     moved = {}
     for count, rows in (("all", ids), ("unique", unique)):
-        forward = rows * w.dim * 4 + pooled + bags
-        backward = rows * (w.dim * 8 + (8 if optimizer == ADAGRAD else 0)) + pooled + bags
+        forward = rows * row + pooled + bags
+        backward = 2 * rows * (row + STATE_BYTES[optimizer](w.dim)) + pooled + bags
         moved[count] = {"forward": forward, "backward": backward, "step": forward + backward}[operation]
     return moved

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.gpu.implementations import EPS, LR, Implementation, Tables
+from bench.gpu.implementations import BETAS, EPS, LR, Implementation, Tables
 from rec_kernels.testing import assert_same_sum, rounding_bound
 
 UNIT = torch.finfo(torch.float32).eps / 2
@@ -40,10 +40,15 @@ def check_forward(data: Tables, implementation: Implementation) -> None:
     with poisoned():
         output = implementation.forward()
     found = output if isinstance(output, list) else output.split(w.dim, dim=1)
-    for mine, table, ids in zip(found, implementation.tables, data.ids_of_tables, strict=True):
-        bags = ids.view(w.batch, w.bag)
-        expected = F.embedding_bag(bags, table, mode="sum")
-        assert_same_sum(mine, expected, table[bags].abs().double().sum(1), terms=w.bag)
+    parts = zip(found, implementation.tables, data.ids_of_tables, data.factors_of_tables, strict=True)
+    for mine, table, ids, factors in parts:
+        bags, each = ids.view(w.batch, w.bag), None if factors is None else factors.view(w.batch, w.bag)
+        expected = F.embedding_bag(bags, table, mode="sum", per_sample_weights=each)
+        magnitude = table[bags].abs().double()
+        if each is not None:
+            magnitude *= each[..., None]
+        # A product is rounded, too, where there are factors.
+        assert_same_sum(mine, expected, magnitude.sum(1), terms=w.bag + (each is not None))
 
 
 class _Touched(NamedTuple):
@@ -53,7 +58,8 @@ class _Touched(NamedTuple):
     row_of: Tensor  # [B * L], each id's place among them
     counts: Tensor  # [U]
     weights: Tensor  # [U, D]
-    state: Tensor | None  # [U] or [U, D]
+    state: Tensor | None  # [U] or [U, D]; of Adam None: its state is zero before
+    factors: Tensor | None  # [B * L]
 
 
 def check_update(data: Tables, implementation: Implementation, update: Callable[[], None]) -> None:
@@ -62,27 +68,59 @@ def check_update(data: Tables, implementation: Implementation, update: Callable[
     Raises:
         AssertionError: a row or its state differs by more than rounding in FP32 explains, or is NaN.
     """
-    touched, state = [], implementation.state or [None] * data.workload.tables
-    for ids, table, sums in zip(data.ids_of_tables, implementation.tables, state, strict=True):
+    state = implementation.state or [None] * data.workload.tables
+    adam = isinstance(state[0], tuple)
+    if adam:
+        implementation.forget()
+    touched = []
+    parts = (data.ids_of_tables, implementation.tables, state, data.factors_of_tables)
+    for ids, table, sums, factors in zip(*parts, strict=True):
         rows, row_of, counts = ids.unique(return_inverse=True, return_counts=True)
-        touched.append(_Touched(rows, row_of, counts, table[rows], None if sums is None else sums[rows]))
+        of_rows = None if sums is None or adam else sums[rows]
+        touched.append(_Touched(rows, row_of, counts, table[rows], of_rows, factors))
     with poisoned():
         update()
     parts = (touched, implementation.tables, state, data.grads_of_tables)
     for number, (before, table, sums, grad) in enumerate(zip(*parts, strict=True)):
-        after = table[before.rows], None if sums is None else sums[before.rows]
-        _check_table(f"table {number}", before, after, grad)
+        where, rows = f"table {number}", table[before.rows]
+        if adam:
+            _check_adam(where, before, rows, tuple(moment[before.rows] for moment in sums), grad)
+        else:
+            _check_table(where, before, (rows, None if sums is None else sums[before.rows]), grad)
+
+
+def _sum_gradients(before: _Touched, grad: Tensor) -> tuple[Tensor, Tensor]:
+    """[U, D] each, float64: the gradients of the rows, and how far off their sums in FP32 may be."""
+    terms = grad.double().repeat_interleave(len(before.row_of) // len(grad), 0)
+    if before.factors is not None:
+        terms *= before.factors.double()[:, None]
+    g = torch.zeros(before.weights.shape, dtype=torch.float64, device=grad.device)
+    size = g.clone()
+    g.index_add_(0, before.row_of, terms)
+    size.index_add_(0, before.row_of, terms.abs_())
+    # Any order of the additions in FP32, rounded products, and a factor of two to spare.
+    n_u = (before.counts + 3).double()[:, None] * UNIT
+    return g, 2 * n_u / (1 - n_u) * size
+
+
+def _check_adam(where: str, before: _Touched, rows: Tensor, moments: tuple[Tensor, Tensor], grad: Tensor) -> None:
+    """The first step of Adam, whose direction is g / (|g| + eps): a sign, but where g is nearly nothing."""
+    g, error = _sum_gradients(before, grad)
+    inexact = rounding_bound(16)
+    for name, found, expected, off in (
+        ("first moment", moments[0], (1 - BETAS[0]) * g, (1 - BETAS[0]) * error),
+        ("second moment", moments[1], (1 - BETAS[1]) * g**2, (1 - BETAS[1]) * (2 * g.abs() + error) * error),
+    ):
+        # 1 - beta is rounded, too: of 0.999, by 2^-25 of 2^-10.
+        _within(f"{where}: {name}", found, expected, off + (inexact + 2.0**-14) * expected.abs())
+    direction = g / (g.abs() + EPS)
+    off = (2 * error / (g.abs() + EPS)).clamp_(max=2) + 2.0**-12
+    allowed = LR * off + 4 * UNIT * (before.weights.double().abs() + LR)
+    _within(f"{where}: rows", rows, before.weights.double() - LR * direction, allowed)
 
 
 def _check_table(where: str, before: _Touched, after: tuple[Tensor, Tensor | None], grad: Tensor) -> None:
-    bag_of = torch.arange(len(grad), device=grad.device).repeat_interleave(len(before.row_of) // len(grad))
-    g = torch.zeros(before.weights.shape, dtype=torch.float64, device=grad.device)
-    size = g.clone()
-    g.index_add_(0, before.row_of, grad.double()[bag_of])
-    size.index_add_(0, before.row_of, grad.double().abs()[bag_of])
-    # Any order of the additions in FP32, and a factor of two to spare.
-    n_u = (before.counts + 2).double()[:, None] * UNIT
-    error = 2 * n_u / (1 - n_u) * size
+    g, error = _sum_gradients(before, grad)
     factor, slack = torch.full_like(g, LR), torch.full_like(g, 4 * UNIT)
     if before.state is not None:
         elementwise = before.state.dim() == 2

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.cases import ADAGRAD, batches_of_ids
+from bench.gpu.cases import ADAGRAD, ADAM, batches_of_ids, is_weighted
 from bench.shapes import Workload
 
-LR, EPS = 0.01, 1e-8
+LR, EPS, BETAS = 0.01, 1e-8, (0.9, 0.999)
 
 
 class Tables:
@@ -34,6 +34,8 @@ class Tables:
         self.ids = self.batches[0].clone()
         self.offsets = torch.arange(0, len(self.ids) + 1, w.bag, device=device)
         self.grad = torch.randn(w.batch, w.tables * w.dim, device=device)
+        #: [N], or None: each id's factor.
+        self.factors = torch.rand(len(self.ids), device=device) if is_weighted(w) else None
         self.weights = torch.empty(w.tables * w.rows * w.dim, device=device).uniform_(-0.1, 0.1)
 
     def use(self, turn: int) -> None:
@@ -50,6 +52,12 @@ class Tables:
     def ids_of_tables(self) -> list[Tensor]:
         """T views [B * L] of the ids."""
         return list(self.ids.view(self.workload.tables, -1))
+
+    @property
+    def factors_of_tables(self) -> list[Tensor | None]:
+        """T views [B * L] of the factors."""
+        tables = self.workload.tables
+        return [None] * tables if self.factors is None else list(self.factors.view(tables, -1))
 
     @property
     def grads_of_tables(self) -> list[Tensor]:
@@ -80,14 +88,17 @@ class Implementation(Protocol):
     captures: frozenset[str]
     #: T tables [E, D] that are read and updated.
     tables: list[Tensor]
-    #: T tensors of optimizer state, [E] or (element-wise) [E, D]; None without state.
-    state: list[Tensor] | None
+    #: T tensors of optimizer state, [E] or (element-wise) [E, D], of Adam T pairs; None without state.
+    state: list | None
 
     def forward(self) -> object:
         """The pooled output: [B, T * D], or T outputs [B, D]."""
 
     def before(self, operation: str) -> None:
         """What an operation needs and its time does not count: a backward of autograd needs its forward."""
+
+    def forget(self) -> None:
+        """Makes the next update Adam's first; called with no other optimizer."""
 
     def backward(self) -> None:
         """From the gradient to updated tables."""
@@ -108,11 +119,31 @@ class _Kernels:
         self.state = None if self.sum is None else list(self.sum.view(w.tables, -1))
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self.lr = torch.tensor(LR, device=device)
-        self.options = {"optimizer": optimizer, "eps": EPS}
+        self.options: dict[str, object] = {"optimizer": optimizer, "eps": EPS}
+        if optimizer == ADAM:
+            moments = [torch.zeros_like(data.weights) for _ in range(2)]
+            self.state = list(zip(*(list(m.view(w.tables, w.rows, w.dim)) for m in moments), strict=True))
+            self.options |= {
+                "exp_avg": moments[0],
+                "exp_avg_sq": moments[1],
+                "beta_powers": torch.ones(2, device=device),
+            }
+            self.options["moment_offsets"] = data.layout["weight_offsets"]
+        if data.factors is not None:
+            self.options["per_sample_weights"] = data.factors
+
+    def forget(self) -> None:
+        """Zeros Adam's state and steps: the next update is the first."""
+        for moments in self.state or []:
+            for moment in moments:
+                moment.zero_()
+        self.count.zero_()
+        self.options["beta_powers"].fill_(1)
 
     def _lookup(self) -> tuple[Tensor, Tensor]:
         data = self.data
-        return self.functions.embedding_bag(data.weights, data.ids, data.offsets, **data.layout)
+        bags = data.weights, data.ids, data.offsets, data.factors
+        return self.functions.embedding_bag(*bags, **data.layout)
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -172,7 +203,7 @@ class Ours(_Autograd):
 
     def __init__(self, data: Tables, optimizer: str) -> None:
         kernels = _Kernels(data, optimizer, torch.ops.rec_kernels)
-        self.data, self.tables, self.state = data, kernels.tables, kernels.state
+        self.data, self.tables, self.state, self.forget = data, kernels.tables, kernels.state, kernels.forget
         self.token = torch.empty(0, device=data.device, requires_grad=True)
         self.state_arguments = (data.weights, kernels.sum, kernels.count, kernels.lr, self.token)
         self.options = data.layout | kernels.options
@@ -205,7 +236,8 @@ class Torch(_Autograd):
 
     def _lookup(self) -> list[Tensor]:
         lookup = functools.partial(torch.nn.functional.embedding_bag, offsets=self.starts, mode="sum", sparse=True)
-        return [lookup(ids, table) for ids, table in zip(self.data.ids_of_tables, self.parameters, strict=True)]
+        parts = zip(self.data.ids_of_tables, self.parameters, self.data.factors_of_tables, strict=True)
+        return [lookup(ids, table, per_sample_weights=factors) for ids, table, factors in parts]
 
     def backward(self) -> None:
         torch.autograd.backward(self._output, self.data.grads_of_tables)
@@ -234,7 +266,7 @@ class Fbgemm(_Autograd):
         self.state = [sums[0] for sums in self.module.split_optimizer_states()] if optimizer == ADAGRAD else None
 
     def _lookup(self) -> Tensor:
-        return self.module(self.data.ids, self.data.offsets)
+        return self.module(self.data.ids, self.data.offsets, per_sample_weights=self.data.factors)
 
     def backward(self) -> None:
         self._output.backward(self.data.grad)
@@ -278,6 +310,8 @@ Make = Callable[[Tables, str], Implementation]
 #: What an implementation is timed with, where that is not all operations. The forward and the step of "ops" are those
 #: of "ours", whose graphs hold them already.
 ONLY = {"ops": ("backward",)}
+#: Who is timed with Adam. The others' Adam is another one: published figures stand beside ours.
+WITH_ADAM = ("ours", "ops")
 
 
 def _kinds() -> Iterator[tuple[str, Make, Callable[[torch.device], str | None]]]:

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import rec_kernels as rk
-from bench.gpu.cases import OPERATIONS, bytes_moved, unique_rows
+from bench.gpu.cases import ADAM, bytes_moved, operations, unique_rows
 from bench.gpu.checks import check_forward, check_update
-from bench.gpu.implementations import ONLY, Implementation, Make, Tables
+from bench.gpu.implementations import ONLY, WITH_ADAM, Implementation, Make, Tables
 from bench.shapes import Workload
 
 
@@ -66,10 +66,12 @@ class EmbeddingBag:
         unique = unique_rows(self.workload, data.batches)
         self._about["unique_rows"] = unique
         for name, make in self.available.items():
-            for optimizer, operations in OPERATIONS.items():
+            for optimizer, timed in operations(self.workload).items():
+                if optimizer == ADAM and name not in WITH_ADAM:
+                    continue
                 # Built once for all its operations, and gone before the next is built.
                 built = functools.lru_cache(maxsize=1)(functools.partial(make, data, optimizer))
-                for operation in (o for o in operations if o in ONLY.get(name, operations)):
+                for operation in (o for o in timed if o in ONLY.get(name, timed)):
                     moved = bytes_moved(self.workload, operation, optimizer, unique)
                     build = functools.partial(_operation, data, built, operation)
                     yield Subject(name, operation, None if operation == "forward" else optimizer, moved, build)

@@ -14,6 +14,7 @@
 #include "host/checksum.h"
 #include "host/row_file.h"
 #include "host/row_file_docs.h"
+#include "host/without_gil.h"
 
 namespace py = pybind11;
 
@@ -95,7 +96,7 @@ std::vector<Span> spans_of(const RowFile& file, const py::object& starts, const 
               first.size(), ", got ", each.size());
   const int64_t* const first_data = first.data();
   const int64_t* const size_data = one_size ? &size : each.data();
-  const py::gil_scoped_release released;
+  const WithoutGil released;
   return file.spans(first_data, size_data, first.size(), one_size);
 }
 
@@ -103,14 +104,14 @@ Handle create(const py::object& path, int64_t num_bytes, const std::string& layo
               const std::optional<int64_t>& block_bytes, const std::optional<int64_t>& threads) {
   const std::string name = file_path(path);
   const int64_t block = block_bytes.value_or(std::max<int64_t>(4096, Window::page_bytes()));
-  const py::gil_scoped_release released;
+  const WithoutGil released;
   return Handle(RowFile::create(name, num_bytes, block, layout, memory_budget, threads_or_default(threads)).release());
 }
 
 Handle open(const py::object& path, const std::string& layout, int64_t memory_budget,
             const std::optional<int64_t>& threads, const std::optional<int64_t>& generation) {
   const std::string name = file_path(path);
-  const py::gil_scoped_release released;
+  const WithoutGil released;
   return Handle(RowFile::open(name, layout, memory_budget, threads_or_default(threads), generation).release());
 }
 
@@ -140,7 +141,7 @@ py::dict stats(const RowFile& file) {
 }
 
 void define_row_file(py::module_& module) {
-  using released = py::call_guard<py::gil_scoped_release>;
+  using released = py::call_guard<WithoutGil>;
   using namespace py::literals;  // "name"_a
   py::class_<RowFile, Handle>(module, "RowFile", row_file_docs::kClass)
       .def_static("create", &create, "path"_a, "num_bytes"_a, py::kw_only(), "layout"_a, "memory_budget"_a,
@@ -152,7 +153,7 @@ void define_row_file(py::module_& module) {
           "load",
           [](RowFile& file, const py::object& starts, const py::object& sizes, bool write) {
             const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const py::gil_scoped_release without_gil;
+            const WithoutGil without_gil;
             file.load(spans, write);
           },
           "starts"_a, "sizes"_a, py::kw_only(), "write"_a = false, row_file_docs::kLoad)
@@ -160,7 +161,7 @@ void define_row_file(py::module_& module) {
           "prefetch",
           [](RowFile& file, const py::object& starts, const py::object& sizes) {
             const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const py::gil_scoped_release without_gil;
+            const WithoutGil without_gil;
             file.prefetch(spans);
           },
           "starts"_a, "sizes"_a, row_file_docs::kPrefetch)
@@ -168,7 +169,7 @@ void define_row_file(py::module_& module) {
           "mark_dirty",
           [](RowFile& file, const py::object& starts, const py::object& sizes) {
             const std::vector<Span> spans = spans_of(file, starts, sizes);
-            const py::gil_scoped_release without_gil;
+            const WithoutGil without_gil;
             file.mark_dirty(spans);
           },
           "starts"_a, "sizes"_a, row_file_docs::kMarkDirty)
@@ -180,7 +181,7 @@ void define_row_file(py::module_& module) {
       .def("__enter__", [](const py::object& file) { return file; })
       .def("__exit__",
            [](RowFile& file, const py::args&) {
-             const py::gil_scoped_release without_gil;
+             const WithoutGil without_gil;
              file.close();
            })
       .def("stats", &stats, row_file_docs::kStats)

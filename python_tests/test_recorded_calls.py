@@ -1,0 +1,150 @@
+"""The calls of recorded_calls.zip: every op gives the bits, and the errors, that it gave when they were recorded."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from backends import SOURCES, emulated
+from recording import Reader
+from replay import replay, replay_error
+from torch import Tensor
+
+from rec_kernels.testing import use_threads
+
+RECORDING = Reader("recorded_calls.zip")
+OPS = sorted(RECORDING.index["schemas"])
+#: Ops without a CUDA kernel.
+CPU_ONLY = {
+    *("dot_interaction", "dot_interaction_backward", "factorization_machine", "factorization_machine_backward"),
+    *("grouped_projection", "grouped_projection_backward_input", "grouped_projection_backward_weights"),
+    *("fake_quantize", "jagged_overlaps", "row_cache_plan"),
+}
+
+
+def _of(kind: str, op: str) -> list[tuple[int, dict]]:
+    """The calls, or errors, of an op and their numbers."""
+    return [(number, entry) for number, entry in enumerate(RECORDING.index[kind]) if entry["op"] == op]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_calls(op: str) -> None:
+    """Outputs, gradients and changed arguments, bit for bit, whatever the number of threads."""
+    found, calls = {}, _of("calls", op)
+    assert len(calls) >= 4
+    for number, entry in calls:
+        with use_threads(1 + number % 3):
+            found[number] = replay(RECORDING, entry, torch.ops.rec_kernels)
+    assert {number: f for number, f in found.items() if f} == {}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_errors(op: str) -> None:
+    """What was refused is refused: the type of the error, the arguments and numbers it names, nothing changed."""
+    found = {number: replay_error(RECORDING, entry, torch.ops.rec_kernels) for number, entry in _of("errors", op)}
+    assert len(found) >= 3
+    assert {number: f for number, f in found.items() if f} == {}
+
+
+@pytest.mark.skipif(not SOURCES.exists(), reason="the sources are not beside the tests")
+@pytest.mark.parametrize("op", [op for op in OPS if op not in CPU_ONLY])
+def test_emulated(op: str) -> None:
+    """The same calls of the CUDA kernels, emulated; these have no gradients of their own."""
+    found = {number: replay(RECORDING, entry, emulated(), backward=False) for number, entry in _of("calls", op)}
+    assert {number: f for number, f in found.items() if f} == {}
+
+
+@functools.cache
+def _given() -> dict[str, list[object]]:
+    """ "op.argument" -> the values that the recorded calls give it."""
+    found: dict[str, list[object]] = {}
+    for entry in RECORDING.index["calls"]:
+        for name, value in entry["arguments"]["of"].items():
+            found.setdefault(f"{entry['op']}.{name}", []).append(value)
+    return found
+
+
+#: Arguments that no call of these ops has a use for: each op refuses them, or does not look at them.
+UNUSED = {
+    "embedding_bag_backward_dense": {"formats", "format_of", "embedding_dim"},
+    "embedding_bag_backward_sparse": {"formats", "format_of", "embedding_dim"},
+    "embedding_bag_tables": {"formats", "format_of", "embedding_dim"},
+    "row_cache_insert_": {"embedding_dim", "pooling"},
+    "row_cache_lookup": {"embedding_dim", "pooling"},
+    "row_cache_plan": {"embedding_dim", "pooling"},
+    "row_cache_flush_": {
+        *("embedding_dim", "pooling", "bag_starts", "inverse", "groups", "frozen", "max_parts", "multiplies")
+    },
+}
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_argument_is_given(op: str) -> None:
+    """Every argument of the recorded schema has a value in some call of the op, but those of no use."""
+    taken = RECORDING.index["schemas"][op].split(") -> ")[0]
+    arguments = set(re.findall(r"(\w+)(?:=[^,()]*)?(?:,|$)", taken))
+    given = {name for name in arguments if any(value is not None for value in _given().get(f"{op}.{name}", []))}
+    assert arguments - given == UNUSED.get(op, set())
+
+
+def _words(op: str, name: str) -> set[str]:
+    return {w for value in _given()[f"{op}.{name}"] for w in (value if isinstance(value, list) else [value]) if w}
+
+
+def test_every_option_is_given() -> None:
+    """Formats, optimizers, poolings, bounds modes, roundings and policies of that commit."""
+    formats = _words("quantize_rows", "format")
+    assert formats == _words("dequantize_rows", "format") == _words("fake_quantize", "format")
+    assert len(formats) == 15
+    assert len(_words("embedding_bag", "formats")) == 8
+    assert len(_words("embedding_bag_backward_fused_", "formats")) == 8
+    kinds = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"}
+    assert _words("embedding_bag_backward_fused_", "optimizer") == kinds
+    assert _words("embedding_bag_backward_fused_", "rounding") == {"nearest", "stochastic"}
+    assert _words("embedding_bag_backward_fused_", "weight_decay_mode") == {"l2", "decoupled"}
+    for op in ("embedding_bag", "embedding_bag_backward_dense", "embedding_bag_backward_fused_"):
+        assert _words(op, "bounds_check") == {"error", "ignore", "none"}, op
+    assert _words("embedding_bag", "pooling") == {"sum", "mean"}
+    assert _words("row_cache_insert_", "policy") == {"lru", "lfu"}
+
+
+def test_another_bit_is_found() -> None:
+    """A replay notices a bit of an output, of a gradient and of a changed argument."""
+    fused = [
+        e for e in RECORDING.index["calls"] if e["op"] == "embedding_bag_fused" and "grads" in e and e["changed"]["of"]
+    ]
+    dense = [e for e in RECORDING.index["calls"] if e["op"] == "row_dot" and "grads" in e]
+    for entry, part in ((fused[0], "results"), (fused[0], "changed"), (dense[0], "gradients")):
+        other = Reader("recorded_calls.zip")
+        assert replay(other, entry, torch.ops.rec_kernels) == []
+        other.decode = functools.partial(_decode, other, entry[part])
+        assert replay(other, entry, torch.ops.rec_kernels) != [], part
+
+
+def test_another_error_is_found() -> None:
+    """A replay notices an error of another type, of another argument or number, and none at all."""
+    (_, entry), *_ = _of("errors", "embedding_bag")
+    assert replay_error(RECORDING, entry, torch.ops.rec_kernels) == []
+    error, (_, right) = entry["error"], _of("calls", "embedding_bag")[0]
+    others = [error | {"type": "KeyError"}, error | {"message": error["message"] + " 4711"}]
+    others.append(error | {"message": "grad", "arguments": ["grad"]})
+    for other in others:
+        assert replay_error(RECORDING, entry | {"error": other}, torch.ops.rec_kernels) != []
+    assert replay_error(RECORDING, right | {"error": error}, torch.ops.rec_kernels) != []
+
+
+def _decode(reader: Reader, wrong: object, entry: object) -> object:
+    """What the reader says, but for the last bit of one number of ``wrong``."""
+    value = Reader.decode(reader, entry)
+    if entry is not wrong:
+        return value
+    floats = [t for t in _tensors(value) if t.dtype == torch.float32 and t.numel()]
+    floats[0].view(torch.int32).view(-1)[0] ^= 1
+    return value
+
+
+def _tensors(value: object) -> list[Tensor]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    return [value] if isinstance(value, Tensor) else [t for v in values for t in _tensors(v)]
