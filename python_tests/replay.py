@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 
 import torch
+from layout_calls import as_call
 from recording import Reader
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rec_kernels.testing import same_bits
 
 #: Arguments of the recording that errors name in another way today: name then -> name now.
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {"moment_offsets": "state_offsets"}
 
 
 def adapt(op: str, arguments: dict[str, object]) -> tuple[str, dict[str, object]]:
@@ -29,12 +30,13 @@ def adapt(op: str, arguments: dict[str, object]) -> tuple[str, dict[str, object]
     Returns:
         Today's op and arguments.
     """
-    return op, arguments
+    return as_call(op, arguments)
 
 
 def outputs(op: str, arguments: dict[str, object], ops: object) -> list[Tensor]:
     """What an op of the namespace ``ops`` returns, whether that is nothing, a tensor or several."""
-    results = getattr(ops, op)(**arguments)
+    name, _, overload = op.partition(".")
+    results = getattr(getattr(ops, name), overload or "default")(**arguments)
     return list(results) if isinstance(results, (list, tuple)) else [] if results is None else [results]
 
 

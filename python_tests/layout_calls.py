@@ -1,0 +1,147 @@
+"""Calls of the ops with a layout, from lists: one number of every feature or part of it under each name.
+
+The cases of the tests, and calls recorded before there were layouts, say where tables lie in lists or tensors under
+the names of ``rk.table_layout`` (and a few older ones). ``as_call`` makes today's op and arguments of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+
+#: Old name -> argument of ``rk.table_layout``; values are lists or tensors with an element for each feature or part.
+_LISTS = {
+    "weight_offsets": "weight_offsets",
+    "row_offsets": "row_offsets",
+    "num_embeddings": "num_embeddings",
+    "embedding_dims": "embedding_dims",
+    "mean": "mean",
+    "frozen": "frozen",
+    "partition_starts": "partition_starts",
+    "divisors": "divisors",
+    "moduli": "moduli",
+    "id_limits": "id_limits",
+    "combine": "combine",
+    "table_ids": "table_ids",
+    "moment_offsets": "state_offsets",
+    "state_offsets": "state_offsets",
+}
+_CACHE = {"cache_sets": "sets", "cache_set_starts": "first_sets", "cache_offsets": "row_offsets"}
+# What said less, or nothing, of a layout.
+_GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
+_NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
+_OTHERS = ("formats", "format_of", "pooling", "include_last_offset")
+OF_LAYOUT = (*_LISTS, *_CACHE, *_GONE, *_NUMBERS, *_OTHERS)
+
+#: Ops that also look up in one table without a layout.
+OF_ONE_TABLE = (
+    "embedding_bag",
+    "embedding_bag_backward_dense",
+    "embedding_bag_backward_sparse",
+    "embedding_bag_backward_per_sample_weights",
+)
+#: Ops that take a layout, by the name that they had before.
+WITH_LAYOUT = (
+    *OF_ONE_TABLE,
+    *("embedding_bag_tables", "embedding_bag_fused", "embedding_bag_backward_fused_"),
+    *("row_cache_lookup", "row_cache_insert_", "row_cache_plan", "row_cache_flush_", "row_cache_stats"),
+)
+
+
+def _numbers(values: Tensor | Sequence) -> list:
+    return values.tolist() if isinstance(values, Tensor) else list(values)
+
+
+def make_layout(given: dict[str, object], features: int | None = None, device=None) -> rk.TableLayout:
+    """The layout that ``given`` describes, under the names of ``OF_LAYOUT``; others are not looked at.
+
+    Args:
+        given: embedding_dims and num_embeddings, and what there is.
+        features: of calls whose ``given`` says ``pooling``, and of no feature; found from it where possible.
+        device: of the layout.
+    """
+    lists = {new: _numbers(given[old]) for old, new in _LISTS.items() if given.get(old) is not None}
+    parts = len(lists["embedding_dims"])
+    starts = lists.get("partition_starts")
+    count = features if features is not None else parts if starts is None else len(starts) - 1
+    if given.get("formats") is not None:
+        names = list(given["formats"])
+        of = _numbers(given["format_of"]) if given.get("format_of") is not None else [0] * parts
+        lists["formats"] = [names[i] for i in of]
+    if "mean" not in lists and given.get("pooling", "sum") == "mean":
+        lists["mean"] = [True] * count
+    cache = None
+    if given.get("cache_sets") is not None:
+        places = {new: _numbers(given[old]) if given.get(old) is not None else [0] * parts for old, new in _CACHE.items()}
+        cache = rk.CachePlaces(given.get("cache_ways", 0), **places)
+    own_rows = given.get("bag_starts") is not None and given.get("groups") is None
+    wide = given.get("output_dim") if own_rows else None
+    dims, rows = lists.pop("embedding_dims"), lists.pop("num_embeddings")
+    return rk.table_layout(
+        rows, dims, **lists, cache=cache, widest_feature=wide, num_rows=given.get("num_rows") or None, device=device
+    )
+
+
+def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
+    """Today's overload, "embedding_bag.layout", and arguments of a call of an op by its arguments' names.
+
+    ``given`` may say the layout in lists, in today's ``layout`` and ``layout_sizes``, or not at all: one table then.
+    """
+    if op not in WITH_LAYOUT:
+        return op, given
+    if given.get("layout") is not None:
+        return f"{op}.layout", given
+    if op == "row_cache_stats":
+        rows = _numbers(given["num_embeddings"])
+        records = _stats_layout(_numbers(given["row_offsets"]), rows, given["cache_tags"].device)
+        return f"{op}.layout", {n: t for n, t in given.items() if n.startswith("cache_")} | records
+    if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
+        return _one_table(op, given)
+    values = given.get("values", given.get("cache_tags"))
+    if given.get("embedding_dims") is None:
+        given = _with_one_table(given)
+    layout = make_layout(given, device=values.device)
+    call = {n: t for n, t in given.items() if n not in OF_LAYOUT}
+    if op.startswith("embedding_bag_backward_") and "weights_shape" in call:
+        shape = call.pop("weights_shape")
+        if call.get("weights") is None:
+            call["weights"] = torch.zeros(shape, device=values.device)
+    if op.endswith("per_sample_weights"):
+        call.pop("bounds_check", None)
+    if op == "row_cache_flush_":
+        call = {n: t for n, t in call.items() if n not in ("bag_starts", "inverse", "groups", "padding_idx", "bounds_check")}
+    if op.startswith("row_cache"):
+        call = {n: t for n, t in call.items() if n not in ("inverse", "groups")}
+    return f"{op}.layout", call | layout._asdict()
+
+
+def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
+    call = {n: t for n, t in given.items() if n not in OF_LAYOUT or n in ("pooling", "include_last_offset")}
+    call = {n: t for n, t in call.items() if not n.startswith("cache_") and n not in ("bag_starts", "inverse", "groups")}
+    if op in ("embedding_bag", "embedding_bag_backward_per_sample_weights") and given.get("formats") is not None:
+        (call["format"],), call["embedding_dim"] = given["formats"], given["embedding_dim"]
+    if "weights_shape" in given:
+        call.pop("weights", None)
+    if op.endswith("per_sample_weights"):
+        call.pop("bounds_check", None)
+    return f"{op}.table", call
+
+
+def _with_one_table(given: dict[str, object]) -> dict[str, object]:
+    """The one table of ``weights`` [E, D], or rows of bytes, as a layout's."""
+    weights = given["weights"]
+    columns = given.get("embedding_dim") or weights.shape[1]
+    places = {"num_embeddings": [weights.shape[0]], "embedding_dims": [columns]}
+    return {n: t for n, t in given.items() if n != "embedding_dim"} | places | {"weights": weights.view(-1)}
+
+
+def _stats_layout(row_offsets: list[int], rows: list[int], device) -> dict[str, object]:
+    """A layout of ranges of rows, whatever they are: only those are looked at."""
+    layout = rk.table_layout([max(n, 0) for n in rows], [1] * len(rows), device=device)
+    for name, numbers in (("row_offset", row_offsets), ("num_embeddings", rows)):
+        layout.layout[:, rk.ops.table_layout.Column[name]] = torch.tensor(numbers, device=device)
+    return layout._asdict()
