@@ -30,7 +30,7 @@ _LISTS = {
     "moment_offsets": "state_offsets",
     "state_offsets": "state_offsets",
 }
-_CACHE = {"cache_sets": "sets", "cache_set_starts": "first_sets", "cache_offsets": "row_offsets"}
+_CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
 # What said less, or nothing, of a layout.
 _GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
 _NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
@@ -74,16 +74,30 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
         lists["formats"] = [names[i] for i in of]
     if "mean" not in lists and given.get("pooling", "sum") == "mean":
         lists["mean"] = [True] * count
-    cache = None
-    if given.get("cache_sets") is not None:
-        places = {new: _numbers(given[old]) if given.get(old) is not None else [0] * parts for old, new in _CACHE.items()}
-        cache = rk.CachePlaces(given.get("cache_ways", 0), **places)
+    cache = _cache_places(given, lists["embedding_dims"])
     own_rows = given.get("bag_starts") is not None and given.get("groups") is None
     wide = given.get("output_dim") if own_rows else None
     dims, rows = lists.pop("embedding_dims"), lists.pop("num_embeddings")
     return rk.table_layout(
         rows, dims, **lists, cache=cache, widest_feature=wide, num_rows=given.get("num_rows") or None, device=device
     )
+
+
+def _cache_places(given: dict[str, object], dims: list[int]) -> rk.CachePlaces | None:
+    names = ("cache_sets", "cache_set_starts", "cache_offsets")
+    sets, starts, offsets = (None if given.get(n) is None else _numbers(given[n]) for n in names)
+    if sets is None and offsets is None:
+        return None
+    nothing = [0] * len(dims)
+    if sets is None:  # only its rows are read
+        return rk.CachePlaces(1, nothing, nothing, offsets)
+    ways, starts = given.get("cache_ways", 0), starts or nothing
+    if offsets is None:  # only its tags are read: the slots' rows lie one after the other
+        places, end = {}, 0
+        for key in sorted({(first, n, dim) for first, n, dim in zip(starts, sets, dims, strict=True) if n > 0}):
+            places[key], end = end - key[0] * ways * key[2], end + key[1] * ways * key[2]
+        offsets = [places.get(key, 0) for key in zip(starts, sets, dims, strict=True)]
+    return rk.CachePlaces(ways, sets, starts, offsets)
 
 
 def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
