@@ -21,7 +21,7 @@ WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
+test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built build/triton-3.6.0 lint
 	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
 
 build: $(VENV)/.built
@@ -109,6 +109,12 @@ $(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
 	$(PIP) install -q --no-deps -r bench/requirements-peers.txt && touch $@ || \
 	  echo "FBGEMM and TorchRec cannot be installed here: their tests and columns are left out"
+
+# The oldest supported Triton, of which test_triton.py compiles the kernels, too. It stands apart from the environment's.
+build/triton-3.6.0: | $(VENV)/.env
+	@echo "Downloading Triton 3.6.0 for a test (about 190 MB, 640 MB in build/)."
+	rm -rf $@.part && $(PIP) install -q --no-deps --target $@.part triton==3.6.0 && mv $@.part $@ || \
+	  echo "Triton 3.6.0 cannot be installed here: its test is left out"
 
 # Without _host, tables on disk are left out: every build asks anew whether what it needs is there by now.
 $(VENV)/.built: $(NATIVE) $(VENV)/.env $(if $(wildcard rec_kernels/_host*.so),,again)
