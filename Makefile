@@ -15,7 +15,7 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|t
 JOBS ?= 2
 WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean again
+.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -73,6 +73,11 @@ test-gpu: check-gpu
 bench-gpu: check-gpu
 	$(BUILD_HERE)
 	$(SCRIPTS) $(PYTHON) -m bench.gpu $(ARGS)
+
+# The first half hour on a GPU, in three commands of nine minutes (docs/first_light.md): PART=1, 2, 3; without PART, at once.
+OUT ?= runs/first-light
+first-light: check-gpu
+	$(SCRIPTS) $(PYTHON) -m first_light $(if $(PART),--part $(PART)) --output $(OUT) $(ARGS)
 
 # The trainer's tests need its packages; a machine for GPU tests may do without.
 WITHOUT_TRAINER = $(shell $(PYTHON) -c 'import importlib.util as u, sys; \
