@@ -10,7 +10,7 @@ import pytest
 from backends import ROOT
 from test_bench_gpu import CPU
 
-from bench.gpu import cases, code_paths, expected, model, predict, published, recorded, report
+from bench.gpu import cases, code_paths, expected, model, predict, recorded, report
 from bench.gpu.code_paths import Paths
 from bench.gpu.every_case import every_case
 from bench.gpu.machine_code import Instruction
@@ -98,14 +98,30 @@ def test_recorded_predictions_are_the_models() -> None:
 
 
 def test_the_docs_have_the_recorded_table() -> None:
-    """What `python -m bench.gpu.predict --recorded --short` prints, and figures of others that were published."""
+    """What `python -m bench.gpu.predict --recorded --short` prints: predictions, and beside published figures."""
     page = (ROOT / "docs" / "gpu-model.md").read_text()
     assert predict.table(FILE, short=True) in page, "docs/gpu-model.md: python -m bench.gpu.predict --recorded --short"
-    cells = {(row["case"], row["operation"]): row for row in FILE["gpus"]["H100"]}
-    for figure in {published.best(p.case, p.operation) for p in published.PUBLISHED}:
-        line = next(line for line in page.splitlines() if line.startswith(f"| {figure.case}, {figure.operation} |"))
-        assert published.said(figure) in line
-        assert f"{cells[figure.case, figure.operation]['ms']:.3f} ms" in line
+    assert predict.beside_others(FILE) in page
+
+
+def test_who_is_ahead() -> None:
+    """By times, or by shares of the peak; the error decides whether it is said plainly."""
+    rows = [
+        {
+            "case": "unpooled-1m-d128",
+            "operation": "forward",
+            "ms": 0.69,
+            "error": 1.4,
+            "percent_of_copy": {"all": 50.0},
+        },
+        {"case": "weighted-t32-b4096-e1e6-d128", "operation": "forward", "ms": 0.5, "error": 1.4}
+        | {"percent_of_copy": {"all": 83.75}},
+    ]
+    found = predict.beside_others({"gpus": {"H100": rows}}).splitlines()[2:]
+    assert found[0].endswith("| 0.345 ms (FBGEMM) | 0.690 ms | behind (0.50x) |")
+    assert found[1].endswith(
+        "| 64.7 % of peak (FBGEMM) | 0.500 ms, 75 % of peak | ahead, by less than the error (1.16x) |"
+    )
 
 
 def test_constants_of_the_docs() -> None:

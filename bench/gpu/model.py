@@ -18,7 +18,7 @@ class Gpu:
     copy: float
     peak: float
     multiprocessors: int = 132
-    clock_ghz: float = 1.755
+    clock_ghz: float = 1.98
     l2: float = 5500.0
     l2_bytes: int = 50 * 2**20
 

@@ -1,6 +1,7 @@
 """Predicts the time of every case of bench.gpu on an H100 and an H200, from the machine code of today's build.
 
-docs/gpu-model.md explains the model. Run it before anything is measured, and commit what --record writes.
+docs/gpu-model.md explains the model. Run it before anything is measured, and commit what --record writes: the JSON file
+and the page's tables. After a change to the model alone, --recorded --record needs no build.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from bench.gpu.every_case import every_case
 from bench.gpu.expected import bytes_of, works_of
 from bench.gpu.model import GPUS, Gpu, predict
 
-#: What docs/gpu-model.md has: the start of a case's name, and of the operation's.
+PAGE = report.ROOT / "docs" / "gpu-model.md"
+#: What the page has: the start of a case's name, and of the operation's.
 SHORT = [
     ("t32-b512-e1e5-d128-uniform", ("forward", "backward")),
     ("unpooled", ("forward", "backward")),
@@ -62,7 +64,12 @@ def predictions(kernels: Mapping[str, Paths], gpu: Gpu) -> list[dict[str, object
     return rows
 
 
-def of_kernels() -> str:
+def of_kernels(kernels: Mapping[str, Paths]) -> dict[str, list[dict[str, object]]]:
+    """The predictions for every GPU."""
+    return {name: predictions(kernels, gpu) for name, gpu in GPUS.items()}
+
+
+def commit_of_kernels() -> str:
     """The last commit that changed the kernels, and whether they differ from it."""
     changed = report.output_of("git", "status", "--porcelain", "--", "csrc")
     return report.output_of("git", "log", "-1", "--format=%h", "--", "csrc") + (" and changes" if changed else "")
@@ -78,10 +85,10 @@ def today(library: str | None = None) -> dict[str, object]:
     if read is None:
         raise RuntimeError(f"no machine code to predict from: {machine_code.missing(library)}")
     kernels = Noting(read)
-    rows = {name: predictions(kernels, gpu) for name, gpu in GPUS.items()}
+    rows = of_kernels(kernels)
     compiler = re.search(r"release .*", report.output_of("nvcc", "--version"))
     about = {
-        "commit": of_kernels(),
+        "commit": commit_of_kernels(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "nvcc": compiler[0] if compiler else None,
         "architecture": machine_code.ARCHITECTURE,
@@ -111,24 +118,58 @@ def table(found: dict, short: bool = False) -> str:
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
+def beside_others(found: dict) -> str:
+    """Markdown: the best published figure of each operation, our prediction for an H100, and who is ahead."""
+    lines = [["case", "operation", "theirs", "ours, predicted", "ours are"], ["---"] * 5]
+    for row in found["gpus"]["H100"]:
+        figure = published.best(row["case"], row["operation"])
+        if figure is None:
+            continue
+        of_peak = row["percent_of_copy"]["all"] * GPUS["H100"].copy / GPUS["H100"].peak
+        ratio = figure.ms / row["ms"] if figure.ms else of_peak / figure.percent_of_peak
+        verdict = "ahead" if ratio >= 1 else "behind"
+        if 1 / row["error"] < ratio < row["error"]:
+            verdict += ", by less than the error"
+        ours = f"{row['ms']:.3f} ms" + ("" if figure.ms else f", {of_peak:.0f} % of peak")
+        lines.append([row["case"], row["operation"], published.said(figure), ours, f"{verdict} ({ratio:.2f}x)"])
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def write(found: dict) -> None:
+    """The JSON file, and the tables of docs/gpu-model.md, each between its two marks."""
+    recorded.PATH.write_text(json.dumps(found, indent=1) + "\n")
+    page = PAGE.read_text()
+    for name, text in (("predictions", table(found, short=True)), ("others", beside_others(found))):
+        start, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        before, rest = page.split(start)
+        page = before + start + f"\n{text}\n\n" + end + rest.partition(end)[2]
+    PAGE.write_text(page)
+
+
 def main() -> None:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m bench.gpu.predict", description=__doc__)
-    parser.add_argument("--record", action="store_true", help=f"write {recorded.PATH.name}")
-    parser.add_argument("--recorded", action="store_true", help="print what was recorded; no build is read")
+    parser.add_argument("--record", action="store_true", help=f"write {recorded.PATH.name} and the page's tables")
+    parser.add_argument(
+        "--recorded",
+        action="store_true",
+        help="print what was recorded (with --record: anew, of the kernels as read then)",
+    )
     parser.add_argument("--short", action="store_true", help="only the rows of docs/gpu-model.md")
     parser.add_argument("--library", help="a library (default: the package's librec_kernels_cuda.so)")
     args = parser.parse_args()
     if args.recorded:
         found = recorded.load()
+        if args.record:
+            found["gpus"] = of_kernels({name: Paths(**numbers) for name, numbers in found["kernels"].items()})
     else:
         try:
             found = today(args.library)
         except RuntimeError as error:
             parser.error(str(error))
     if args.record:
-        recorded.PATH.write_text(json.dumps(found, indent=1) + "\n")
-    print(table(found, args.short))
+        write(found)
+    print(table(found, args.short), beside_others(found), sep="\n\n")
 
 
 if __name__ == "__main__":
