@@ -191,6 +191,8 @@ def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {operation: p["held"] for operation, p in found.items()} == {"forward": True, "backward, sgd": False}
     assert found["backward, sgd"]["measured_ms"] == update / 1.41
     assert recorded.beside(case, "NVIDIA A100-SXM4-40GB") == recorded.beside(case, None) == {}
+    others = ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA H200 NVL")
+    assert [recorded.gpu_of(name) for name in ("NVIDIA H200", *others)] == ["H200", None, None, None, None]
     json.dumps(found)
 
 
@@ -202,7 +204,8 @@ def test_the_report_has_what_was_said_before(tmp_path: Path) -> None:
     weighted = {"name": "weighted-t32-b4096-e1e6-d128", "op": "embedding_bag", "results": [row]}
     found = {"about": {"gpu": {"name": "NVIDIA H100 80GB HBM3"}}, "cases": [case, weighted]}
     case["predicted"] = {"forward": recorded.hold(row, {"ms": 0.6, "error": 1.4})}
-    head, _, first, second = report.table(found).splitlines()
+    head, _, first, second, _, held = report.table(found).splitlines()
+    assert held == "Predictions of our times: 1 of 1 held."
     assert head.endswith("| predicted, ms | published |")
     assert first.endswith("| 0.6000, held (within 1.4x) | 0.345 ms (FBGEMM) |")
     assert second.endswith("|  | 64.7 % of peak (FBGEMM) |")

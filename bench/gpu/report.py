@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels as rk
-from bench.gpu import published
+from bench.gpu import published, recorded
 from bench.gpu.model import GPUS
 from bench.peers import fbgemm_version
 
@@ -166,6 +166,9 @@ def table(found: dict[str, object]) -> str:
             lines[-1] += [_SAID[name](case, operation) for name in said]
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
     failed = [line for case in found["cases"] for line in _failures(case)]
+    held = [p["held"] for case in found["cases"] for p in case.get("predicted", {}).values()]
+    if held:
+        text += ["", f"Predictions of our times: {sum(held)} of {len(held)} held."]
     return "\n".join([*text, *(["", "Not measured:", *_grouped(failed)] if failed else [])])
 
 
@@ -234,9 +237,7 @@ def picture(found: dict[str, object], path: Path) -> str:
 def _draw_said(axes, found: dict, operation: str, names: list[str]) -> None:
     """Predictions and published figures in the places of the cases, as shares of the copy's rate."""
     cases = {case["name"]: case for case in found["cases"]}
-    peak = next(
-        (gpu.peak for name, gpu in GPUS.items() if name in ((found["about"]["gpu"] or {}).get("name") or "")), None
-    )
+    gpu = GPUS.get(recorded.gpu_of((found["about"]["gpu"] or {}).get("name") or "") or "")
     for place, name in enumerate(names):
         ours = _ours(by_operation(cases[name]).get(operation, {}))
         if ours is None or "percent_of_copy" not in ours:
@@ -250,9 +251,9 @@ def _draw_said(axes, found: dict, operation: str, names: list[str]) -> None:
             continue
         if figure.ms is not None:
             axes.plot([place], [percent * ours.get("graph_ms", ours["ms"]) / figure.ms], "kD", markersize=4)
-        elif peak is not None:
+        elif gpu is not None:
             # Theirs counts every row, and is of the peak: as far above or below ours as by its own count.
-            of_peak = ours["gb_per_s"]["all"] / peak * 100
+            of_peak = ours["gb_per_s"]["all"] / gpu.peak * 100
             axes.plot([place], [percent * figure.percent_of_peak / of_peak], "kD", markersize=4)
 
 
