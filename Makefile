@@ -15,13 +15,13 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|t
 JOBS ?= 2
 WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu check-tools check-gpu clean again
+.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
+test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built build/triton-3.6.0 lint
 	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
 
 build: $(VENV)/.built
@@ -74,6 +74,11 @@ bench-gpu: check-gpu
 	$(BUILD_HERE)
 	$(SCRIPTS) $(PYTHON) -m bench.gpu $(ARGS)
 
+# The first half hour on a GPU, in three commands of nine minutes (docs/first_light.md): PART=1, 2, 3; without PART, at once.
+OUT ?= runs/first-light
+first-light: check-gpu
+	$(SCRIPTS) $(PYTHON) -m first_light $(if $(PART),--part $(PART)) --output $(OUT) $(ARGS)
+
 # The trainer's tests need its packages; a machine for GPU tests may do without.
 WITHOUT_TRAINER = $(shell $(PYTHON) -c 'import importlib.util as u, sys; \
   m = [n for n in "matplotlib pandas pyarrow scipy sklearn tqdm".split() if u.find_spec(n) is None]; \
@@ -109,6 +114,12 @@ $(VENV)/.wheel: requirements-wheel.txt $(VENV)/.env
 $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
 	$(PIP) install -q --no-deps -r bench/requirements-peers.txt && touch $@ || \
 	  echo "FBGEMM and TorchRec cannot be installed here: their tests and columns are left out"
+
+# The oldest supported Triton, of which test_triton.py compiles the kernels, too. It stands apart from the environment's.
+build/triton-3.6.0: | $(VENV)/.env
+	@echo "Downloading Triton 3.6.0 for a test (about 190 MB, 640 MB in build/)."
+	rm -rf $@.part && $(PIP) install -q --no-deps --target $@.part triton==3.6.0 && mv $@.part $@ || \
+	  echo "Triton 3.6.0 cannot be installed here: its test is left out"
 
 # Without _host, tables on disk are left out: every build asks anew whether what it needs is there by now.
 $(VENV)/.built: $(NATIVE) $(VENV)/.env $(if $(wildcard rec_kernels/_host*.so),,again)

@@ -1,10 +1,10 @@
 """Compiles every Triton kernel for NVIDIA and AMD GPUs, of which none has to be there.
 
 Run by test_triton.py in a process of its own. The functions of rec_kernels.triton are called as usual, but a launch
-compiles the kernel for its arguments instead of running it. Prints a line for each: target, kernel (with its row
-format; of products, with their precision and dtype), and how often the PTX fuses a multiplication and an addition,
-divides exactly, rounds to BF16, has instructions that approximate or flush denormals, and multiplies tiles of TF32 and
-of half precision.
+compiles the kernel for its arguments instead of running it. Prints Triton's version and then a line for each kernel and
+target: the architecture, the kernel (with its row format; of products, with their precision and dtype), and how often
+the PTX fuses a multiplication and an addition, divides exactly, rounds to BF16, has instructions that approximate or
+flush denormals, and multiplies tiles of TF32 and of half precision.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ import rec_kernels.triton as kernels
 from rec_kernels.triton import dot_interaction, factorization_machine, grouped_projection
 from rec_kernels.triton.fake_quantize import fake_quantize
 
-NVIDIA, AMD = GPUTarget("cuda", 80, 32), GPUTarget("hip", "gfx942", 64)
-HOPPER = GPUTarget("cuda", 90, 32)  # whose products of large tiles are other instructions
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),  # whose products of large tiles are other instructions
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
 COUNTED = [
     *(r"fma\.rn\.f32", r"div\.rn\.f32", r"cvt\.rn\.bf16", r"\.(approx|full|ftz)\."),
     *(r"mma(?:\.sync|_async).*\.tf32\.tf32", r"mma(?:\.sync|_async).*\.(?:b?f16)\.(?:b?f16)"),
@@ -43,18 +46,17 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     if key in _seen:
         return
     _seen.add(key)
-    products = "PRECISION" in given
     label = [given[name] for name in ("FORMAT", "PRECISION") if name in given]
-    label += [signature[self.arg_names[0]].removeprefix("*")] if products else []
+    label += [signature[self.arg_names[0]].removeprefix("*")] if "PRECISION" in given else []
     # What the functions choose where torch is for AMD GPUs, and where there is no interpreter.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
-    for target in (NVIDIA, HOPPER, AMD) if products else (NVIDIA, AMD):
+    for architecture, target in TARGETS.items():
         for name in chosen[target.backend].keys() & given.keys():
             constants[(self.arg_names.index(name),)] = chosen[target.backend][name]
         code = triton.compile(ASTSource(self, signature, constants), target=target, options=options).asm
         ptx = code.get("ptx", "")
         kernel = "-".join([self.fn.__name__, *label])
-        print(target.backend, kernel, *(len(re.findall(text, ptx)) for text in COUNTED))
+        print(architecture, kernel, *(len(re.findall(text, ptx)) for text in COUNTED))
 
 
 def compile_embedding_bag() -> None:
@@ -126,6 +128,7 @@ def compile_factorization_machine() -> None:
 
 
 if __name__ == "__main__":
+    print("triton", triton.__version__)
     JITFunction.run = compile_instead
     compile_embedding_bag()
     compile_expand()

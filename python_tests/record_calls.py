@@ -391,7 +391,9 @@ def main() -> None:
     for record in (record_changed, record_bad_bags):
         record(recorder)
         sys.stdout.write(f"{record.__name__}: {len(recorder.entries)} calls, {len(recorder.errors)} errors\n")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+    commit = subprocess.run(
+        ["git", "merge-base", "HEAD", "main"], capture_output=True, text=True, check=True
+    ).stdout.strip()
     index = {"commit": commit, "schemas": json.loads(RECORDED.read_text())}
     path = DATA / "recorded_calls.zip"
     recorder.writer.write(path, index | {"calls": recorder.entries, "errors": recorder.errors})

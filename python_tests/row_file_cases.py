@@ -73,7 +73,7 @@ def flip(path: Path, place: int, mask: int = 0x40) -> None:
         file.write(bytes([byte ^ mask]))
 
 
-def run_script(script: str, *arguments: object, launcher: tuple[str, ...] = ()) -> str:
+def run_script(script: str, *arguments: object, launcher: tuple[str, ...] = (), timeout: float = 120) -> str:
     """Runs a script that has ``RowFile``, ``np`` and the helpers above; its output. It does not import torch."""
     compiled = host().__file__
     prelude = f"""
@@ -87,7 +87,7 @@ BLOCK, LAYOUT = {BLOCK}, {LAYOUT!r}
 def noise(seed, size): return np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
 """
     command = [*launcher, sys.executable, "-c", prelude + script, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -19,12 +19,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import embedding_bag_fuzz
 import jagged_fuzz
 import row_cache_fuzz
 import torch
-from backends import Backend, OnCuda, build, emulated, sanitized_environment, unaligned
+from backends import Backend, OnCuda, OnDevice, build, emulated, sanitized_environment, unaligned
 from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
@@ -243,11 +244,12 @@ def _tensors(found: object) -> list[Tensor]:
     return tree_flatten(list(found) if isinstance(found, Iterator) else found)[0]
 
 
-def check(ops, wanted: set[str]) -> int:
+def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None) -> int:
     """Calls everything on ``ops`` and on the CPU; what goes wrong in one of ``calls()`` does not end the others.
 
     Args:
         wanted: names of the ops that must be among what is called.
+        say: is told of each of ``calls()`` what has come of it.
 
     Returns:
         How many tensors were compared.
@@ -262,11 +264,13 @@ def check(ops, wanted: set[str]) -> int:
             found = _tensors(call_some(recorder))
         except Exception as error:
             faults.append(f"{name}: {recorder.last} raises {type(error).__name__}: {error}"[:1000])
+            say(faults[-1])
             continue
         different = [i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if not same_bits(a, b)]
         compared += len(found)
         if different:
             faults.append(f"{name}: tensors {different} of {len(found)} differ from the CPU's")
+        say(faults[-1] if different else f"{name}: {len(found)} tensors")
     if wanted - recorder.called:
         faults.append(f"no call of {sorted(wanted - recorder.called)}: add it to calls()")
     assert not faults, "\n".join(faults)
@@ -282,8 +286,8 @@ def find_sanitizer() -> str | None:
     return next((str(f / "compute-sanitizer") for f in folders if (f / "compute-sanitizer").exists()), None)
 
 
-def run_under_sanitizer(tools: Sequence[str]) -> int:
-    """Runs this file under each tool; the first exit status that is not 0, or 0 where compute-sanitizer is missing."""
+def run_under_sanitizer(tools: Sequence[str], *options: str) -> int:
+    """Runs this file under each tool, with options; the first status that is not 0, or 0 without compute-sanitizer."""
     sanitizer, names = find_sanitizer(), ", ".join(tools)
     if sanitizer is None:
         print(f"compute-sanitizer is neither on the PATH nor beside nvcc: {names} left out")
@@ -291,15 +295,18 @@ def run_under_sanitizer(tools: Sequence[str]) -> int:
     # One allocation per tensor: memcheck sees nothing of what goes wrong inside of torch's large ones.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     for tool in tools:
-        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__))]
+        command = [sanitizer, "--tool", tool, "--error-exitcode", "1", sys.executable, str(Path(__file__)), *options]
         print(" ".join(command), flush=True)
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        print(done.stdout, flush=True)
-        if UNSUPPORTED in done.stdout:
+        unsupported = False
+        with subprocess.Popen(command, env=environment, stdout=PIPE, stderr=STDOUT, text=True) as process:
+            for line in process.stdout:  # as it comes: whoever has no more time has seen what there was
+                print(line, end="", flush=True)
+                unsupported |= UNSUPPORTED in line
+        if unsupported:
             print(f"compute-sanitizer cannot look into this machine's GPU: {names} left out")
             return 0
-        if done.returncode:
-            return done.returncode
+        if process.returncode:
+            return process.returncode
     return 0
 
 
@@ -325,7 +332,8 @@ def compare(ways: dict[str, object], wanted: set[str]) -> int:
     status = 0
     for name, ops in ways.items():
         try:
-            print(f"{name}: {check(ops, wanted)} tensors have the CPU's bits", flush=True)
+            compared = check(ops, wanted, lambda line: print(f"  {line}", flush=True))
+            print(f"{name}: {compared} tensors have the CPU's bits", flush=True)
         except AssertionError as error:
             print(f"{name}:\n{error}", flush=True)
             status = 1
@@ -344,11 +352,15 @@ def main() -> int:
     )
     parser.add_argument("--fuzz", type=int, metavar="N", help="N wrong calls of the emulated kernels")
     parser.add_argument("--seed", type=int, default=0, help="of the first of them (default: 0)")
+    parser.add_argument("--emulated", action="store_true", help="the emulated kernels, without a GPU")
     options = parser.parse_args()
     if options.fuzz is not None:
         return fuzz(options.fuzz, options.seed)
     if options.sanitizer is not None:
-        return run_under_sanitizer(options.sanitizer or TOOLS)
+        return run_under_sanitizer(options.sanitizer or TOOLS, *(["--emulated"] if options.emulated else []))
+    if options.emulated:
+        ways = {"aligned": emulated(), "not aligned": OnDevice(emulated(), unaligned, torch.Tensor.clone)}
+        return compare(ways, ops_with_kernels("rec_kernels_emulated", "CPU"))
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():
         sys.exit(f"there is nothing to check: {missing or 'torch sees no CUDA device'}")

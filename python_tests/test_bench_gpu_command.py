@@ -238,7 +238,7 @@ def test_about_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def printed(*words: str) -> str:
         return next((answer for start, answer in answers.items() if " ".join(words).startswith(start)), "")
 
-    monkeypatch.setattr(report, "_printed", printed)
+    monkeypatch.setattr(report, "output_of", printed)
     found = report.about(torch.device("cuda"), {"fbgemm": "not installed"}, None)
     assert found["gpu"]["name"] == "NVIDIA H200"
     assert found["gpu"]["driver"] == "580.159.04"
@@ -250,10 +250,10 @@ def test_about_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert report.default_output("NVIDIA H200").name == "gpu-nvidia-h200.json"
 
 
-def test_printed_survives_a_missing_command() -> None:
-    assert report._printed("no-such-command") == ""
-    assert report._printed(sys.executable, "-c", "raise SystemExit(1)") == ""
-    assert report._printed(sys.executable, "-c", "print(' x ')") == "x"
+def test_output_survives_a_missing_command() -> None:
+    assert report.output_of("no-such-command") == ""
+    assert report.output_of(sys.executable, "-c", "raise SystemExit(1)") == ""
+    assert report.output_of(sys.executable, "-c", "print(' x ')") == "x"
 
 
 def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("bench", "csrc", "docs", "examples", "python_tests", "rec_kernels", "wheels")
+FOLDERS = ("bench", "csrc", "docs", "examples", "first_light", "python_tests", "rec_kernels", "wheels")
 SOURCES = [
     path
     for folder in FOLDERS

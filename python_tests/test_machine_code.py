@@ -46,6 +46,25 @@ def test_the_loop_of_rows_is_the_innermost_one_that_asks_for_most() -> None:
     assert machine_code.row_loop(code[-1:]) is None
 
 
+def test_of_two_ways_to_load_a_row_one_is_taken() -> None:
+    code = machine_code.instructions_of(
+        listing(
+            ("@!P0 BRA 0x30", 7, 0),
+            ("LDG.E.128 R4, desc[UR10][R8.64]", 0, 0),
+            ("BRA 0x60", 7, 0),
+            ("LDG.E.64 R4, desc[UR10][R8.64]", 0, 0),
+            ("BRA.DIV UR4, 0x100", 7, 0),  # out of line where lanes have diverged
+            ("LDG.E.64 R6, desc[UR10][R8.64+0x8]", 0, 0),
+            ("FADD R0, R0, R4", 7, 1),
+            ("LDG.E R9, desc[UR10][R8.64]", 1, 0),
+            ("@P1 BRA 0x0", 7, 0),
+        )
+    )
+    assert machine_code.row_loop(code) == machine_code.Loop(
+        9, loads=2, bytes=20, first_wait_bytes=16, first_wait_loads=1
+    )
+
+
 def test_resident_blocks() -> None:
     """Those of NVIDIA's occupancy tables for compute capability 9.0 and blocks of 256 threads."""
 

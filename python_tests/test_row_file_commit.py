@@ -15,8 +15,11 @@ HEAD, SECOND, COMMIT = 4096, 2048, 64
 
 @pytest.fixture(scope="module")
 def acknowledged(tmp_path_factory):
+    return two_generations(tmp_path_factory.mktemp("row_file") / "file")
+
+
+def two_generations(path) -> tuple[bytes, bytes, np.ndarray]:
     """The bytes of a row file of generation 1 and of a log with generation 2, and the contents of generation 2."""
-    path = tmp_path_factory.mktemp("row_file") / "file"
     old, new = noise(1, 4 * BLOCK), noise(2, 4 * BLOCK)
     with RowFile.create(str(path), 4 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
         fill(file, 0, old)
@@ -87,11 +90,11 @@ def test_a_log_of_one_copy(acknowledged, tmp_path):
     assert outcome(tmp_path, main, log[:SECOND] + bytes(SECOND) + log[HEAD:], new) == "found"
 
 
-def test_random_damage(acknowledged, tmp_path):
-    """1,000 logs: bits flipped, sectors that are zeros or noise, sectors that have changed places, ends cut off."""
-    main, log, new = acknowledged
-    rng, seen = random.Random(0), []
-    for _ in range(1000):
+def random_damage(folder, files: tuple[bytes, bytes, np.ndarray], count: int, seed: int) -> list[str]:
+    """Logs with bits flipped, sectors that are zeros or noise or have changed places, ends cut off: their outcomes."""
+    main, log, new = files
+    rng, seen = random.Random(seed), []
+    for _ in range(count):
         damaged, kind = bytearray(log), rng.randrange(4)
         sector = 512 * rng.randrange(len(log) // 512)
         if kind == 0:
@@ -104,5 +107,11 @@ def test_random_damage(acknowledged, tmp_path):
             damaged[sector : sector + 512], damaged[other : other + 512] = log[other : other + 512], log[sector:][:512]
         else:
             del damaged[rng.randint(1, len(log) - 1) :]
-        seen.append(outcome(tmp_path, main, bytes(damaged), new))
+        seen.append(outcome(folder, main, bytes(damaged), new))
+    return seen
+
+
+def test_random_damage(acknowledged, tmp_path):
+    """1,000 logs."""
+    seen = random_damage(tmp_path, acknowledged, count=1000, seed=0)
     assert min(seen.count(how) for how in ("found", "refused")) > 100

@@ -1,15 +1,24 @@
-"""Row files after kill -9, power failures and a full disk: one generation or the next, and nothing lost in memory."""
+"""Row files after kill -9, power failures and a full disk: one generation or the next, and nothing lost in memory.
+
+    python python_tests/test_row_file_crash.py --kills 300 --logs 1000 --seed 1
+
+kills a writer that often and damages so many logs (``test_row_file_commit.py``); the seed says when and where.
+"""
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import shutil
 import subprocess
+import tempfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from row_file_cases import BLOCK, LAYOUT, contents, fill, host_or_skip, log_of, noise, open_file, run_script
+from test_row_file_commit import random_damage, two_generations
 
 RowFile = host_or_skip().RowFile
 
@@ -117,7 +126,7 @@ KILLED = """
 import random, signal, struct, time
 BLOCKS = 40
 def change(generation, values=None):
-    rng = np.random.default_rng(generation)
+    rng = np.random.default_rng((seed, generation))
     for start in rng.integers(0, BLOCKS * BLOCK - 100, 25):
         yield int(start), rng.integers(0, 256, 100, dtype=np.uint8)
 def work(report):
@@ -128,9 +137,9 @@ def work(report):
             file.load([start], 100, write=True)
             window[start : start + 100] = data
         os.write(report, struct.pack("q", file.flush(apply=file.generation % 3 != 0)))
-trials = int(sys.argv[2])
+trials, seed = int(sys.argv[2]), int(sys.argv[3])
 RowFile.create(sys.argv[1], BLOCKS * BLOCK, layout=LAYOUT, memory_budget=6 * BLOCK).close()
-values, generation, clock, flushes, logs = np.zeros(BLOCKS * BLOCK, np.uint8), 0, random.Random(0), 0, 0
+values, generation, clock, flushes, logs = np.zeros(BLOCKS * BLOCK, np.uint8), 0, random.Random(seed), 0, 0
 for trial in range(trials):
     reader, writer = os.pipe()
     child = os.fork()
@@ -160,8 +169,14 @@ print(generation, logs)
 """
 
 
+def killed(path, trials: int, seed: int) -> tuple[int, int]:
+    """Kills a writer and looks at the file, so often: how many generations there are, how many logs were in use."""
+    generations, logs = run_script(KILLED, path, trials, seed, timeout=60 + trials).split()
+    return int(generations), int(logs)
+
+
 def test_kill_at_any_time(tmp_path):
-    generations, logs = map(int, run_script(KILLED, tmp_path / "file", 50).split())
+    generations, logs = killed(tmp_path / "file", 50, seed=0)
     assert generations >= 25
     assert logs > 5  # or the kills came when nothing was under way
 
@@ -334,3 +349,23 @@ def test_power_failures(tmp_path):
                 assert np.array_equal(contents(file), states[file.generation]), (cut, trial)
                 seen.add(file.generation)
     assert seen == {1, 2, 3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=300)
+    parser.add_argument("--logs", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        generations, logs = killed(Path(folder) / "file", options.kills, options.seed)
+        print(f"{options.kills} kills, {logs} with a log in use: none of {generations} generations lost", flush=True)
+        seen = random_damage(Path(folder), two_generations(Path(folder) / "two"), options.logs, options.seed)
+    found = seen.count("found")
+    print(
+        f"{len(seen)} damaged logs: {found} have the last generation, {len(seen) - found} are refused, none is ignored"
+    )
+
+
+if __name__ == "__main__":
+    main()

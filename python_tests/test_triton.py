@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,12 +29,16 @@ FACTORIZATIONS = {
     for kernel in ("factorization_kernel", "factorization_x_gradient_kernel", "factorization_y_gradient_kernel")
     for kind in ("ieee-fp32", "tf32-fp32", "tf32-fp16", "tf32-bf16")
 }
+NVIDIA, AMD = ("sm_80", "sm_90"), "gfx942"
+#: The oldest supported Triton, which torch 2.10 and 2.11 come with; `make test` puts it into build/.
+OLDEST = "3.6.0"
 FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMATS}
 
 
-def run(*arguments: str, interpret: bool = False) -> str:
-    """What a Python process prints; it must succeed."""
-    environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": str(ROOT)}
+def run(*arguments: str, interpret: bool = False, before: Path | None = None) -> str:
+    """What a Python process prints; it must succeed. The packages in the folder ``before`` hide those installed."""
+    path = os.pathsep.join(str(folder) for folder in (ROOT, before) if folder)
+    environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     return done.stdout
@@ -60,44 +66,65 @@ def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
     PASSED["triton"] += passed
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], list[int]]:
-    """The sums of the counts of python_tests/compile_triton.py for each target and kernel."""
+def installed_beside(version: str) -> Path | None:
+    """The folder of a Triton version; None of the installed one."""
+    if version in ("installed", importlib.metadata.version("triton")):
+        return None
+    folder = ROOT / "build" / f"triton-{version}"
+    if not folder.exists():
+        pytest.skip(
+            f"Triton {version} is not there: `make {folder.relative_to(ROOT)}` installs it where a wheel is found"
+        )
+    return folder
+
+
+@pytest.fixture(scope="module", params=["installed", OLDEST])
+def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]:
+    """The sums of the counts of python_tests/compile_triton.py for each target and kernel, with two Triton versions.
+
+    What is compiled already is taken from build/, where Triton finds it by its source, its options and its own files.
+    """
+    folder = installed_beside(request.param)
     counts: dict[tuple[str, str], list[int]] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
-        for line in run("python_tests/compile_triton.py").splitlines():
-            target, kernel, *numbers = line.split()
-            before = counts.get((target, kernel), [0] * len(numbers))
-            counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
+        patch.setenv("TRITON_CACHE_DIR", str(ROOT / "build" / "triton-cache"))
+        version, *lines = run("python_tests/compile_triton.py", before=folder).splitlines()
+    assert version == f"triton {importlib.metadata.version('triton') if folder is None else request.param}"
+    for line in lines:
+        target, kernel, *numbers = line.split()
+        before = counts.get((target, kernel), [0] * len(numbers))
+        counts[target, kernel] = [a + int(b) for a, b in zip(before, numbers, strict=True)]
     return counts
 
 
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For an NVIDIA and an AMD GPU; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
+    """For NVIDIA and AMD GPUs; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
-    assert counts.keys() == {(target, f"{kernel}_kernel") for target in ("cuda", "hip") for kernel in kernels}
+    assert counts.keys() == {(target, f"{kernel}_kernel") for target in (*NVIDIA, AMD) for kernel in kernels}
     assert all(fused == 0 and inexact == 0 for fused, _, _, inexact, *_ in counts.values())
-    divides = {kernel for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
-    assert divides == {f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")}
-    assert counts["cuda", "finish_rows_kernel"][2] > 0
+    divides = {(target, kernel) for (target, kernel), (_, divisions, *_) in counts.items() if divisions}
+    dividing = [f"{kernel}_kernel" for kernel in ("pool", "factor_gradient", "occurrences", "finish_rows")]
+    assert divides == {(target, kernel) for target in NVIDIA for kernel in dividing}
+    assert all(counts[target, "finish_rows_kernel"][2] > 0 for target in NVIDIA)
+
+
+def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str]) -> list[tuple[str, list[int]]]:
+    """Each of the kernels with its counts, for each NVIDIA architecture; all of them must be there for AMD, too."""
+    assert {kernel for target, kernel in compiled if target == AMD} >= kernels
+    return [(kernel, compiled[target, kernel]) for target in NVIDIA for kernel in kernels]
 
 
 def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> None:
     """In every format: only integer rows are divided and decoded by a fused operation; no denormal becomes 0."""
-    assert {kernel for target, kernel in compiled if target == "hip"} >= FAKE_QUANTIZE
-    for kernel in FAKE_QUANTIZE:
-        fused, divisions, _, inexact, *_ = compiled["cuda", kernel]
+    for kernel, (fused, divisions, _, inexact, *_) in nvidia_counts(compiled, FAKE_QUANTIZE):
         has_grid = kernel in INTEGER_ROWS
         assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
 
 
 def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA, tiles are multiplied by the tensor cores, three times, and by nothing else."""
-    for kernel in PRODUCTS:
-        assert ("hip", kernel) in compiled
-        fused, divisions, _, _, products, halves = compiled["cuda", kernel]
+    for kernel, (fused, divisions, _, _, products, halves) in nvidia_counts(compiled, PRODUCTS):
         assert (fused, divisions, halves) == (0, 0, 0), kernel
         assert products > 0
         assert products % 3 == 0
@@ -105,9 +132,7 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 
 def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA: float32's own products without the tensor cores, TF32's and halves' each by theirs."""
-    for kernel in INTERACTIONS:
-        assert ("hip", kernel) in compiled
-        fused, _, _, inexact, tf32, halves = compiled["cuda", kernel]
+    for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, INTERACTIONS):
         assert (tf32 > 0, halves > 0) == ("-tf32-" in kernel, "16" in kernel), kernel
         assert inexact == 0, kernel
         assert fused > 0 or "-ieee-fp32" not in kernel, kernel
@@ -115,9 +140,7 @@ def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> Non
 
 def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
     """For NVIDIA: float32's own products without the tensor cores, all others as TF32's."""
-    for kernel in FACTORIZATIONS:
-        assert ("hip", kernel) in compiled
-        fused, _, _, inexact, tf32, halves = compiled["cuda", kernel]
+    for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, FACTORIZATIONS):
         assert (fused > 0, tf32 > 0, halves, inexact) == ("ieee" in kernel, "tf32" in kernel, 0, 0), kernel
 
 

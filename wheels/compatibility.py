@@ -6,7 +6,7 @@ For each torch a virtual environment is made, filled from the package index, and
 has CUDA builds of torch only. There the wheel is installed and a copy of ``python_tests`` runs, away from the checkout.
 Whether the CUDA library loads and registers its kernels is seen without a GPU, where torch is a CUDA build. ``--table``
 prints the table of docs/install.md from the JSON file, and runs nothing. A row's Python is the one
-that runs this script.
+that runs this script. ``--tests leaks`` runs ``test_leaks.py`` alone, as it does other files, and records nothing.
 """
 
 from __future__ import annotations
@@ -22,22 +22,26 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results" / "compatibility.json"
-#: Every op on the CPU, their gradients, ``opcheck``, ``torch.compile``, ``torch.export``, modules, a table in a file.
+#: Every op on the CPU, their gradients, ``opcheck``, ``torch.compile``, ``torch.export``, modules, a table in a
+#: file; that calls keep no memory, which depends on the torch of the build and on that of the process.
 TESTS = (
     *("scale_rows", "embedding_bag", "embedding_bag_fused", "embedding_bag_accumulate", "embedding_bag_compile"),
     *("row_formats", "row_formats_compile", "row_cache_ahead", "row_cache_disk", "grouped_projection"),
     *("dot_interaction", "factorization_machine", "expand", "jagged_bucketize", "jagged_dedup"),
     *("jagged_index_select", "jagged_overlaps", "jagged_permute", "jagged_windows", "opcheck", "serving"),
     *("flops", "import", "embedding_collection", "jagged_containers", "grad_scaler", "grad_scaler_state"),
+    "leaks",
 )
 #: What of them compiles or reads files of the checkout.
 LEFT_OUT = (
     "python_tests/test_row_formats.py::test_vectors_of_the_page",
     "python_tests/test_embedding_collection.py::test_late_reports",
+    "python_tests/test_leaks.py::test_torch_converts_no_handles",
     "python_tests/test_jagged_overlaps.py::test_rows_that_differ_in_one_id_spread_over_the_table",
 )
 REQUIREMENTS = ("pytest", "hypothesis", "filelock", "numpy", "ml_dtypes")
@@ -76,13 +80,13 @@ def environment(folder: Path) -> dict[str, str]:
     return cleared | {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
 
 
-def run_tests(python: Path, folder: Path) -> dict[str, object]:
+def run_tests(python: Path, folder: Path, names: Sequence[str]) -> dict[str, object]:
     """The tests of the installed package: how many passed, failed, were skipped; which failed."""
     tests, report = folder / "python_tests", folder / "report.xml"
     shutil.copytree(ROOT / "python_tests", tests, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers -p no:cacheprovider\n")
     command = [python, "-m", "pytest", "-q", f"--junitxml={report}", *(f"--deselect={name}" for name in LEFT_OUT)]
-    files = [tests / f"test_{name}.py" for name in TESTS]
+    files = [tests / f"test_{name}.py" for name in names]
     start = time.perf_counter()
     done = subprocess.run(
         [*map(str, command + files)], cwd=folder, env=environment(folder), capture_output=True, text=True
@@ -109,11 +113,12 @@ def import_seconds(python: Path, folder: Path) -> dict[str, float]:
     return {"cpu": round(statistics.median(processor), 2), "elapsed": round(statistics.median(clock), 2)}
 
 
-def try_version(version: str, wheel: Path, pip: list[str], folder: Path) -> dict[str, object]:
+def try_version(version: str, options: argparse.Namespace, folder: Path) -> dict[str, object]:
     """One row of the table."""
+    wheel = options.wheel.resolve()
     python = folder / "venv" / "bin" / "python"
     run(sys.executable, "-m", "venv", folder / "venv", folder=folder)
-    install = (python, "-m", "pip", "install", "-q", "--no-compile", *pip)
+    install = (python, "-m", "pip", "install", "-q", "--no-compile", *options.pip.split())
     run(*install, f"torch=={version}", *REQUIREMENTS, folder=folder)
     start = time.perf_counter()
     run(*install, "--no-deps", wheel, folder=folder)
@@ -124,7 +129,7 @@ def try_version(version: str, wheel: Path, pip: list[str], folder: Path) -> dict
         "wheel": wheel.name,
         "install_seconds": seconds,
         "import_seconds": import_seconds(python, folder),
-        "tests": run_tests(python, folder),
+        "tests": run_tests(python, folder, options.tests or TESTS),
     }
 
 
@@ -148,6 +153,7 @@ def main() -> None:
     parser.add_argument("wheel", type=Path, nargs="?")
     parser.add_argument("--torch", nargs="+", default=["2.10.0", "2.11.0", "2.13.0", "2.15.0"])
     parser.add_argument("--pip", default="", help="more options of pip install, such as '--find-links folder'")
+    parser.add_argument("--tests", nargs="+", default=[], help="only these, such as leaks; nothing is recorded")
     parser.add_argument("--table", action="store_true", help="print the table and run nothing")
     options = parser.parse_args()
     rows = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
@@ -156,13 +162,15 @@ def main() -> None:
             parser.error("a wheel is needed")
         for version in options.torch:
             with tempfile.TemporaryDirectory(prefix="compatibility-") as folder:
-                row = try_version(version, options.wheel.resolve(), options.pip.split(), Path(folder))
+                row = try_version(version, options, Path(folder))
+            print(json.dumps(row, indent=1), flush=True)
+            if options.tests:
+                continue
             # A row that is taken again replaces the one before; every row is written at once.
             same = (row["torch"], row["python"][:4], row["torch_cuda"])
             rows = [r for r in rows if (r["torch"], r["python"][:4], r["torch_cuda"]) != same] + [row]
             rows.sort(key=lambda r: [int(n) for n in r["torch"].split("+")[0].split(".")] + [r["python"]])
             RESULTS.write_text(json.dumps({"command": "wheels/compatibility.py", "rows": rows}, indent=1) + "\n")
-            print(json.dumps(row, indent=1), flush=True)
     print(table(rows))
 
 

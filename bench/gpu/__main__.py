@@ -16,13 +16,11 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu import cases, report
-from bench.gpu.dense_side import DenseSide
-from bench.gpu.encoded import EncodedLookup
-from bench.gpu.implementations import ONLY, available
-from bench.gpu.jagged import Expand, Jagged
+from bench.gpu import recorded, report
+from bench.gpu.every_case import every_case
+from bench.gpu.implementations import available
 from bench.gpu.measure import Effort, measure_case
-from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
+from bench.gpu.subjects import Case
 from bench.gpu.timing import CudaTimer, Timer, WallClock, copy_gb_per_s
 
 # (budget_ms, least, most) calls of a figure, and the limit of the whole run in seconds.
@@ -57,32 +55,8 @@ def arguments() -> argparse.Namespace:
 
 
 def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int) -> list[Case]:
-    """The cases, filtered by --case; implementations take turns at going first."""
-    if args.device == "cpu":
-        workloads, rows, groups = cases.TRIAL, [(5, 16)], [(5, [2, 4], 4)]
-        interactions, samples, bags = [(5, 3, 4)], [(20, 16)], [(2, 20, 3)]
-        encoded = cases.TRIAL_ENCODED
-    else:
-        workloads, rows, groups = cases.workloads(memory), [(2**20, 128), (2**22, 16)], cases.GROUPS
-        interactions, samples, bags = cases.INTERACTIONS, cases.SAMPLES, cases.BAGS
-        encoded = cases.ENCODED
-    names = [name for name in found if name not in ONLY]
-    last = [name for name in found if name in ONLY]
-    turned = [names[i % len(names) :] + names[: i % len(names)] + last for i in range(len(workloads))]
-    every: list[Case] = [
-        *(EmbeddingBag(w, {n: found[n] for n in order}) for w, order in zip(workloads, turned, strict=True)),
-        *(EncodedLookup(encoded, format) for format in cases.FORMATS),
-        *(ScaleRows(*size) for size in rows),
-        *(GroupedProjection(*group) for group in groups),
-        *(
-            DenseSide(op, *size, dtype)
-            for op in ("dot_interaction", "factorization_machine")
-            for size in interactions
-            for dtype in (torch.float32, torch.bfloat16)
-        ),
-        *(Expand(*size) for size in samples),
-        *(Jagged(*size, fbgemm="fbgemm" in found) for size in bags),
-    ]
+    """The cases, filtered by --case."""
+    every = every_case(found, memory, trial=args.device == "cpu")
     return [case for case in every if not args.case or any(part in case.name for part in args.case)]
 
 
@@ -100,6 +74,7 @@ def run(args: argparse.Namespace, device: torch.device, timer: Timer, chosen: li
     print(f"copy: {found['copy_gb_per_s']['before']:.0f} GB/s", flush=True)
     for case in chosen:
         measured = measure_case(case, device, timer, effort, found["copy_gb_per_s"]["before"])
+        measured["predicted"] = recorded.beside(measured, (found["about"].get("gpu") or {}).get("name"))
         found["cases"].append(measured)
         found["seconds"] = round(effort.seconds(), 1)
         report.save(found, args.output)

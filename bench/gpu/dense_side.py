@@ -42,20 +42,24 @@ class DenseSide:
         sizes = dict(zip(("batch", "vectors", "dim"), self.sizes, strict=True))
         return {"name": self.name, "op": self.op, "dtype": str(self.dtype).removeprefix("torch.")} | sizes
 
+    def moved(self) -> dict[str, int]:
+        """Bytes of the operations."""
+        batch, vectors, columns = self.sizes
+        if self.op == "dot_interaction":
+            read, out = batch * columns * (1 + vectors), batch * (columns + vectors * (vectors + 1) // 2)
+        else:
+            read, out = vectors * (batch * columns + FACTORS), batch * vectors * FACTORS
+        # Forward: arguments read, the result written. Backward: its gradient and the arguments read, theirs written.
+        return {"forward": self.dtype.itemsize * (read + out), "backward": self.dtype.itemsize * (2 * read + out)}
+
     def subjects(self, device: torch.device) -> Iterator[Subject]:
         batch, vectors, columns = self.sizes
         make = functools.partial(torch.randn, device=device, dtype=self.dtype, requires_grad=True)
-        if self.op == "dot_interaction":
-            given = make(batch, columns), make(batch, vectors, columns)
-            out = batch * (columns + vectors * (vectors + 1) // 2)
-        else:
-            given = make(batch, vectors, columns), make(vectors, FACTORS)
-            out = batch * vectors * FACTORS
-        # Forward: arguments read, the result written. Backward: its gradient and the arguments read, theirs written.
-        size, read = self.dtype.itemsize, sum(t.numel() for t in given)
-        moved = {"forward": size * (read + out), "backward": size * (2 * read + out)}
+        small = (batch, columns) if self.op == "dot_interaction" else (vectors, FACTORS)
+        wide = make(batch, vectors, columns)
+        given = (make(small), wide) if self.op == "dot_interaction" else (wide, make(small))
         for name, function in _FUNCTIONS[self.op].items():
-            for operation, count in moved.items():
+            for operation, count in self.moved().items():
                 build = functools.partial(self._build, name, function, operation, given)
                 yield Subject(name, operation, None, {"all": count, "unique": count}, build)
 

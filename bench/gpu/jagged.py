@@ -33,17 +33,23 @@ class Expand:
         sizes = {"batch": self.samples, "distinct": self.distinct, "dim": self.columns}
         return {"name": self.name, "op": "expand"} | sizes
 
+    def moved(self) -> dict[str, dict[str, int]]:
+        """Bytes of the operations, by both counts."""
+        row, ids = 4 * self.columns, 8 * self.samples
+        # Either way a row of every sample and of every distinct one; reading the latter from memory each time is "all".
+        once = (self.samples + self.distinct) * row + ids
+        return {
+            "forward": {"all": 2 * self.samples * row + ids, "unique": once},
+            "backward": {"all": once, "unique": once},
+        }
+
     def subjects(self, device: torch.device) -> Iterator[Subject]:
         x = torch.randn(self.distinct, self.columns, device=device, requires_grad=True)
         inverse = torch.randint(self.distinct, (self.samples,), device=device)
-        row, ids = 4 * self.columns, 8 * self.samples
-        # Either way a row of every sample and of every distinct one; reading the latter from memory each time is "all".
-        every = {"forward": 2 * self.samples * row + ids, "backward": (self.samples + self.distinct) * row + ids}
-        once = {"forward": (self.samples + self.distinct) * row + ids, "backward": every["backward"]}
         for name, function in (("ours", rk.expand), ("torch", lambda x, i: x.index_select(0, i))):
-            for operation in every:
+            for operation, moved in self.moved().items():
                 build = functools.partial(self._build, function, operation, x, inverse)
-                yield Subject(name, operation, None, {"all": every[operation], "unique": once[operation]}, build)
+                yield Subject(name, operation, None, moved, build)
 
     def _build(self, function: Callable, operation: str, x: Tensor, inverse: Tensor) -> Built:
         output = function(x, inverse)
@@ -84,19 +90,22 @@ class Jagged:
         sizes = {"features": self.features, "batch": self.batch, "bag": self.bag, "session": SESSION}
         return {"name": self.name, "op": "jagged"} | sizes
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
-        self._allocate(device)
-        ids, bags = 8 * self.ids.numel(), 8 * self.features * self.batch
-        chosen = 8 * len(self.index)
-        moved = {
+    def moved(self) -> dict[str, dict[str, int]]:
+        """Bytes of the operations, by both counts."""
+        bags = 8 * self.features * self.batch
+        ids, chosen = bags * self.bag, 8 * (self.features * self.batch // 2)
+        return {
             "dedup": {"all": 2 * ids + bags + 16 * self.batch, "unique": ids + bags + 16 * self.batch},
             "select": dict.fromkeys(("all", "unique"), 2 * chosen * self.bag + 3 * chosen + bags),
             "windows": dict.fromkeys(("all", "unique"), 2 * chosen * self.bag + 6 * chosen),
             "permute": dict.fromkeys(("all", "unique"), 2 * ids + 2 * bags),
             "bucketize": dict.fromkeys(("all", "unique"), 3 * ids + (1 + BUCKETS) * bags),
         }
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        self._allocate(device)
         for name in ("ours", "torch", *self.peers):
-            for operation, size in moved.items():
+            for operation, size in self.moved().items():
                 function = getattr(self, f"_{operation}_by_{name}", None)
                 if function is not None:
                     yield Subject(

@@ -56,6 +56,11 @@ class Instruction:
         return int(match[1], 16) if match else None
 
     @property
+    def ends_here(self) -> bool:
+        """Whether the next instruction is never the one behind it."""
+        return re.match(r"(?:BRA|EXIT|RET|BRX)\b(?!\.DIV|\.CONV|.*P\d)", self.text) is not None
+
+    @property
     def loaded(self) -> int:
         """Bytes that a lane asks global memory for: 1 .. 16; 0: no load of it."""
         if not self.opcode.startswith(("LDG", "LD.")):
@@ -68,10 +73,10 @@ class Instruction:
 class Loop:
     """An innermost loop: one round of it, which is one set of rows in flight."""
 
-    instructions: int
-    loads: int  # of global memory
-    bytes: int  # that a lane loads in a round
-    first_wait_bytes: int  # that a lane has asked for before it waits for the first of them
+    instructions: int  # of all paths through it
+    loads: int  # of global memory, on the path that asks for the most bytes
+    bytes: int  # of these loads, for a lane; bytes that all lanes share, as a row's scale, are counted for each
+    first_wait_bytes: int  # of them, what a lane has asked for before it waits for the first
     first_wait_loads: int
 
 
@@ -82,7 +87,7 @@ class Kernel:
     name: str  # "pool_kernel<Fp32, 32, 1, false>"
     registers: int  # a thread's
     stack: int  # bytes of a thread
-    spills: int  # instructions that move a register to or from local memory
+    spills: int  # instructions on local memory: for spilled registers, and arrays that a variable indexes
     shared: int  # static bytes of a block; what a launch adds is not known here
     instructions: int
     loop: Loop | None  # the one that asks for the most bytes at once; None: no loop loads anything
@@ -173,24 +178,39 @@ def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
             yield [i for i in code if start <= i.address <= end]
 
 
+def most_asked(body: Sequence[Instruction], until_wait: bool) -> tuple[int, int]:
+    """(bytes, loads) of the path through a loop's body that asks for most: all, or until it waits for the first."""
+    here: dict[int, dict[int, tuple[int, int]]] = {body[0].address: {0: (0, 0)}}  # by address: by scoreboards to come
+    best = (0, 0)
+    inside = {i.address for i in body}
+    for number, i in enumerate(body):
+        for coming, (asked, loads) in here.pop(i.address, {}).items():
+            best = max(best, (asked, loads))
+            if until_wait and i.waits & coming:
+                continue
+            if i.loaded:
+                asked, loads = asked + i.loaded, loads - 1  # of as many bytes in fewer loads, those
+                coming |= 1 << i.sets if i.sets < 6 else 0
+            best = max(best, (asked, loads))
+            for following in (i.target, None if i.ends_here else body[min(number + 1, len(body) - 1)].address):
+                if following is None or following not in inside or following <= i.address:
+                    continue
+                states = here.setdefault(following, {})
+                states[coming] = max(states.get(coming, (0, 0)), (asked, loads))
+    return best[0], -best[1]
+
+
 def measured(body: Sequence[Instruction]) -> Loop:
     """The figures of a loop's body."""
-    asked = loads = 0
-    coming = 0  # scoreboards of the loads so far
-    for i in body:
-        if i.waits & coming:
-            break
-        if i.loaded:
-            asked, loads = asked + i.loaded, loads + 1
-            coming |= 1 << i.sets if i.sets < 6 else 0
-    every = [i.loaded for i in body if i.loaded]
-    return Loop(len(body), len(every), sum(every), asked, loads)
+    every, before_wait = most_asked(body, until_wait=False), most_asked(body, until_wait=True)
+    return Loop(len(body), every[1], every[0], *before_wait)
 
 
 def row_loop(code: Sequence[Instruction]) -> Loop | None:
-    """The innermost loop that reads rows: most bytes before the first wait, then fewest instructions."""
+    """The innermost loop that reads rows: the shortest of those that load most bytes in a round, or more than half."""
     loops = [loop for loop in map(measured, innermost_loops(code)) if loop.loads]
-    return max(loops, key=lambda loop: (loop.first_wait_bytes, -loop.instructions), default=None)
+    most = max((loop.bytes for loop in loops), default=0)
+    return min((loop for loop in loops if 2 * loop.bytes > most), key=lambda loop: loop.instructions, default=None)
 
 
 def read(library: str | None = None) -> list[Kernel] | None:

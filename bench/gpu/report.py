@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 
 import rec_kernels as rk
+from bench.gpu import published, recorded
+from bench.gpu.model import GPUS
 from bench.peers import fbgemm_version
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +29,7 @@ OPS = "ops"
 CUBLAS, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
-def _printed(*command: str) -> str:
+def output_of(*command: str) -> str:
     """What a command prints, stripped; empty where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
@@ -36,7 +38,7 @@ def _printed(*command: str) -> str:
 
 
 def _driver() -> str | None:
-    printed = _printed("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    printed = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     if printed:
         return printed.splitlines()[0]
     file = Path("/proc/driver/nvidia/version")
@@ -44,11 +46,12 @@ def _driver() -> str | None:
     return found[0] if found else None
 
 
-def _commit() -> str:
-    commit = _printed("git", "rev-parse", "--short", "HEAD")
+def commit_here() -> str:
+    """The commit of the files, and whether they differ from it."""
+    commit = output_of("git", "rev-parse", "--short", "HEAD")
     if not commit:
         return "unknown: no git repository (--commit names it)"
-    return commit + (" and changes" if _printed("git", "status", "--porcelain", "--untracked-files=no") else "")
+    return commit + (" and changes" if output_of("git", "status", "--porcelain", "--untracked-files=no") else "")
 
 
 def _version(package: str) -> str | None:
@@ -76,7 +79,7 @@ def about(device: torch.device, left_out: dict[str, str], commit: str | None) ->
     return {
         "command": "python -m bench.gpu " + " ".join(sys.argv[1:]),
         "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit or _commit(),
+        "commit": commit or commit_here(),
         "gpu": _gpu() if device.type == "cuda" else None,
         "cuda": torch.version.cuda,
         "triton": _version("triton"),
@@ -151,15 +154,39 @@ def table(found: dict[str, object]) -> str:
     names = {row["implementation"] for case in found["cases"] for row in case["results"]}
     peers = sorted(names - {OURS, OPS}, key=_column)
     head = ["case", "operation", "ours, ms", "graph, ms", "GB/s, all rows", "GB/s, unique rows", *peers]
-    lines = [head, ["---", "---", *["---:"] * (len(head) - 2)]]
+    said = [
+        name for name, any_of in _SAID.items() if any(any_of(c, o) for c in found["cases"] for o in by_operation(c))
+    ]
+    lines = [head + said, ["---", "---", *["---:"] * (len(head) - 2), *["---"] * len(said)]]
     for case in found["cases"]:
         for number, (operation, rows) in enumerate(by_operation(case).items()):
             ours = _ours(rows)
             others = [_peer_cell(rows.get(peer), ours) for peer in peers]
             lines.append(["" if number else case["name"], operation, *_ours_cells(ours), *others])
+            lines[-1] += [_SAID[name](case, operation) for name in said]
     text = ["| " + " | ".join(cells) + " |" for cells in lines]
     failed = [line for case in found["cases"] for line in _failures(case)]
+    held = [p["held"] for case in found["cases"] for p in case.get("predicted", {}).values()]
+    if held:
+        text += ["", f"Predictions of our times: {sum(held)} of {len(held)} held."]
     return "\n".join([*text, *(["", "Not measured:", *_grouped(failed)] if failed else [])])
+
+
+def _predicted_cell(case: dict, operation: str) -> str:
+    """ "0.345, held (within 1.4x)"."""
+    found = case.get("predicted", {}).get(operation)
+    if found is None:
+        return ""
+    return f"{_ms(found['ms'])}, {'held' if found['held'] else 'missed'} (within {found['error']}x)"
+
+
+def _published_cell(case: dict, operation: str) -> str:
+    found = published.best(case["name"], operation)
+    return published.said(found) if found else ""
+
+
+#: What was said of an operation beforehand, by the column's name; columns with nothing in them are left out.
+_SAID = {"predicted, ms": _predicted_cell, "published": _published_cell}
 
 
 def _failures(case: dict[str, object]) -> list[str]:
@@ -178,7 +205,8 @@ def _grouped(lines: list[str], most: int = 20) -> list[str]:
 def picture(found: dict[str, object], path: Path) -> str:
     """Draws embedding_bag: bars for every case, one panel for each operation, rates as a share of the copy's.
 
-    Unique rows are counted. A cross stands for a figure that could not be taken.
+    Unique rows are counted. A cross stands for a figure that could not be taken, a line for what was predicted of ours,
+    a diamond for the best figure that others have published of the shape.
 
     Returns:
         What happened, for the user: where the picture is, or why there is none.
@@ -196,6 +224,7 @@ def picture(found: dict[str, object], path: Path) -> str:
     names = sorted({name for _, rows in measured for found in rows.values() for name in found}, key=_column)
     for axes, operation in zip(all_axes, panels, strict=True):
         _draw(axes, names, [rows.get(operation, {}) for _, rows in measured])
+        _draw_said(axes, found, operation, [name for name, _ in measured])
         axes.set_title(operation, loc="left")
     axes.set_xticks(range(len(measured)), [name for name, _ in measured], rotation=60, ha="right")
     all_axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names), frameon=False)
@@ -203,6 +232,29 @@ def picture(found: dict[str, object], path: Path) -> str:
     figure.suptitle(f"GB/s in % of a device-to-device copy's, unique rows counted: {where}")
     figure.savefig(path, dpi=110)
     return f"picture: {path}"
+
+
+def _draw_said(axes, found: dict, operation: str, names: list[str]) -> None:
+    """Predictions and published figures in the places of the cases, as shares of the copy's rate."""
+    cases = {case["name"]: case for case in found["cases"]}
+    gpu = GPUS.get(recorded.gpu_of((found["about"]["gpu"] or {}).get("name") or "") or "")
+    for place, name in enumerate(names):
+        ours = _ours(by_operation(cases[name]).get(operation, {}))
+        if ours is None or "percent_of_copy" not in ours:
+            continue
+        percent = ours["percent_of_copy"]["unique"]
+        if predicted := cases[name].get("predicted", {}).get(operation):
+            height = percent * predicted["measured_ms"] / predicted["ms"]
+            axes.hlines(height, place - 0.45, place + 0.45, "black", linestyles="dashed", linewidth=1)
+        figure = published.best(name, operation)
+        if figure is None:
+            continue
+        if figure.ms is not None:
+            axes.plot([place], [percent * ours.get("graph_ms", ours["ms"]) / figure.ms], "kD", markersize=4)
+        elif gpu is not None:
+            # Theirs counts every row, and is of the peak: as far above or below ours as by its own count.
+            of_peak = ours["gb_per_s"]["all"] / gpu.peak * 100
+            axes.plot([place], [percent * figure.percent_of_peak / of_peak], "kD", markersize=4)
 
 
 def _column(name: str) -> int:

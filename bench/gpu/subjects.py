@@ -113,13 +113,17 @@ class ScaleRows:
         """Rows and columns."""
         return {"name": self.name, "op": "scale_rows", "rows": self.rows, "dim": self.columns}
 
+    def moved(self) -> dict[str, int]:
+        """Bytes of the operations."""
+        elements = self.rows * self.columns
+        # Forward: x read, the output written. Backward: the gradient and x read (the gradient twice), grad_x written.
+        return {"forward": 8 * elements + 4 * self.rows, "backward": 16 * elements + 8 * self.rows}
+
     def subjects(self, device: torch.device) -> Iterator[Subject]:
         x = torch.randn(self.rows, self.columns, device=device, requires_grad=True)
         scale = torch.randn(self.rows, device=device, requires_grad=True)
-        # Forward: x read, the output written. Backward: the gradient and x read (the gradient twice), grad_x written.
-        moved = {"forward": 8 * x.numel() + 4 * scale.numel(), "backward": 16 * x.numel() + 8 * scale.numel()}
         for name, function in (("ours", rk.scale_rows), ("torch", _scaled_by_torch)):
-            for operation, size in moved.items():
+            for operation, size in self.moved().items():
                 build = functools.partial(self._build, function, operation, x, scale)
                 yield Subject(name, operation, None, {"all": size, "unique": size}, build)
 
@@ -162,17 +166,22 @@ class GroupedProjection:
         sizes = {"batch": self.batch, "in_dims": self.in_dims, "dim": self.out_dim}
         return {"name": self.name, "op": "grouped_projection"} | sizes
 
-    def subjects(self, device: torch.device) -> Iterator[Subject]:
-        matrices = [(self.out_dim, d) for d in self.in_dims if d != self.out_dim]
-        x = torch.randn(self.batch, sum(self.in_dims), device=device, requires_grad=True)
-        weights = torch.randn(sum(o * i for o, i in matrices), device=device, requires_grad=True)
-        out = 4 * self.batch * sum(self.out_dims)
+    def _weights(self) -> int:
+        """Elements of all matrices."""
+        return sum(self.out_dim * d for d in self.in_dims if d != self.out_dim)
+
+    def moved(self) -> dict[str, int]:
+        """Bytes of the operations."""
         # Forward: x and weights read, the result written. Backward: the gradient and what it is of read, once for each
         # of the two that are written.
-        moved = {"forward": 4 * x.numel() + 4 * weights.numel() + out}
-        moved["backward"] = 2 * moved["forward"]
+        forward = 4 * (self.batch * (sum(self.in_dims) + sum(self.out_dims)) + self._weights())
+        return {"forward": forward, "backward": 2 * forward}
+
+    def subjects(self, device: torch.device) -> Iterator[Subject]:
+        x = torch.randn(self.batch, sum(self.in_dims), device=device, requires_grad=True)
+        weights = torch.randn(self._weights(), device=device, requires_grad=True)
         for name, function in (("ours", self._by_us), ("torch", self._by_torch)):
-            for operation, size in moved.items():
+            for operation, size in self.moved().items():
                 build = functools.partial(self._build, function, operation, x, weights)
                 yield Subject(name, operation, None, {"all": size, "unique": size}, build)
 

@@ -6,8 +6,13 @@
 
 #include "core/host_device.h"
 
-// Instructions that convert halves: their bits are those of formats/floats.h, but for the payloads of NaN.
-#if defined(__F16C__) && !defined(__CUDACC__)
+// Instructions that convert halves. Each rounds once, keeps denormals on either side and overflows to Inf, or, rounded
+// towards it, to the largest half. On the CPU that is F16C. On a GPU it is PTX's cvt: the ISA has it exact from .f16 to
+// .f32, and correctly rounded to nearest even (.rn), down (.rm) or up (.rp) the other way; without .ftz a denormal of
+// either type is neither read nor written as 0. Only what becomes of a NaN is the machine's own.
+#if defined(__CUDA_ARCH__)
+#define RK_CONVERTS_HALVES 1
+#elif defined(__F16C__) && !defined(__CUDACC__)
 #define RK_CONVERTS_HALVES 1
 #include <immintrin.h>
 #else
@@ -16,6 +21,34 @@
 
 namespace rec_kernels {
 inline namespace RK_ISA {
+
+#if defined(__CUDA_ARCH__)
+RK_HOST_DEVICE uint32_t half_nearest(float x) {
+  uint16_t half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+}
+RK_HOST_DEVICE uint32_t half_below(float x) {
+  uint16_t half;
+  asm("cvt.rm.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+}
+RK_HOST_DEVICE uint32_t half_above(float x) {
+  uint16_t half;
+  asm("cvt.rp.f16.f32 %0, %1;" : "=h"(half) : "f"(x));
+  return half;
+}
+RK_HOST_DEVICE float float_of_half(uint32_t bits) {
+  float x;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(static_cast<uint16_t>(bits)));
+  return x;
+}
+#elif RK_CONVERTS_HALVES
+RK_HOST_DEVICE uint32_t half_nearest(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+RK_HOST_DEVICE uint32_t half_below(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEG_INF); }
+RK_HOST_DEVICE uint32_t half_above(float x) { return _cvtss_sh(x, _MM_FROUND_TO_POS_INF); }
+RK_HOST_DEVICE float float_of_half(uint32_t bits) { return _cvtsh_ss(static_cast<uint16_t>(bits)); }
+#endif
 
 // What is done differently for a number and for a register of them: specialised for F and for its Word.
 template <class T>
@@ -37,7 +70,7 @@ struct LanesOf<float> {
   RK_HOST_DEVICE static uint32_t to_nearest_word(float x) { return bits(x + 12582912.0f) - 0x4B400000u; }
   RK_HOST_DEVICE static float fused(float a, float b, float c) { return fused_multiply_add(a, b, c); }
 #if RK_CONVERTS_HALVES
-  RK_HOST_DEVICE static uint32_t to_half(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
+  RK_HOST_DEVICE static uint32_t to_half(float x) { return half_nearest(x); }
 #endif
   RK_HOST_DEVICE static float larger(float a, float b) { return a > b ? a : b; }
   RK_HOST_DEVICE static float smaller(float a, float b) { return a < b ? a : b; }
@@ -57,7 +90,7 @@ struct LanesOf<uint32_t> {
   }
   RK_HOST_DEVICE static float to_float(uint32_t word) { return static_cast<float>(static_cast<int32_t>(word)); }
 #if RK_CONVERTS_HALVES
-  RK_HOST_DEVICE static float from_half(uint32_t bits) { return _cvtsh_ss(static_cast<uint16_t>(bits)); }
+  RK_HOST_DEVICE static float from_half(uint32_t bits) { return float_of_half(bits); }
 #endif
 };
 

@@ -13,11 +13,8 @@ struct AffineGrid {
   float scale, bias, inverse;
 };
 
+#if !RK_CONVERTS_HALVES
 // The half at or below x, and the one at or above it.
-#if RK_CONVERTS_HALVES
-RK_HOST_DEVICE uint32_t half_below(float x) { return _cvtss_sh(x, _MM_FROUND_TO_NEG_INF); }
-RK_HOST_DEVICE uint32_t half_above(float x) { return _cvtss_sh(x, _MM_FROUND_TO_POS_INF); }
-#else
 RK_HOST_DEVICE uint32_t half_below(float x) {
   const uint32_t h = Fp16::encode<false>(x, 0u);
   if (!(Fp16::decode(h) > x)) return h;

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import rec_kernels as rk
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError
 
@@ -21,7 +22,7 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
         generation: of the file's state that a checkpoint goes with.
 
     Raises:
-        DataError: tables are to be in a file, and there is no folder for it.
+        DataError: tables are to be in a file, and there is no folder for it, or it or its log is a link.
     """
     if not config.cache and config.backing == "device":
         return None
@@ -30,6 +31,8 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
         return rk.RowCache(**options, backing=config.backing)
     if directory is None:
         raise DataError("backing 'disk' is for runs, whose folder has the tables' file")
+    for name in (FILE, f"{FILE}.log"):
+        files.refuse_foreign(directory / name)
     budget = parse_size(config.memory_budget)
     file: dict[str, Any] = {"path": directory / FILE, "memory_budget": budget, "generation": generation}
     return rk.RowCache(**options, backing="disk", **file)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import DataError
 
 NAME = "checkpoint.pt"
@@ -25,17 +26,14 @@ def save(directory: Path, state: dict[str, Any]) -> None:
     Raises:
         OSError: the disk is full or cannot be written to; the checkpoint before is untouched.
     """
-    path, fresh = directory / NAME, directory / f".{NAME}.new"
+    path = directory / NAME
     try:
-        with fresh.open("wb") as file:
+        with files.replacing(path) as file:
             torch.save({"format": FORMAT, **state}, file)
             file.flush()
             os.fsync(file.fileno())
-        fresh.replace(path)
     except RuntimeError as error:  # torch's writer says so when the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
-    finally:
-        fresh.unlink(missing_ok=True)
     _sync_directory(directory)
 
 
@@ -46,6 +44,7 @@ def load(directory: Path) -> dict[str, Any]:
         DataError: there is no checkpoint, or it is damaged or of another format.
     """
     path = directory / NAME
+    files.refuse_special(path)
     try:
         with zipfile.ZipFile(path) as archive:  # torch does not check the checksums
             if (damaged := archive.testzip()) is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, datasets
+from rec_kernels.dlrm import checkpoint, datasets, files
 from rec_kernels.dlrm.config import (
     EMBEDDINGS,
     FORMATS,
@@ -232,7 +232,7 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
 
     Raises:
         RunExistsError: a run is there with another config, the folder is itself a run, or another process is at it.
-        DataError: the data is missing or not what it should be.
+        DataError: the data is missing or not what it should be, or a run's folder is a link.
         TrainingError: a batch is too large for the memory budget. IndexError: the data has a wrong id.
         RunInterruptedError: Ctrl-C or SIGTERM; called again, ``run`` goes on.
     """
@@ -258,7 +258,7 @@ def _locked(folder: Path) -> Iterator[None]:
     if (folder / CONFIG).exists():
         raise RunExistsError(f"{folder} is a run, not a comparison: choose another name")
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+    with files.opened(folder / ".lock", "ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -268,6 +268,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 def _check(config: TrainConfig) -> None:
     directory = Path(config.runs_dir) / config.run
+    files.refuse_foreign(directory, folder=True)
     if not directory.exists():
         return
     before = TrainConfig.read(directory)

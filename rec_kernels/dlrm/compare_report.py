@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
-from rec_kernels.dlrm import machines
+from rec_kernels.dlrm import files, machines, page
 from rec_kernels.dlrm.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.page import number
@@ -269,7 +269,7 @@ def draw(result: dict) -> Figure:
 def write(comparison: Comparison, result: dict) -> str:
     """Write ``compare.json``, ``compare.md`` and ``compare.png`` to the comparison's folder; returns the Markdown."""
     text = markdown(comparison.folder.name, result)
-    (comparison.folder / "compare.json").write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
-    (comparison.folder / "compare.md").write_text(text, encoding="utf-8")
-    draw(result).savefig(comparison.folder / "compare.png", dpi=120)
+    files.write_text(comparison.folder / "compare.json", json.dumps(result, indent=2, allow_nan=False) + "\n")
+    files.write_text(comparison.folder / "compare.md", text)
+    page.save(draw(result), comparison.folder / "compare.png", dpi=120)
     return text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import rec_kernels as rk
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.precision import ACTIVATIONS, PRECISIONS
@@ -353,8 +354,8 @@ class TrainConfig:
         """
         path = directory / CONFIG
         try:
-            return cls.from_dict(json.loads(path.read_text())["config"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            return cls.from_dict(files.read_json(path)["config"])
+        except (OSError, DataError, ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is not the config of a run: {error}") from error
 
 

@@ -8,7 +8,6 @@ Deduplication for End-to-End Deep Learning Recommendation Model Training Infrast
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import rec_kernels as rk
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import Batch, DataError, HeldOut
 from rec_kernels.dlrm.runs import CONFIG
 
@@ -208,7 +208,7 @@ def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
 def _recorded(run: Path | None) -> Decision | None:
     if run is None:
         return None
-    found = json.loads((run / CONFIG).read_text()).get("dedup")
+    found = files.read_json(run / CONFIG).get("dedup")
     if found is None:  # of a run before there was this
         return None
     try:

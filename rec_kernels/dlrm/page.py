@@ -7,11 +7,13 @@ import dataclasses
 import io
 from collections.abc import Sequence
 from html import escape
+from pathlib import Path
 from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
 
+from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig
 
 #: Models, for a reader.
@@ -104,6 +106,12 @@ def memory(tables: Sequence[dict]) -> str:
     full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
     saved = f" (fp32: {size(full)}, {full / weights:.1f}x less)" if any(t["format"] != "fp32" for t in tables) else ""
     return f"{size(weights)}{saved}, state {size(state)}"
+
+
+def save(figure: Figure, path: Path, dpi: int) -> None:
+    """Write the figure as a PNG file, in place of what is there."""
+    with files.replacing(path) as file:
+        figure.savefig(file, format="png", dpi=dpi)
 
 
 def picture(figure: Figure) -> str:

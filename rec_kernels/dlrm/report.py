@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from rec_kernels.dlrm import page
+from rec_kernels.dlrm import files, page
 from rec_kernels.dlrm.runs import CONFIG, Records
 
 PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
@@ -84,13 +83,13 @@ def write(directory: Path) -> None:
 
     Raises:
         OSError: the run has no ``config.json``, or its folder cannot be written to.
-        ValueError: ``config.json`` or ``metrics.jsonl`` is not JSON.
+        DataError: ``config.json`` or ``metrics.jsonl`` is not JSON.
     """
-    settings = json.loads((directory / CONFIG).read_text())
+    settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
     draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
     pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
-    (directory / "report.html").write_text(page.render(directory.name, settings, records, pictures), encoding="utf-8")
+    files.write_text(directory / "report.html", page.render(directory.name, settings, records, pictures))
 
 
 def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
@@ -99,7 +98,7 @@ def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
     for axes, panel in zip(figure.subplots(1, 2), PANELS, strict=True):
         _draw_scores(axes, records, *panel)
     figure.suptitle(f"{page.TITLES[model]}: {path.parent.name}", parse_math=False)
-    figure.savefig(path, dpi=120)
+    page.save(figure, path, dpi=120)
 
 
 def curves(records: list[dict]) -> list[tuple[str, Figure]]:

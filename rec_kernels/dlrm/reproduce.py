@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from rec_kernels.dlrm import compare, compare_report, machines, reproduce_pictures, reproduce_report
+from rec_kernels.dlrm import compare, compare_report, files, machines, page, reproduce_pictures, reproduce_report
 from rec_kernels.dlrm.claims import answer
 from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
 from rec_kernels.dlrm.train import RunInterruptedError
 
@@ -107,9 +108,7 @@ def run(request: Request) -> dict:
 def _write(request: Request, states: dict[str, dict]) -> dict:
     """Writes what there is, ``results.json`` first and in one step; returns it."""
     results = gather(request, states)
-    fresh = request.folder / f".{RESULTS}.new"
-    fresh.write_text(json.dumps(results, indent=2, allow_nan=False) + "\n")
-    fresh.replace(request.folder / RESULTS)
+    files.write_text(request.folder / RESULTS, json.dumps(results, indent=2, allow_nan=False) + "\n")
     reproduce_report.write(request.folder, results)
     return results
 
@@ -127,9 +126,10 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
         return {"status": LEFT_OUT, "why": "give --movielens PATH, the folder of a MovieLens data set"}
     try:
         comparison = request.plan(experiment)
+        files.refuse_foreign(comparison.folder, folder=True)
         result = compare_report.summarise(comparison, compare.run(comparison))
         compare_report.write(comparison, result)
-        reproduce_pictures.speed(result).savefig(comparison.folder / reproduce_report.SPEED, dpi=110)
+        page.save(reproduce_pictures.speed(result), comparison.folder / reproduce_report.SPEED, dpi=110)
     except RunInterruptedError:
         raise
     except Exception as error:  # whatever it is: hours of other experiments do not end with it
@@ -142,9 +142,9 @@ def _attempt(request: Request, experiment: Experiment) -> dict:
 def _earlier(folder: Path) -> dict[str, dict]:
     """The states that an earlier call left, by experiment."""
     try:
-        entries = json.loads((folder / RESULTS).read_text())["experiments"]
+        entries = files.read_json(folder / RESULTS)["experiments"]
         return {e["name"]: {key: e[key] for key in ("status", "why", *CLOCKS) if e[key] is not None} for e in entries}
-    except (OSError, ValueError, KeyError, TypeError):  # none, or not ours: only times and reasons are lost
+    except (OSError, DataError, KeyError, TypeError):  # none, or not ours: only times and reasons are lost
         return {}
 
 
@@ -174,8 +174,8 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
     """The result that the comparison left; None if it is not of this plan, wherever its data is."""
     plan = request.plan(experiment)
     try:
-        result = json.loads((plan.folder / "compare.json").read_text())
-    except (OSError, ValueError):
+        result = files.read_json(plan.folder / "compare.json")
+    except (OSError, DataError):
         return None
     options = {c["name"]: c["options"] | {"path": None} for c in result["configurations"]}
     expected = {name: compare_report.changed_options(c) | {"path": None} for name, c in plan.configs.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rec_kernels.dlrm import compare_report, page, reproduce_pictures
+from rec_kernels.dlrm import compare_report, files, page, reproduce_pictures
 from rec_kernels.dlrm.claims import RULE, VERDICTS
 from rec_kernels.dlrm.experiments import LOSS
 
@@ -53,11 +53,11 @@ def write(folder: Path, results: dict) -> None:
     for name, figure in figures.items():
         (folder / name).unlink(missing_ok=True)  # one of an earlier call is of other numbers
         if figure is not None:
-            figure.savefig(folder / name, dpi=110)
+            page.save(figure, folder / name, dpi=110)
     title = "Reproduced" + (" quickly" if results["quick"] else "")
     sections = [("Claims", _claims(results)), *((entry["name"], _experiment(entry)) for entry in entries)]
-    (folder / "report.md").write_text(markdown(folder, title, sections), encoding="utf-8")
-    (folder / "report.html").write_text(html(folder, title, sections), encoding="utf-8")
+    files.write_text(folder / "report.md", markdown(folder, title, sections))
+    files.write_text(folder / "report.html", html(folder, title, sections))
 
 
 def markdown(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]]) -> str:
@@ -86,7 +86,7 @@ def html(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]
         if isinstance(part, str):
             return f"<p>{escape(part)}</p>"
         path = folder / part.path
-        if not path.exists():
+        if not path.is_file():
             return ""
         source = f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
         return f'<figure><img src="{source}" alt="{escape(part.shows)}"></figure>'

@@ -10,7 +10,7 @@ import resource
 import sys
 from pathlib import Path
 
-from rec_kernels.dlrm import machines
+from rec_kernels.dlrm import files, machines
 
 RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
@@ -52,10 +52,8 @@ def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: d
     """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
     its option ``dedup`` came to."""
     versions = machines.versions() | ({} if gpu is None else {"gpu": gpu})
-    fresh = directory / f".{CONFIG}.new"
     settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
-    fresh.write_text(json.dumps(settings, indent=2) + "\n")
-    fresh.replace(directory / CONFIG)
+    files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 
 
 class Records:
@@ -67,6 +65,7 @@ class Records:
 
     Raises:
         ModuleNotFoundError: ``tensorboard`` without the package of that name.
+        DataError: of all members, the file or the folder ``tensorboard`` is a link, or not what it should be.
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool = False):
@@ -75,8 +74,8 @@ class Records:
 
     def append(self, record: dict) -> None:
         """Appends a record; it is on its way to the disk when this returns."""
-        with self.path.open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        with files.opened(self.path, "ab") as file:
+            file.write(json.dumps(record).encode() + b"\n")
         if self._board is not None:
             for name, value in record.items():
                 if isinstance(value, (int, float)):
@@ -85,11 +84,12 @@ class Records:
 
     def mark(self) -> int:
         """Where the file ends now, in bytes, all of which are on the disk."""
-        if not self.path.exists():
+        try:
+            with files.opened(self.path, "rb") as file:
+                os.fsync(file.fileno())
+                return file.seek(0, os.SEEK_END)
+        except FileNotFoundError:
             return 0
-        with self.path.open("rb") as file:
-            os.fsync(file.fileno())
-            return file.seek(0, os.SEEK_END)
 
     def rewind(self, mark: int) -> None:
         """Drops what was appended after ``mark``: a resumed run records it again.
@@ -100,11 +100,12 @@ class Records:
         if mark > self.mark():
             raise ValueError(f"{self.path} has {self.mark()} bytes, expected {mark} or more")
         if mark < self.mark():
-            os.truncate(self.path, mark)
+            with files.opened(self.path, "r+b") as file:
+                file.truncate(mark)
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short."""
-        lines = self.path.read_text().splitlines(keepends=True) if self.path.exists() else []
+        lines = files.read_text(self.path).splitlines(keepends=True) if self.path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
@@ -113,6 +114,7 @@ def _open_board(directory: Path):
         from torch.utils.tensorboard import SummaryWriter
     except ImportError as error:
         raise ModuleNotFoundError(f"tensorboard is not installed ({error}): pip install tensorboard") from error
+    files.refuse_foreign(directory / "tensorboard", folder=True)
     return SummaryWriter(str(directory / "tensorboard"))
 
 

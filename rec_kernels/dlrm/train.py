@@ -16,7 +16,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, machines, report, roofline, runs
+from rec_kernels.dlrm import checkpoint, devices, files, machines, report, roofline, runs
 from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
@@ -128,7 +128,7 @@ def _explained(run: Run, error: Exception) -> Exception | None:
 def _record_failure(run: Run, error: Exception) -> None:
     """What ended the run, in its records and in the report of what there is."""
     cause, step = type(error).__name__, run.step + 1
-    with suppress(OSError):  # where the disk is full, that is what ends the run
+    with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
         run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
         report.write(run.directory)
 
@@ -299,6 +299,8 @@ class Run:
             self.machines = list(state.get("machines", [None]))
             self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
+        except DataError:
+            raise
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
             reason = " ".join(str(error).split())
             raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {reason}") from error
@@ -379,7 +381,8 @@ class Run:
 
     def _refuse(self, loss: float, batch: Batch) -> None:
         path = self.directory / "bad_batch.pt"
-        torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, path)
+        with files.replacing(path) as file:
+            torch.save({"step": self.step + 1, "loss": loss, "batch": batch.to("cpu").tensors()}, file)
         raise NotFiniteError(
             f"loss is {loss} at step {self.step + 1} of {self.steps}, must be finite; the batch is in {path}: "
             f"try a smaller lr (now {self.config.lr}) or dense_lr (now {self.config.dense_lr})"

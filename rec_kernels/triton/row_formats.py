@@ -55,9 +55,8 @@ def random_words(seed, step, table, row, first_column, COLUMNS: tl.constexpr):
     """
     ROWS: tl.constexpr = row.shape[0]
     block = (first_column // 4 + tl.arange(0, COLUMNS // 4)).to(tl.uint32)
-    place = (row >> 32 << 20).to(tl.uint32) | tl.to_tensor(table).to(tl.uint32)
-    step = tl.to_tensor(step).to(tl.uint32)
-    a, b, c, d = tl.philox(seed, block[None, :], row.to(tl.uint32)[:, None], place[:, None], step)
+    place = (row >> 32 << 20).to(tl.uint32) | _low_word(table)
+    a, b, c, d = tl.philox(seed, block[None, :], row.to(tl.uint32)[:, None], place[:, None], _low_word(step))
     # Joined behind the last dimension, the first two by the higher bit of a column's number, the results by the lower.
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [ROWS, COLUMNS])
 
@@ -268,6 +267,12 @@ def narrow(x, dtype: tl.constexpr):
     else:
         y = x.to(dtype)
     return y
+
+
+@triton.jit
+def _low_word(x):
+    """uint32 of an integer: a scalar tensor, a constexpr or Python's. Triton 3.6 has no ``tl.to_tensor``."""
+    return (tl.zeros([], tl.int64) + x).to(tl.uint32)
 
 
 @triton.jit

@@ -1,0 +1,251 @@
+"""What our kernels do in every case of bench.gpu: the input of the model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from bench.gpu.cases import ADAGRAD, ADAM, SGD, STATE_BYTES, bytes_moved, is_weighted, operations, shares
+from bench.gpu.code_paths import Paths
+from bench.gpu.dense_side import DenseSide
+from bench.gpu.encoded import EncodedLookup
+from bench.gpu.jagged import Expand, Jagged
+from bench.gpu.model import ROW_OVERHEAD, WARP, Gpu, Work
+from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
+from bench.shapes import Workload
+
+#: By how much a measurement may differ either way: of kernels whose machine code was read, and of all others.
+READ, UNREAD = 1.4, 2.0
+#: Bytes that the backward moves for an id besides rows and gradients, and for a pass of its sort: keys of 8 bytes.
+BOOKKEEPING, SORT_PASS, SORT_BITS = 100, 24, 8
+#: Entries of one row that are summed at once: kChunk of csrc.
+CHUNK = 64
+#: How much of the loop over gradients is executed where rows are aligned.
+ALIGNED = 0.4
+FORMATS = {
+    "fp32": "Fp32",
+    "fp16": "Fp16",
+    "bf16": "Bf16",
+    "int8": "Affine<8>",
+    "int4": "Affine<4>",
+    "mx9": "SharedMicroexponents<7>",
+    "mx4": "SharedMicroexponents<2>",
+}
+TARGETS = {
+    SGD: "UpdateTarget<Sgd>",
+    ADAGRAD: "UpdateTarget<RowwiseAdagrad>",
+    ADAM: "ElementwiseTarget<UpdateTarget<Sgd>>",
+}
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """Rows of a batch, all tables together.
+
+    Attributes:
+        unique: distinct rows.
+        repeats_cached: whether a row that is named again is still in the L2: of skewed ids.
+        chunks: sums of CHUNK entries of rows that are named more often than that.
+        hottest: entries of the row that is named most often.
+    """
+
+    unique: float
+    repeats_cached: bool
+    chunks: float = 0.0
+    hottest: float = 1.0
+
+
+@functools.cache
+def reuse_of(w: Workload) -> Reuse:
+    """The expected numbers, as if ids could be twice in a bag."""
+    drawn, upper = w.batch * w.bag, shares(w)
+    if upper is None:
+        return Reuse(-w.tables * w.rows * math.expm1(drawn * math.log1p(-1 / w.rows)), False)
+    share = upper.diff(prepend=upper.new_zeros(1))
+    # No row is twice in a bag: none has more entries than there are bags.
+    entries = (drawn * share).clamp_(max=w.batch)
+    unique = -(drawn * (-share).clamp_(min=-0.999).log1p()).expm1().sum().item()
+    return Reuse(w.tables * unique, True, w.tables * (entries[entries > CHUNK] / CHUNK).sum().item(), entries[0].item())
+
+
+def widths(dim: int) -> tuple[int, int]:
+    """Lanes that take a row, and blocks of four columns that each keeps: with_widths of csrc/cuda/group.cuh."""
+    lanes = 4
+    while lanes < WARP and 4 * lanes < dim:
+        lanes *= 2
+    blocks = -(-dim // (4 * lanes))
+    return lanes, blocks if blocks <= 2 else 4
+
+
+def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
+    """A forward: the layout is checked, then a group of lanes takes a bag."""
+    lanes, blocks = widths(w.dim)
+    code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {str(is_weighted(w)).lower()}>"]
+    fetched = -(-w.bag // lanes)  # ids are fetched by so many at once
+    rounds = sum(-(-min(lanes, w.bag - first) // code.rows) for first in range(0, w.bag, lanes))
+    moved = bytes_moved(w, "forward", SGD, reuse.unique, format)
+    rows = reuse.unique if reuse.repeats_cached else w.num_ids
+    return [
+        Work("start", fixed_us=2.5),
+        Work(
+            "pool",
+            memory=moved["unique" if reuse.repeats_cached else "all"] + rows * ROW_OVERHEAD,
+            cached=moved["all"] + w.num_ids * ROW_OVERHEAD,
+            warps=w.tables * w.batch * lanes / WARP,
+            instructions=code.before + rounds * code.round + code.after,
+            waits=1 + fetched + rounds,
+            blocks=code.blocks,
+        ),
+    ]
+
+
+def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Paths], gpu: Gpu) -> list[Work]:
+    """A fused update: entries, their sort, runs of one row, the sums of long ones, and the rows' update."""
+    lanes, blocks = widths(w.dim)
+    short = kernels[f"finish_short_kernel<{lanes}, {blocks}, {TARGETS[optimizer]}>"]
+    ids, row = w.num_ids, 4 * w.dim
+    gradient = w.tables * w.batch * row
+    passes = -(-(w.tables * w.rows).bit_length() // SORT_BITS)
+    kept = ids * BOOKKEEPING * 0.4 < gpu.l2_bytes  # what one kernel leaves for the next is in the L2
+
+    def stream(name: str, size: float, kernels: int, fixed_us: float = 0.0) -> Work:
+        return Work(name, memory=0.0 if kept else size, cached=size, kernels=kernels, fixed_us=fixed_us)
+
+    # Of the gradient's rows, those that do not stay in the half of the L2 that they share with rows come again.
+    missed = max(0.0, 1 - gpu.l2_bytes / 2 / gradient)
+    gradient_rows = gradient / row + (ids - gradient / row) * missed if ids * row > gradient else ids
+    update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
+    of_run = (ids - reuse.chunks * CHUNK) / reuse.unique
+    rounds = max(1.0, of_run / short.rows)
+    finish = Work(
+        "update",
+        memory=gradient_rows * (row + ROW_OVERHEAD) + update,
+        cached=ids * (row + ROW_OVERHEAD) + update,
+        warps=reuse.unique * lanes / WARP,
+        instructions=short.before + rounds * ALIGNED * short.round + short.after,
+        waits=3 + is_weighted(w) + rounds,  # the run's ends, its first entry, rows of the gradient, the row
+        blocks=short.blocks,
+    )
+    return [
+        Work("start", fixed_us=2.5 + 0.25 * w.tables),
+        stream("bookkeeping", ids * (BOOKKEEPING + 8 * is_weighted(w)), kernels=10),
+        stream("sort", ids * (8 + passes * SORT_PASS), kernels=3 + passes, fixed_us=3.0 * passes),
+        *long_runs(w, reuse, kernels),
+        finish,
+        Work("advance"),
+    ]
+
+
+def long_runs(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths]) -> list[Work]:
+    """The sums of CHUNK entries each of rows that are named more often, and the update of these rows."""
+    lanes, blocks = widths(w.dim)
+    code = kernels[f"sum_chunks_kernel<{lanes}, {blocks}>"]
+    rounds = CHUNK / code.rows
+    sums = Work(
+        "long runs",
+        cached=reuse.chunks * CHUNK * 4 * w.dim,
+        warps=reuse.chunks * lanes / WARP,
+        instructions=code.before + rounds * ALIGNED * code.round + code.after,
+        waits=3 + rounds,
+        blocks=code.blocks,
+    )
+    return [sums, Work("long updates", fixed_us=8.0 if reuse.chunks else 0.0)]
+
+
+#: Tera-operations a second of Triton's products: FP32 without tensor cores, and bfloat16 with them.
+FLOPS = {"float32": 25.0, "bfloat16": 200.0}
+
+
+def of_bytes(
+    name: str, moved: float, kernels: int, fixed_us: float = 0.0, flops: float = 0.0, dtype: str = "float32"
+) -> list[Work]:
+    """Kernels whose machine code is not read: their bytes, launches and floating-point operations."""
+    return [Work(name, memory=moved, kernels=kernels, fixed_us=fixed_us, flops=flops, flops_rate=FLOPS[dtype])]
+
+
+def of_dense_side(case: DenseSide) -> dict[str, list[Work]]:
+    """Products of every sample's vectors; a backward has twice as many."""
+    (batch, vectors, columns), about = case.sizes, case.about()
+    tile = 1 << vectors.bit_length()  # of vectors, one more of dot_interaction
+    flops = 2.0 * batch * columns * (tile * tile if case.op == "dot_interaction" else 2 * tile * 16)
+    moved = case.moved()
+    return {
+        operation: of_bytes(case.op, size, 1 if operation == "forward" else 3, 0.0, flops * many, str(about["dtype"]))
+        for (operation, size), many in zip(moved.items(), (1, 2), strict=True)
+    }
+
+
+def of_grouped(case: GroupedProjection) -> dict[str, list[Work]]:
+    """Products with each group's matrix."""
+    flops = 2.0 * case.batch * case.out_dim * sum(case.in_dims)
+    moved = case.moved()
+    return {
+        "forward": of_bytes("projection", moved["forward"], 1, flops=flops),
+        "backward": of_bytes("projection", moved["backward"], 3, flops=2 * flops),
+    }
+
+
+def of_scaled(case: ScaleRows) -> dict[str, list[Work]]:
+    """One kernel forward; backward, one for each of the two gradients."""
+    return {op: of_bytes("rows", size, 1 + (op == "backward")) for op, size in case.moved().items()}
+
+
+def of_expand(case: Expand) -> dict[str, list[Work]]:
+    """Rows copied; backward, ids sorted, and rows summed in their order."""
+    moved = case.moved()
+    passes = -(-case.distinct.bit_length() // SORT_BITS)
+    sorted_bytes = case.samples * (BOOKKEEPING + passes * SORT_PASS)
+    backward = of_bytes("sums", moved["backward"]["all"] + sorted_bytes, 7 + passes, fixed_us=3.0 * passes)
+    return {"forward": of_bytes("rows", moved["forward"]["unique"], 2), "backward": backward}
+
+
+#: Launches of the ops on jagged rows.
+LAUNCHES = {"dedup": 10, "select": 5, "windows": 5, "permute": 7, "bucketize": 6}
+
+
+def of_jagged(case: Jagged) -> dict[str, list[Work]]:
+    """The launches of each op, and its bytes."""
+    return {op: of_bytes(op, size["all"], LAUNCHES[op]) for op, size in case.moved().items()}
+
+
+def of_lookup(w: Workload, kernels: Mapping[str, Paths], gpu: Gpu) -> dict[str, list[Work]]:
+    """Every operation with every optimizer that is timed."""
+    reuse, found = reuse_of(w), {}
+    forward = pool(w, reuse, kernels)
+    for optimizer, timed in operations(w).items():
+        update = backward(w, optimizer, reuse, kernels, gpu)
+        works = {"forward": forward, "backward": update, "step": forward + update}
+        for operation in timed:
+            found[operation if operation == "forward" else f"{operation}, {optimizer}"] = works[operation]
+    return found
+
+
+def works_of(case: Case, kernels: Mapping[str, Paths], gpu: Gpu) -> tuple[dict[str, list[Work]], float]:
+    """Of a case: the kernels of our side of each operation, named as the report names it, and the error to expect."""
+    if isinstance(case, EmbeddingBag):
+        return of_lookup(case.workload, kernels, gpu), READ
+    if isinstance(case, EncodedLookup):
+        return {"forward": pool(case.workload, reuse_of(case.workload), kernels, case.format)}, READ
+    if isinstance(case, DenseSide):
+        return of_dense_side(case), UNREAD
+    if isinstance(case, GroupedProjection):
+        return of_grouped(case), UNREAD
+    if isinstance(case, ScaleRows):
+        return of_scaled(case), UNREAD
+    if isinstance(case, Expand):
+        return of_expand(case), UNREAD
+    if isinstance(case, Jagged):
+        return of_jagged(case), UNREAD
+    raise TypeError(f"no prediction for {case.name}")
+
+
+def bytes_of(case: Case, operation: str) -> dict[str, float]:
+    """What the report divides by the time: bytes by both counts."""
+    if isinstance(case, (EmbeddingBag, EncodedLookup)):
+        name, _, optimizer = operation.partition(", ")
+        w = case.workload
+        return bytes_moved(w, name, optimizer or SGD, reuse_of(w).unique, getattr(case, "format", "fp32"))
+    moved = case.moved()[operation]
+    return moved if isinstance(moved, dict) else {"all": moved, "unique": moved}

@@ -1,0 +1,71 @@
+"""What `make carry` has packed, on the machine that it was packed for: libraries, and packages that it lacks."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import zipfile
+from pathlib import Path
+
+from first_light import CARRY, ROOT
+
+PACKAGE = ROOT / "rec_kernels"
+
+
+def about(carry: Path = CARRY) -> dict[str, object]:
+    """What is packed: "commit", "architectures", ...; empty where nothing is."""
+    file = carry / "about.json"
+    return json.loads(file.read_text()) if file.exists() else {}
+
+
+def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
+    """Unpacks the wheels of packages that this Python lacks into ``folder``; returns what they are called."""
+    added = []
+    for wheel in sorted((carry / "wheels").glob("*.whl")):
+        with zipfile.ZipFile(wheel) as packed:
+            modules = {name.split("/")[0].removesuffix(".py") for name in packed.namelist()}
+            modules = {name for name in modules if name.isidentifier() and not name.startswith("_")}
+            if any(importlib.util.find_spec(name) is None for name in modules):
+                packed.extractall(folder)
+                added.append(wheel.name.split("-")[0])
+    return added
+
+
+def capability() -> str | None:
+    """The first GPU's compute capability, as "9.0", from the driver."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
+    done = subprocess.run(asked, capture_output=True, text=True)
+    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+
+
+def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PACKAGE) -> str:
+    """Copies the packed libraries into the package, if they are for this GPU and nothing newer was built here.
+
+    Args:
+        wanted: the GPU's compute capability.
+
+    Returns:
+        A sentence that says what was done.
+    """
+    packed, architectures = sorted((carry / "lib").glob("*.so")), about(carry).get("architectures", [])
+    if not packed:
+        return "no libraries are packed"
+    if wanted not in architectures:
+        return f"the packed libraries are for {', '.join(architectures)}, and this GPU is {wanted}"
+    built = [file.stat().st_mtime for file in package.glob("librec_kernels_*.so")]
+    if len(built) == 2 and min(built) > (carry / "about.json").stat().st_mtime:
+        return "the libraries were built here, after those that are packed"
+    for file in packed:
+        # The copy is as new as now: the package warns of libraries that are older than their sources.
+        shutil.copyfile(file, package / file.name)
+    (package / "cuda_architectures.txt").write_text(about(carry)["cmake_architectures"] + "\n")
+    return f"{', '.join(file.name for file in packed)} are those that were packed"
+
+
+def have_cuda_library(package: Path = PACKAGE) -> bool:
+    """Whether the package has both libraries of ops: packed, or built here."""
+    return all((package / f"librec_kernels_{kind}.so").exists() for kind in ("cpu", "cuda"))

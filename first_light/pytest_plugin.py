@@ -1,0 +1,77 @@
+"""A pytest plugin for a GPU that may fail in any way: nothing that one test does costs the others.
+
+A failure is printed at once, because the run may be cut. A test that lasts too long, or leaves the context on the GPU
+broken, ends its process; pytest-xdist starts another one, which goes on.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+#: The exit status of a worker whose CUDA context is broken.
+BROKEN = 86
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """How long a test may take."""
+    parser.addoption("--test-seconds", type=float, default=100, help="a process with a longer test ends (default: 100)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of pytest-xdist, and whoever prints."""
+    config.pluginmanager.register(Worker(config) if hasattr(config, "workerinput") else Printer())
+
+
+class Printer:
+    """In the process that prints."""
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """The end of what a failed test says."""
+        if report.failed:
+            print(f"\nFAILED AT ONCE {report.nodeid} ({report.when})\n{report.longreprtext[-2500:]}", flush=True)
+
+
+class Worker:
+    """In a process that runs tests for another one."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._seconds, self._failed = config.getoption("--test-seconds"), False
+        self._stderr = os.dup(sys.stderr.fileno())  # before pytest takes it
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        """Says where a test is that lasts too long, and ends the process."""
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=self._stderr)
+        try:
+            return (yield)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Remembers a failure."""
+        self._failed |= report.failed
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_logfinish(self) -> None:
+        """After a failure, whose report has been sent: ends the process if the GPU no longer answers."""
+        failed, self._failed = self._failed, False
+        if failed and not context_works():
+            os.write(self._stderr, b"the CUDA context is broken: this process ends, another one goes on\n")
+            os._exit(BROKEN)
+
+
+def context_works() -> bool:
+    """Whether the GPU still does what this process asks: after an illegal access every call of a process fails."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return True
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

@@ -1,0 +1,193 @@
+"""Runs of modules, once for a recording and ever after in replays: how one is built, what is done to it, what it gives.
+
+A run is data: expressions ``{"new": class, "with": arguments}`` of public classes, and steps by name. Only what users
+call is used, so that a recorded run can be made with any later module of the same class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from replay import differences
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import rec_kernels as rk
+
+#: What an expression may name.
+CLASSES = (
+    *("EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig", "RowCache"),
+    *("SGD", "Adagrad", "RowwiseAdagrad", "Adam", "RowwiseAdam", "LAMB"),
+    *("Hash", "QuotientRemainder", "Partitions", "MixedDimension"),
+    *("KeyedJaggedTensor", "InverseKeyedJaggedTensor", "KeyedJaggedWindows", "JaggedTensor"),
+    *("Deduplicated", "PathEmbeddingBag", "MixedDimensionEmbeddingBag", "LowRankCrossNet", "Wukong"),
+)
+#: Stands for a folder of the run's own, in strings of expressions.
+FOLDER = "<folder>/"
+#: Of a table's report, what is no size of our own data structures.
+REPORTED = (
+    *("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes", "cached_rows", "dirty_rows"),
+    *("lookups", "hits", "hit_rate", "inserted", "evicted", "written", "left_out"),
+)
+
+
+def made(expression: object, folder: Path) -> object:
+    """What an expression says, and all others as they are."""
+    if isinstance(expression, str) and expression.startswith(FOLDER):
+        return folder / expression.removeprefix(FOLDER)
+    if isinstance(expression, list):
+        return [made(e, folder) for e in expression]
+    if not isinstance(expression, dict):
+        return expression
+    if "new" not in expression:
+        return {name: made(e, folder) for name, e in expression.items()}
+    if expression["new"] not in CLASSES:
+        raise ValueError(f"a recording names {expression['new']!r}, which it may not")
+    return getattr(rk, expression["new"])(**{name: made(e, folder) for name, e in expression["with"].items()})
+
+
+def features_of(expression: dict) -> object:
+    """Jagged features, with the weights as they are in the expression, whose gradient is asked for."""
+    return made(expression, Path())
+
+
+def plain(output: object) -> object:
+    """The tensors of what a module returns, in lists and dictionaries."""
+    if isinstance(output, rk.KeyedTensor):
+        return {"keys": output.keys(), "dims": output.length_per_key(), "values": output.values()}
+    if isinstance(output, rk.JaggedTensor):
+        return {"values": output.values(), "offsets": output.offsets()}
+    if isinstance(output, dict):
+        return {name: plain(value) for name, value in output.items()}
+    return output
+
+
+def build(run: dict, folder: Path) -> nn.Module:
+    """The module of a run, with fresh numbers."""
+    for name, content in run.get("files", {}).items():
+        (folder / name).write_bytes(content.numpy().tobytes())
+    torch.manual_seed(0)
+    return made(run["module"], folder)
+
+
+class Player:
+    """Does the steps of a run to its module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module, self.scaler = module, None
+
+    def play(self, step: dict) -> object:
+        """What a step gives: a lookup's outputs and gradients, a state, an error, or nothing."""
+        do: Callable[[dict], object] = getattr(self, f"_do_{step['do']}")
+        if not step.get("raises"):
+            return do(step)
+        try:
+            do(step)
+        except Exception as error:
+            return {"type": type(error).__name__, "message": str(error)}
+        return "no error"
+
+    def grads(self, step: dict, outputs: list[Tensor]) -> list[Tensor]:
+        """Of the outputs that have a gradient."""
+        return step["grads"]
+
+    def _do_lookup(self, step: dict) -> dict[str, object]:
+        features = features_of(step["features"])
+        output = plain(getattr(self.module, step.get("method", "forward"))(features))
+        gradients: dict[str, object] = {}
+        if step.get("backward"):
+            self._backward(step, [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad])
+            gradients = self._gradients(step)
+        return {"outputs": output, "gradients": gradients}
+
+    def _backward(self, step: dict, outputs: list[Tensor]) -> None:
+        grads = self.grads(step, outputs)
+        if self.scaler is None:
+            torch.autograd.backward(outputs, grads)
+            return
+        products = [(o.float() * g).sum() for o, g in zip(outputs, grads, strict=True)]
+        self.scaler.scale(sum(products)).backward()
+        self.scaler.step(self.module.fused_optimizer)
+        self.scaler.update()
+
+    def _gradients(self, step: dict) -> dict[str, object]:
+        found = {}
+        for name, t in (*self.module.named_parameters(), *inputs_of(step["features"])):
+            if t.grad is not None:
+                found[name], t.grad = t.grad, None
+        if self.scaler is not None:
+            found["scale"] = self.scaler.get_scale()
+        return found
+
+    def _do_accumulate(self, step: dict) -> list[object]:
+        with self.module.accumulate():
+            return [self.play(lookup) for lookup in step["steps"]]
+
+    def _do_serve(self, step: dict) -> object:
+        with torch.no_grad():
+            return plain(self.module.for_serving()(features_of(step["features"])))
+
+    def _do_read(self, step: dict) -> object:
+        """A lookup that trains nothing."""
+        was = self.module.training
+        with torch.no_grad():
+            output = plain(self.module.eval()(features_of(step["features"])))
+        self.module.train(was)
+        return output
+
+    def _do_call(self, step: dict) -> None:
+        given = [features_of(a) if isinstance(a, dict) else a for a in step.get("given", [])]
+        getattr(self.module, step["method"])(*given)
+
+    def _do_rate(self, step: dict) -> None:
+        self.module.fused_optimizer.param_groups[0]["lr"] = step["lr"]
+
+    def _do_scaler(self, step: dict) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=step["scale"], growth_interval=2)
+        self.module.set_grad_scaler(self.scaler)
+
+    def _do_load(self, step: dict) -> None:
+        self.module.load_state_dict(step["state"], **step.get("options", {}))
+
+    def _do_state(self, step: dict) -> dict[str, object]:
+        """What is saved, and what is reported."""
+        found: dict[str, object] = {"state": {n: t.clone() for n, t in self.module.state_dict().items()}}
+        if getattr(self.module, "optimizer", None) is not None:
+            found["rate"] = self.module.fused_optimizer.param_groups[0]["lr"]
+        if hasattr(self.module, "memory_report"):
+            reports = self.module.memory_report()
+            found["report"] = [{k: v for k, v in report.items() if k in REPORTED} for report in reports]
+        return found
+
+
+def inputs_of(expression: object, name: str = "features") -> Iterable[tuple[str, Tensor]]:
+    """The leaves of an expression that require a gradient, by their names."""
+    if isinstance(expression, dict):
+        for key, value in expression.items():
+            yield from inputs_of(value, f"{name}.{key}")
+    elif isinstance(expression, Tensor) and expression.requires_grad:
+        yield name, expression
+
+
+def replay(run: dict, folder: Path) -> list[str]:
+    """Does what was done then.
+
+    Args:
+        run: as it was recorded, decoded.
+        folder: an empty one, for files.
+
+    Returns:
+        What differs, and where: step 3's output, say.
+    """
+    module = build(run, folder)
+    found = differences(run["initial"], dict(module.state_dict()), "first state", exact=run["exact"])
+    module.load_state_dict(run["initial"])
+    player = Player(module)
+    with contextlib.closing(module) if hasattr(module, "close") else contextlib.nullcontext():
+        for number, (step, expected) in enumerate(zip(run["steps"], run["results"], strict=True)):
+            got, place = player.play(step), f"step {number}, {step['do']}"
+            found += differences(expected, got, place, exact=run["exact"])
+    return found

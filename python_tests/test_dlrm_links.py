@@ -1,0 +1,157 @@
+"""A run's folder from somebody else: what is written there changes no file elsewhere, and pipes are not waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import types
+from pathlib import Path
+
+import pytest
+from dlrm_stops import StopAfter
+from dlrm_tiny import TinyData
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+from matplotlib.figure import Figure
+
+from rec_kernels.dlrm import TrainConfig, TrainingError, caches, compare, page, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.train import Run, RunInterruptedError
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+FLAGS = ["--data", "dlrm_tiny:tiny"]
+# What a run writes that goes on; the names that begin with a dot are those of new files.
+REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new"]
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The folder of a run that was stopped after 3 of 8 steps."""
+    runs_dir, fit = tmp_path_factory.mktemp("runs"), Run.fit
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Run, "fit", lambda run, stop, **options: fit(run, StopAfter(2), **options))
+        with pytest.raises(RunInterruptedError):
+            train(TrainConfig(data="dlrm_tiny:tiny", batch_size=50, run="run", runs_dir=str(runs_dir)), TinyData())
+    return runs_dir / "run"
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    """A copy of it; a test that waits for a pipe is ended."""
+    before = signal.signal(signal.SIGALRM, lambda *_: pytest.fail("waits for a pipe"))
+    signal.alarm(20)
+    yield Path(shutil.copytree(stopped, tmp_path / "run"))
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def move_out(path: Path, link) -> Path:
+    """The file's new place, which ``link`` makes its old name lead to."""
+    target = path.parent.parent / "elsewhere"
+    if path.exists():
+        path.rename(target)
+    else:
+        target.write_text("precious")
+    link(target, path)
+    return target
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+@pytest.mark.parametrize("name", REPLACED)
+def test_links_are_replaced(name, link, run):
+    target = move_out(run / name, link)
+    before = target.read_bytes()
+    assert main(["train", "--resume", str(run), *FLAGS]) == 0
+    assert target.read_bytes() == before
+    assert not (run / name).is_symlink()
+    assert {path.stat().st_nlink for path in run.iterdir() if path.is_file()} == {1}
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_records_behind_a_link_are_not_added_to(link, run, capsys):
+    target = move_out(run / "metrics.jsonl", link)
+    before = target.read_bytes()
+    assert main(["train", "--resume", str(run), *FLAGS]) == 1
+    says = "is a symbolic link" if link is os.symlink else r"has 2 names (hard links)"
+    assert f"error: {run / 'metrics.jsonl'} {says}" in capsys.readouterr().err
+    assert target.read_bytes() == before
+
+
+def test_records_are_not_begun_behind_a_link(run, capsys):
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").symlink_to(run.parent / "new")
+    assert main(["train", "--resume", str(run), *FLAGS]) == 1
+    assert "metrics.jsonl is a symbolic link" in capsys.readouterr().err
+    assert not (run.parent / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.json", "checkpoint.pt"])
+def test_pipes_are_refused(name, run, capsys):
+    (run / name).unlink()
+    os.mkfifo(run / name)
+    assert main(["train", "--resume", str(run), *FLAGS]) == 1
+    assert f"{run / name} is not an ordinary file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", [".checkpoint.pt.new", "report.html"])
+def test_pipes_are_replaced(name, run):
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    assert main(["train", "--resume", str(run), *FLAGS]) == 0
+    assert not (run / name).is_fifo()
+
+
+def test_pictures_and_bad_batches_replace_links(run, monkeypatch):
+    for name in ("report.png", "bad_batch.pt"):
+        (run / name).unlink(missing_ok=True)
+        (run / name).symlink_to(run.parent / name)
+        (run.parent / name).write_text("precious")
+    page.save(Figure(), run / "report.png", dpi=10)
+    monkeypatch.setattr(Run, "_learn", lambda run, batch, *_: run._refuse(float("nan"), batch))
+    with pytest.raises(TrainingError, match="bad_batch"):
+        train(TrainConfig.read(run), TinyData(), resume=run)
+    for name in ("report.png", "bad_batch.pt"):
+        assert (run.parent / name).read_text() == "precious"
+        assert (run / name).stat().st_size > 100
+
+
+@pytest.mark.parametrize("name", ["embeddings.rows", "embeddings.rows.log"])
+def test_tables_on_disk_are_not_those_of_a_link(name, tmp_path):
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(DataError, match=rf"{name} is a symbolic link"):
+        caches.row_cache(TrainConfig(backing="disk"), tmp_path)
+
+
+def test_tensorboard_elsewhere_is_refused(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", types.SimpleNamespace(SummaryWriter=None))
+    (tmp_path / "elsewhere").mkdir()
+    (run / "tensorboard").symlink_to(tmp_path / "elsewhere")
+    assert main(["train", "--resume", str(run), *FLAGS, "--tensorboard", "yes"]) == 1
+    assert f"{run / 'tensorboard'} is a symbolic link" in capsys.readouterr().err
+
+
+def test_comparisons_change_nothing_elsewhere(tmp_path, monkeypatch):
+    folder = tmp_path / "both"
+    folder.mkdir()
+    base = TrainConfig(data="dlrm_tiny:tiny", batch_size=200, runs_dir=str(tmp_path))
+    plan = compare.plan(["a", "b:lr=0.1"], base, "1", "both")
+    target = tmp_path / "precious"
+    target.write_text("precious")
+    (folder / ".lock").symlink_to(target)
+    with pytest.raises(DataError, match=r"\.lock is a symbolic link"):
+        compare.run(plan)
+    assert target.read_text() == "precious"
+    (folder / ".lock").unlink()
+    (tmp_path / "other").mkdir()
+    (folder / "b-seed0").symlink_to(tmp_path / "other")
+    with pytest.raises(DataError, match="b-seed0 is a symbolic link"):
+        compare.run(plan)
+    assert not list((tmp_path / "other").iterdir())
+    assert json.dumps(sorted(os.listdir(folder))) == '[".lock", "b-seed0"]'

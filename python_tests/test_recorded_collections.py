@@ -1,0 +1,36 @@
+"""The runs of recorded_collections.zip: every module gives the bits that it gave when they were recorded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from recording import Reader
+from replay_collections import replay
+
+from rec_kernels._library import build_info
+from rec_kernels.testing import use_threads
+
+RECORDING = Reader("recorded_collections.zip")
+RUNS = {entry["of"]["name"]: entry for entry in RECORDING.index["runs"]}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_runs(name: str, tmp_path: Path) -> None:
+    """Outputs, gradients, states, reports and errors of every step, bit for bit."""
+    run = RECORDING.decode(RUNS[name])
+    if "files" in run and build_info()["host_library"] is None:
+        pytest.skip("built without row files")
+    with use_threads(1 + list(RUNS).index(name) % 3):
+        assert replay(run, tmp_path) == []
+
+
+def test_another_bit_is_found(tmp_path: Path) -> None:
+    """A replay notices a bit of an output and of a state."""
+    run = RECORDING.decode(RUNS["bags, Adam 3"])
+    found = [run["results"][0]["outputs"]["values"], run["results"][-1]["state"]["embedding_bags.t0.exp_avg"]]
+    for t in found:
+        t.detach().view(torch.uint8).view(-1)[0] ^= 1
+    differing = replay(run, tmp_path)
+    assert len(differing) == 2, differing

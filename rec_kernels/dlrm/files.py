@@ -1,0 +1,120 @@
+"""The files of a run's folder, which may have come from somebody else: what is written stays in the folder.
+
+A file is replaced by a new one, whatever was there under its name. One that is added to, or changed in place, must be
+an ordinary file without other names. Links are followed for reading only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from rec_kernels.dlrm.data import DataError
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A new file that takes the place of ``path`` at the end of the block; if that fails, what was there stays.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.unlink(missing_ok=True)  # what a process that was killed has left, or a link
+    try:
+        with fresh.open("xb") as file:  # exclusive: never through a link
+            yield file
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces ``path`` by a file of this text."""
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+def opened(path: Path, mode: str) -> IO[bytes]:
+    """``open(path, mode)``, "ab" or "r+b", of an ordinary file that has no other names.
+
+    Raises:
+        DataError: it is a link, has several names, or is a pipe, a device or the like. OSError: it cannot be opened.
+    """
+    return open(path, mode, opener=_open_own)
+
+
+def _open_own(path: str, flags: int) -> int:
+    try:
+        # Without waiting for the other end of a pipe.
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO):
+            refuse_foreign(Path(path))
+        raise
+    try:
+        _refuse(path, os.fstat(handle))
+    except DataError:
+        os.close(handle)
+        raise
+    return handle
+
+
+def refuse_foreign(path: Path, *, folder: bool = False) -> None:
+    """Raise DataError if ``path`` is there and not an ordinary file that has no other names, or not a real folder."""
+    with contextlib.suppress(FileNotFoundError):
+        _refuse(path, path.lstat(), folder)
+
+
+def _refuse(path: str | Path, found: os.stat_result, folder: bool = False) -> None:
+    kind = stat.S_IFMT(found.st_mode)
+    if kind == stat.S_IFLNK:
+        raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
+    if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
+        raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
+    if not folder and found.st_nlink > 1:
+        raise DataError(
+            f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
+        )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        DataError: it is a pipe, a device or the like, or not UTF-8. OSError: it cannot be read.
+    """
+    refuse_special(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not a text: {error}") from error
+
+
+def refuse_special(path: Path) -> None:
+    """Raise DataError if ``path`` is there and leads to no ordinary file: reading a pipe would wait for its writer."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is not an ordinary file: move it away")
+
+
+def parse_json(text: str, where: object) -> Any:
+    """What a text of JSON says; ``where`` it stands, for the message.
+
+    Raises:
+        DataError: it is no JSON, or nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+
+
+def read_json(path: Path) -> Any:
+    """What a file of JSON says; errors are those of ``read_text`` and ``parse_json``."""
+    return parse_json(read_text(path), path)
