@@ -1,7 +1,6 @@
 #include "cpu/occurrences.h"
 
 #include <algorithm>
-#include <tuple>
 
 #include "core/parallel.h"
 #include "cpu/row_sort.h"
@@ -32,12 +31,7 @@ struct Plan {
 // The parts by their rows.
 std::vector<int64_t> parts_by_row(const BagInput& in) {
   std::vector<int64_t> sorted(static_cast<size_t>(in.num_parts));
-  for (size_t p = 0; p < sorted.size(); ++p) sorted[p] = static_cast<int64_t>(p);
-  const auto key = [&](int64_t p) {
-    const Feature& x = in.features[p];
-    return std::make_tuple(x.row_offset, x.num_embeddings, x.weight_offset, x.embedding_dim, p);
-  };
-  std::sort(sorted.begin(), sorted.end(), [&](int64_t a, int64_t b) { return key(a) < key(b); });
+  for (int64_t i = 0; i < in.num_parts; ++i) sorted[static_cast<size_t>(i)] = in.records ? in.records[i].by_row : i;
   return sorted;
 }
 

@@ -123,7 +123,7 @@ struct ElementwiseTarget : Base {
 
  private:
   __device__ int64_t place_of(int64_t part, const Feature& f, int64_t row) const {
-    return u.moments.offset(part) + (row - f.row_offset) * f.embedding_dim;
+    return u.records[part].state_offset + (row - f.row_offset) * f.embedding_dim;
   }
 };
 

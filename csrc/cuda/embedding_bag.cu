@@ -32,16 +32,15 @@ PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& stat
           status.mutable_data_ptr<int64_t>(), CachedPool{}};
 }
 
-CachedPool read_cached_rows(const CachedRows& cache, const TableLayout& layout, const Tensor& values) {
-  if (!check_cached_rows(cache, layout, values)) return {};
-  return {cache.rows->const_data_ptr<float>(), cache.offsets->const_data_ptr<int64_t>(),
-          cache.slots->const_data_ptr<int64_t>(), cache.rows->numel()};
+CachedPool read_cached_rows(const CachedRows& cache, const Tensor& values) {
+  if (!check_cached_rows(cache, values)) return {};
+  return {cache.rows->const_data_ptr<float>(), cache.slots->const_data_ptr<int64_t>(), cache.rows->numel()};
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, const CachedPool& cache,
                                    cudaStream_t stream) {
   Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
-  Tensor status = new_status(in, weights.numel(), false, in.values, stream);
+  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
   const SharedRows shared(in, output.mutable_data_ptr(), type, status.mutable_data_ptr<int64_t>(), stream);
   PoolArgs args = pool_args(weights, in, status);
   args.bags.row_shifts = shared.row_shifts();
@@ -58,34 +57,27 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   return {output, status};
 }
 
-BagInput read_input(const Tensor& weights, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options,
-                    bool include_last_offset, cudaStream_t stream) {
-  return read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
-                   layout.embedding_dims ? 1 : weights.size(1), include_last_offset, stream);
+std::tuple<Tensor, Tensor> embedding_bag_cuda(const Tensor& weights, const BagArguments& bags, bool,
+                                              const CachedRows& cache, std::optional<ScalarType> output_dtype) {
+  const ScalarType type = read_output_dtype(output_dtype);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_weights(weights, bags.values, layout);
+  const OnDeviceOf device(bags.values);
+  const BagInput in = read_bags(bags, layout, device.stream());
+  return forward(weights, in, type, read_cached_rows(cache, bags.values), device.stream());
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_cuda(const Tensor& weights, const Tensor& values, const Tensor& offsets,
-                                              const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                                              const BagReading& reading, bool, bool include_last_offset,
-                                              const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-                                              const OptionalTensor& cache_slots, const OptionalTensor&,
-                                              const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                              int64_t, std::optional<ScalarType> output_dtype) {
-  const BagOptions options = parse_bag_options(reading);
+std::tuple<Tensor, Tensor> one_table_cuda(const Tensor& weights, const OneTableBags& bags, bool,
+                                          const std::optional<std::string>& format, int64_t embedding_dim,
+                                          std::optional<ScalarType> output_dtype) {
   const ScalarType type = read_output_dtype(output_dtype);
-  check_weights(weights, values, layout);
-  const OnDeviceOf device(values);
-  const BagInput in =
-      read_input(weights, values, offsets, per_sample_weights, layout, options, include_last_offset, device.stream());
-  return forward(weights, in, type, read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values),
-                 device.stream());
+  const Feature table = read_one_table(weights, bags.values, format, embedding_dim, parse_pooling(bags.pooling));
+  const OnDeviceOf device(bags.values);
+  return forward(weights, read_bags(bags, table), type, {}, device.stream());
 }
 
 std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, const std::vector<Tensor>& tables,
-                                                     const Tensor& values, const Tensor& offsets,
-                                                     const OptionalTensor& per_sample_weights,
-                                                     const TableLayout& layout, const BagReading& reading, bool,
+                                                     const BagArguments& bags, bool,
                                                      std::optional<ScalarType> output_dtype) {
   int64_t start = 0;
   for (const Tensor& t : tables) {
@@ -94,67 +86,83 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, cons
   }
   check_value(weights.numel() == start, "weights must have ", start,
               " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
-  check_value(!layout.formats, "formats must be None: embedding_bag_tables is for float32 tables");
-  check_same_device(weights, values, "weights", "values");  // gradients of tables are where the values are
+  check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
+  // Gradients of tables are where the values are.
+  check_same_device(weights, bags.values, "weights", "values");
   const OptionalTensor none;
-  check_value(layout.embedding_dims.has_value(),
-              "embedding_dims is missing: embedding_bag_tables needs the layout arguments");
-  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, none, none,
-                            none, none, none, none, none, 0, output_dtype);
+  return embedding_bag_cuda(weights, bags, false, {none, none, none, none}, output_dtype);
 }
 
-std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(
-    const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr, const Tensor&,
-    const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-    const BagReading& reading, const UpdateArguments& fused, const OptionalTensor& cache_rows,
-    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots, const OptionalTensor& cache_tags,
-    const OptionalTensor& cache_marks, const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-    const OptionalTensor& cache_set_starts, int64_t cache_ways, const OptionalTensor& grad_scale,
-    std::optional<ScalarType> output_dtype) {
-  read_update(values, layout, sum, step, lr, fused, grad_scale);  // for the backward, but errors come now
-  check_cache(
-      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
-      layout, values, CacheUse::kUpdate);
-  return embedding_bag_cuda(weights, values, offsets, per_sample_weights, layout, reading, false, true, cache_rows,
-                            cache_offsets, cache_slots, cache_tags, cache_marks, cache_sets, cache_set_starts,
-                            cache_ways, output_dtype);
+std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(const Tensor& weights, const OptionalTensor& sum,
+                                                    const Tensor& step, const Tensor& lr, const Tensor&,
+                                                    const BagArguments& bags, const UpdateArguments& fused,
+                                                    const CachedRows& cache, const OptionalTensor& cache_dirty,
+                                                    const OptionalTensor& grad_scale,
+                                                    std::optional<ScalarType> output_dtype) {
+  // For the backward, but errors come now.
+  read_update(bags.values, sum, step, lr, fused, grad_scale);
+  check_cache({cache.rows, cache.tags, cache.marks, cache_dirty},
+              read_layout(bags.layout, bags.layout_sizes, bags.values), bags.values, CacheUse::kUpdate);
+  return embedding_bag_cuda(weights, bags, false, cache, output_dtype);
 }
 
-Tensor per_sample_weights_gradient(const Tensor& grad_in, const Tensor& weights, const Tensor& values,
-                                   const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
-                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_offsets,
-                                   const OptionalTensor& cache_slots) {
-  const BagOptions options = parse_bag_options(reading);
-  check_weights(weights, values, layout);
-  const OnDeviceOf device(values);
-  const BagInput in = read_input(weights, values, offsets, std::nullopt, layout, options, true, device.stream());
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagInput& in, const CachedPool& cache,
+                       cudaStream_t stream) {
+  check_gradient(grad_in, in.values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
-  Tensor out = new_zeros(values, {in.bags.num_ids}, ScalarType::Float);
-  Tensor status = new_status(in, weights.numel(), false, values, device.stream());
-  const SharedRows shared(in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(),
-                          device.stream());
+  Tensor out = new_zeros(in.values, {in.bags.num_ids}, ScalarType::Float);
+  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
+  const SharedRows shared(in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
   shared.sum();
   PoolArgs args = pool_args(weights, in, status);
   args.bags.row_shifts = shared.row_shifts();
-  args.cache = read_cached_rows({cache_rows, cache_offsets, cache_slots}, layout, values);
+  args.cache = cache;
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {
       launch(weight_gradient_kernel<decltype(format)>, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
-             device.stream(), args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
+             stream, args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
     });
   if (in.features.parts && in.bags.num_bags > 0)
-    launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), device.stream());
+    launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), stream);
   return out;
+}
+
+Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const Tensor& records,
+                                   const std::vector<int64_t>& layout_sizes, const OptionalTensor& bag_starts,
+                                   const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+                                   int64_t padding_idx, const OptionalTensor& cache_rows,
+                                   const OptionalTensor& cache_slots) {
+  const OptionalTensor none;
+  // The forward has said what is out of range: such an id has no gradient.
+  const BagArguments bags{values,  offsets, records,     layout_sizes, none, bag_starts,
+                          inverse, groups,  padding_idx, "ignore"};
+  const Layout layout = read_layout(records, layout_sizes, values);
+  check_weights(weights, values, layout);
+  const OnDeviceOf device(values);
+  return weight_gradient(grad, weights, read_bags(bags, layout, device.stream()),
+                         read_cached_rows({cache_rows, cache_slots, none, none}, values), device.stream());
+}
+
+Tensor per_sample_weights_gradient_of_table(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                            const Tensor& offsets, const std::string& pooling, bool include_last_offset,
+                                            int64_t padding_idx, const std::optional<std::string>& format,
+                                            int64_t embedding_dim) {
+  const OneTableBags bags{values, offsets, std::nullopt, pooling, include_last_offset, padding_idx, "ignore"};
+  const Feature table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
+  const OnDeviceOf device(values);
+  return weight_gradient(grad, weights, read_bags(bags, table), {}, device.stream());
 }
 
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  implement<&embedding_bag_cuda>(m, "embedding_bag");
-  implement<&embedding_bag_tables_cuda>(m, "embedding_bag_tables");
-  implement<&embedding_bag_fused_cuda>(m, "embedding_bag_fused");
-  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights");
+  implement<&embedding_bag_cuda>(m, "embedding_bag.layout");
+  implement<&one_table_cuda>(m, "embedding_bag.table");
+  implement<&embedding_bag_tables_cuda>(m, "embedding_bag_tables.layout");
+  implement<&embedding_bag_fused_cuda>(m, "embedding_bag_fused.layout");
+  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights.layout");
+  implement<&per_sample_weights_gradient_of_table>(m, "embedding_bag_backward_per_sample_weights.table");
 }
 
 }  // namespace rec_kernels

@@ -13,49 +13,46 @@ constexpr int64_t kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
-// What start_kernel makes, once a call, of a part of a call with partition_starts.
+// What start_kernel makes, once a call, of a part of a call that maps ids to rows or has features of several parts.
 struct Part {
   Partition partition;
-  int64_t feature;  // whose part it is, and what this feature says of its ids
-  int64_t id_limit;
   Combine combine;  // with the feature's other parts; kConcat of one alone
   bool composed;    // an id is no row of one table: it is mapped to one, or the feature has several parts
-  bool multiplied;  // rows of its table are multiplied with others, for this feature or another; known to updates only
 };
 
-// The layout tensors; null: one table. They have an element for each part, but for `means` and `frozen`.
+// The parts of a call.
 struct Features {
-  const int64_t *weight_offsets, *row_offsets, *num_embeddings, *embedding_dims, *output_offsets;
-  const bool* means;
-  const int64_t *format_of, *table_ids;  // or null: formats[0], and 0
-  const bool* frozen;                    // or null: none is
-  Part* parts;                           // or null: every feature is one table, and an id its row
-  int most_parts, part_bits;             // no feature has more; of the number of a part within its feature
+  const TablePart* records;  // null: one table
+  Part* parts;               // or null: every feature is one table, and an id its row
+  bool own_rows;             // every bag has a row of the output, whose columns start with the feature's
+  int most_parts, part_bits;  // no feature has more; of the number of a part within its feature
   Feature one;
-  int element_bytes;  // of `weights`: what weight_offsets count
   int num_formats;
   RowFormat formats[kNumBagFormats];
 
-  // Part p, without what kernels have from elsewhere: their format, and with it the bytes of a row; parts[p], its
-  // partition and what becomes of the feature's parts. Those fields are zeros.
+  // Part p, without what kernels have from elsewhere: the bytes of a row; parts[p], its partition and what becomes of
+  // the feature's parts. Those fields are zeros.
   __device__ __forceinline__ Feature operator[](int64_t p) const {
-    if (!embedding_dims) return one;
+    if (!records) return one;
+    const TablePart& r = records[p];
     Feature out{};
-    // Unsigned: the offset of a bad layout, which is noted elsewhere, may be anything.
-    out.weight_offset = static_cast<int64_t>(static_cast<uint64_t>(weight_offsets[p]) * element_bytes);
-    out.row_offset = row_offsets[p];
-    out.num_embeddings = num_embeddings[p];
-    out.embedding_dim = embedding_dims[p];
-    out.output_offset = output_offsets[p];
-    out.table_id = table_ids ? table_ids[p] : 0;
-    out.number = parts ? parts[p].feature : p;
-    out.id_limit = parts ? parts[p].id_limit : out.num_embeddings;
-    out.mean = means ? means[out.number] : one.mean;
-    out.frozen = frozen && frozen[out.number];
+    out.weight_offset = r.weight_offset;
+    out.row_offset = r.row_offset;
+    out.num_embeddings = r.num_embeddings;
+    out.embedding_dim = r.embedding_dim;
+    out.output_offset = own_rows ? r.part_column : r.column;
+    out.table_id = r.table_id;
+    out.format = static_cast<RowFormat>(r.format);
+    out.number = r.feature;
+    out.id_limit = r.id_limit;
+    out.mean = r.mean != 0;
+    out.frozen = r.frozen != 0;
     return out;
   }
   // Whether part p's rows are of formats[index].
-  __device__ __forceinline__ bool has_format(int64_t p, int index) const { return !format_of || format_of[p] == index; }
+  __device__ __forceinline__ bool has_format(int64_t p, int index) const {
+    return !records || records[p].format == static_cast<int64_t>(formats[index]);
+  }
   // Whether an id of part p's feature is one row of one table.
   __device__ __forceinline__ bool is_plain(int64_t p) const { return !parts || !parts[p].composed; }
 };
@@ -85,10 +82,10 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
 
 }  // namespace RK_ISA
 
-// Rows that are read from a cache: that of id i starts at rows[offsets[part] + slots[i] * D], if all of it is there.
+// Rows that are read from a cache: that of id i starts at rows[cache_row_offset + slots[i] * D] of its part, if all of it
+// is there.
 struct CachedPool {
   const float* rows;
-  const int64_t* offsets;
   const int64_t* slots;  // null: there is no cache
   int64_t num_elements;
 };
@@ -115,7 +112,8 @@ struct PoolArgs {
     if (slot < 0) return -1;
     // Unsigned, so that a slot far beyond all wraps.
     const auto begin =
-        static_cast<int64_t>(static_cast<uint64_t>(cache.offsets[part]) + static_cast<uint64_t>(slot) * D);
+        static_cast<int64_t>(static_cast<uint64_t>(features.records[part].cache_row_offset) +
+                             static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
   }
   __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
@@ -137,43 +135,31 @@ void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, fl
 // pinned.
 uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
 
-// What the parts of a call with partition_starts are made from; null without.
-struct Partitions {
-  const int64_t *divisors, *moduli;    // of each part
-  const int64_t *id_limits, *combine;  // of each feature
-};
-
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
   Tensor values, offsets;
   OptionalTensor per_sample_weights, parts;
   Features features;
-  Partitions partitions;
+  LayoutSizes sizes;
   Bags bags;
-  BagOptions options;
-  int64_t num_features, num_parts, output_dim;
-  OptionalTensor inverse, groups;  // [G, B] and [F], or none: bags are not shared
+  int64_t num_parts, output_dim;
+  OptionalTensor inverse, groups;  // [G, B] and [2, F], or none: bags are not shared
   int64_t max_dim, num_rows;       // widest row; above every linear row number
-  bool any_mean;                   // or the features' own say is not known to the host
+  bool any_mean;                   // whether a feature's bags are averaged
   bool multiplies;                 // whether a feature multiplies rows of its parts
+  bool raises;                     // for an id out of range: the update is skipped
 };
 
-// `rows` and `columns` describe the single table of a call without a layout.
-BagInput read_bags(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
-                   const TableLayout& layout, const BagOptions& options, int64_t rows, int64_t columns,
-                   bool include_last_offset, cudaStream_t stream);
+BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
+// The same of a call without a layout.
+BagInput read_bags(const OneTableBags& bags, const Feature& table);
 
-// Where the features' tables are in state for every element; apart from Features, because lookups do without.
-struct Moments {
-  const int64_t* offsets = nullptr;  // or null: 0
-  int64_t count = -1;                // elements; -1: there is no such state
+// The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
+inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights) {
+  return {in.num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
+}
 
-  __device__ __forceinline__ int64_t offset(int64_t part) const { return offsets ? offsets[part] : 0; }
-};
-
-// A status with nothing noted but whether the layout is bad, on the stream. `weights`: how many elements they have.
-// `updates`: tables that overlap in part are bad, because two groups would write the same weights or state.
-Tensor new_status(const BagInput& in, int64_t weights, bool updates, const Tensor& like, cudaStream_t stream,
-                  const Moments& moments = {});
+// A status with nothing noted but whether the layout is bad, on the stream.
+Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream);
 
 }  // namespace rec_kernels

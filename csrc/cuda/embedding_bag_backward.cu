@@ -83,9 +83,9 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
   beta_powers[1] = beta_powers[1] * beta2;
 }
 
-SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const OptionalTensor& weights,
+SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
                  const float* grad_scale, const Skip& skip) {
-  const auto* rows = in.multiplies ? on_gpu(*weights, in.values) : nullptr;
+  const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
   return {o.runs,
           in.features,
           rows,
@@ -172,7 +172,7 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
   if (cache.tags) {
     launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, 1), dim3(kThreads), 0, stream, args, cache,
            slots.mutable_data_ptr<int64_t>());
-    args.cache = {slots.const_data_ptr<int64_t>(), cache.offsets, false};
+    args.cache = {slots.const_data_ptr<int64_t>(), false};
   }
   for (args.format = 0; args.format < in.features.num_formats; ++args.format) {
     if (in.features.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
@@ -184,19 +184,6 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
   update_floats(args, update, optimizer, stream);
 }
 
-BagInput read_bags_for(const std::vector<int64_t>& weights_shape, const Tensor& values, const Tensor& offsets,
-                       const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagOptions& options,
-                       cudaStream_t stream) {
-  const WeightsShape shape = read_weights_shape(weights_shape, layout);
-  return read_bags(values, offsets, per_sample_weights, layout, options, shape.rows, shape.columns, true, stream);
-}
-
-int64_t floats_of(const std::vector<int64_t>& shape) {
-  int64_t floats = 1;
-  for (const int64_t size : shape) floats *= size;
-  return floats;
-}
-
 // The gradients of the bags that samples share, where the input then says that they are.
 SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cudaStream_t stream) {
   SharedRows shared(*in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
@@ -205,24 +192,50 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
   return shared;
 }
 
-Tensor backward_dense(const Tensor& grad_in, const std::vector<int64_t>& weights_shape, const Tensor& values,
-                      const Tensor& offsets, const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                      const BagReading& reading, const OptionalTensor& weights) {
-  const BagOptions options = parse_bag_options(reading);
-  check_same_device(grad_in, values, "grad", "values");
-  const OnDeviceOf device(values);
-  const cudaStream_t stream = device.stream();
-  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, device.stream());
-  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
-  const SharedRows shared = sum_shared(grad, status, &in, stream);
-  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  Tensor out = new_zeros(grad, {weights_shape.data(), weights_shape.size()}, ScalarType::Float);
+// What a gradient is of: float32 tables in `weights` with a layout, or one table of a shape.
+struct GradientInput {
+  BagInput in;
+  LayoutLimits limits;
+  const Tensor& weights;  // read where rows are multiplied
+};
+
+GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags, cudaStream_t stream) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
+  check_same_device(grad, bags.values, "grad", "values");
+  BagInput in = read_bags(bags, layout, stream);
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  const LayoutLimits limits = limits_of(in, weights);
+  return {std::move(in), limits, weights};
+}
+
+GradientInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
+  check_same_device(grad, bags.values, "grad", "values");
+  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return {std::move(in), {}, grad};
+}
+
+Tensor dense(const Tensor& grad_in, Sizes shape, GradientInput of, cudaStream_t stream) {
+  const Tensor grad = as_contiguous(grad_in), status = new_status(of.in, of.limits, grad, stream);
+  const SharedRows shared = sum_shared(grad, status, &of.in, stream);
+  const SortedOccurrences o = sort_occurrences(of.in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  Tensor out = new_zeros(grad, shape, ScalarType::Float);
   const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
-  finish_all(in, sum_args(in, o, grad, weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()}, grad,
-             stream);
+  finish_all(of.in, sum_args(of.in, o, grad, of.weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()},
+             grad, stream);
   return out;
+}
+
+Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  const OnDeviceOf device(bags.values);
+  return dense(grad, weights.sizes(), read_gradient(grad, weights, bags, device.stream()), device.stream());
+}
+
+Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& shape, const OneTableBags& bags) {
+  const OnDeviceOf device(bags.values);
+  return dense(grad, {shape.data(), shape.size()}, read_gradient(grad, shape, bags), device.stream());
 }
 
 // Columns of each run, and behind the last run nothing; of bad bags nothing either.
@@ -259,21 +272,12 @@ __global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const i
   }
 }
 
-std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const std::vector<int64_t>& weights_shape,
-                                                   const Tensor& values, const Tensor& offsets,
-                                                   const OptionalTensor& per_sample_weights, const TableLayout& layout,
-                                                   const BagReading& reading, const OptionalTensor& weights) {
-  const BagOptions options = parse_bag_options(reading);
-  check_same_device(grad_in, values, "grad", "values");
-  const OnDeviceOf device(values);
-  const cudaStream_t stream = device.stream();
-  BagInput in = read_bags_for(weights_shape, values, offsets, per_sample_weights, layout, options, stream);
-  check_own_weights(weights, weights_shape, values, layout, in.multiplies);
-  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  const Tensor grad = as_contiguous(grad_in), status = new_status(in, floats_of(weights_shape), true, grad, stream);
+std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput of, cudaStream_t stream) {
+  BagInput& in = of.in;
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, of.limits, grad, stream);
   const SharedRows shared = sum_shared(grad, status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
-  const SumArgs args = sum_args(in, o, grad, weights, nullptr, {});
+  const SumArgs args = sum_args(in, o, grad, of.weights, nullptr, {});
   const int64_t most = o.runs.most_runs, *noted = status.const_data_ptr<int64_t>();
   Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
   launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, noted,
@@ -296,46 +300,40 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad_in, const 
   return {rows, row_grads, row_counts};
 }
 
-Moments read_moments(const UpdateState& state, const Features& f) {
-  const Moments moments{state.moment_offsets ? state.moment_offsets->const_data_ptr<int64_t>() : nullptr,
-                        state.moments().numel()};
-  check_value(f.embedding_dims || f.one.num_embeddings <= moments.count / f.one.embedding_dim,
-              "state for every element must have one for each of weights' elements, got ", moments.count, " for ",
-              f.one.num_embeddings, " x ", f.one.embedding_dim);
-  return moments;
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
+                                                   const BagArguments& bags) {
+  const OnDeviceOf device(bags.values);
+  return sparse(grad, read_gradient(grad, weights, bags, device.stream()), device.stream());
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad, const std::vector<int64_t>& shape,
+                                                            const OneTableBags& bags) {
+  const OnDeviceOf device(bags.values);
+  return sparse(grad, read_gradient(grad, shape, bags), device.stream());
 }
 
 void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                    const Tensor& grad_in, const Tensor& values, const Tensor& offsets,
-                    const OptionalTensor& per_sample_weights, const TableLayout& layout, const BagReading& reading,
-                    const UpdateArguments& fused, const OptionalTensor& status, const OptionalTensor& grad_scale,
-                    const OptionalTensor& found_inf, const OptionalTensor& cache_rows,
-                    const OptionalTensor& cache_offsets, const OptionalTensor& cache_slots,
-                    const OptionalTensor& cache_tags, const OptionalTensor& cache_marks,
-                    const OptionalTensor& cache_dirty, const OptionalTensor& cache_sets,
-                    const OptionalTensor& cache_set_starts, int64_t cache_ways) {
-  const BagOptions options = parse_bag_options(reading);
-  const auto [optimizer, state, how, gradient_step, scale] =
-      read_update(values, layout, sum, step, lr, fused, grad_scale);
+                    const Tensor& grad_in, const BagArguments& bags, const UpdateArguments& fused,
+                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    const CachedRows& cached, const OptionalTensor& cache_dirty) {
+  const Tensor& values = bags.values;
+  const auto [optimizer, state, how, gradient_step, scale] = read_update(values, sum, step, lr, fused, grad_scale);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
-  BagInput in = read_bags(values, offsets, per_sample_weights, layout, options, weights.size(0),
-                          layout.embedding_dims ? 1 : weights.size(1), true, stream);
-  in.features.table_ids = how.table_ids;
-  const Moments moments = is_elementwise(optimizer) ? read_moments(state, in.features) : Moments{};
+  BagInput in = read_bags(bags, layout, stream);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
   check_row_state(state, optimizer, in.num_rows);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
-  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, weights.numel(), true, grad, stream, moments);
-  const CacheTensors cache = read_cache(
-      {cache_rows, cache_offsets, cache_tags, cache_marks, cache_dirty, cache_sets, cache_set_starts, cache_ways},
-      layout, in, values);
-  if (cache_slots) check_slots_of_ids(*cache_slots, values);
-  check_places(cache, in, own_status.mutable_data_ptr<int64_t>(), stream);
+  const CacheTensors cache = read_cache({cached.rows, cached.tags, cached.marks, cache_dirty}, layout, values);
+  if (cached.slots) check_slots_of_ids(*cached.slots, values);
+  LayoutLimits limits = limits_of(in, weights, cache);
+  if (is_elementwise(optimizer)) limits.state_elements = state.moments().numel();
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream);
   const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
-  const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, options.raise};
+  const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, in.raises};
   const SumArgs args = sum_args(in, o, grad, weights, scale, skip);
   auto* counter = step.mutable_data_ptr<int64_t>();
   const UpdateArgs update{on_gpu(weights, values),
@@ -348,7 +346,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                           how.seed,
                           counter,
                           elementwise_kind(optimizer),
-                          moments,
+                          in.features.records,
                           static_cast<float>(fused.beta1),
                           static_cast<float>(fused.beta2),
                           fused.beta_powers ? fused.beta_powers->const_data_ptr<float>() : nullptr};
@@ -360,9 +358,11 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
-  implement<&backward_dense>(m, "embedding_bag_backward_dense");
-  implement<&backward_sparse>(m, "embedding_bag_backward_sparse");
-  implement<&backward_fused>(m, "embedding_bag_backward_fused_");
+  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
 }
 
 }  // namespace rec_kernels

@@ -28,9 +28,9 @@ struct Runs {
   __device__ __forceinline__ uint32_t bag(uint32_t payload) const {
     return bag_of ? bag_of[position(payload)] : payload;
   }
-  // The part of a feature, in a call with partition_starts, that an entry is of.
+  // The part of a feature that an entry is of.
   __device__ __forceinline__ int64_t part(const Bags& bags, int64_t feature, uint32_t payload) const {
-    return bags.part_starts[feature] + (payload & ((1u << part_bits) - 1));
+    return bags.first_part(feature) + (payload & ((1u << part_bits) - 1));
   }
 };
 
@@ -38,7 +38,7 @@ struct Runs {
 __device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bags, int64_t run) {
   const uint32_t payload = runs.payloads[runs.starts[run]], bag = runs.bag(payload);
   const int64_t feature = bags.starts ? bags.feature_of(bag) : bag / static_cast<uint32_t>(bags.batch);
-  return bags.part_starts ? runs.part(bags, feature, payload) : feature;
+  return runs.part(bags, feature, payload);
 }
 
 // Gradient rows a group has on their way, as in the forward.
@@ -57,9 +57,8 @@ struct Skip {
 
 // Rows that are updated in a row cache.
 struct CachedRuns {
-  const int64_t* slots;    // of each run, or -1; null: there is no cache
-  const int64_t* offsets;  // of the parts: where slot 0 would lie
-  bool hot;                // the rows to finish are those in slots, not those of a format
+  const int64_t* slots;  // of each run, or -1; null: there is no cache
+  bool hot;              // the rows to finish are those in slots, not those of a format
 };
 
 struct SumArgs {
@@ -86,7 +85,7 @@ struct SumArgs {
     *f = features[part];
     if (slot < 0) return true;
     const int64_t number = static_cast<int64_t>(runs.keys[runs.starts[run]]) - f->row_offset;
-    f->weight_offset = 4 * (cache.offsets[part] + (slot - number) * f->embedding_dim);
+    f->weight_offset = 4 * (features.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
     return true;
   }
 };

@@ -174,8 +174,7 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
       for (int p = 0; p < count; p += combined) {
         const Feature f = a.features[part + p];
         const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
-        const int64_t format = a.features.format_of ? a.features.format_of[parts.first] : 0;
-        const float dot = with_bag_format(a.features.formats[format], [&](auto of) {
+        const float dot = with_bag_format(f.format, [&](auto of) {
           return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
         });
         sum = p == 0 ? dot : sum + dot;

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
     if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    if (a.weights && a.features.parts[part].multiplied) continue;
+    if (a.weights && a.features.records[part].multiplied) continue;
     const int64_t D = a.features[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
     write_chunk_sum<G, kBlocks>(
@@ -330,7 +330,7 @@ struct UpdateArgs {
   bool elementwise;
   const int64_t *seed, *step;  // of the noise; seed may be null: 0
   ElementwiseKind kind;        // of an optimizer with state for every element, and what it needs beyond lr and eps
-  Moments moments;
+  const TablePart* records;  // state for every element starts at their state_offset
   float beta1, beta2;
   const float* beta_powers;  // or null
 

@@ -22,7 +22,7 @@ template <class Format>
 __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t D) {
   const uint32_t payload = a.runs.payloads[entry], position = a.runs.position(payload), bag = a.runs.bag_of[position];
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
-  const int64_t first = a.bags.part_starts[feature], count = a.bags.part_starts[feature + 1] - first;
+  const int64_t first = a.bags.first_part(feature), count = a.bags.first_part(feature + 1) - first;
   Term term{a.runs.places[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
   if (a.features.parts[own].combine != Combine::kMult) return term;  // of another feature that reads the table
   const int64_t id = a.bags.id(position);
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_k
   const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
     const int64_t run = a.owners[chunk], part = part_of_run(a.runs, a.bags, run);
-    if (!a.features.parts[part].multiplied || !a.features.has_format(part, a.format)) continue;
+    if (!a.features.records[part].multiplied || !a.features.has_format(part, a.format)) continue;
     const int64_t D = a.features[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
     write_chunk_sum<G, kBlocks>(a, group, chunk, D,

@@ -90,10 +90,10 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
       for (int64_t p = 0; p < count; ++p) {
         const int64_t entry = i * a.features.most_parts + p;
         const int64_t row = a.features.parts[first + p].partition.row(id);
-        a.keys[entry] = static_cast<uint64_t>(a.features.row_offsets[first + p] + row);
+        a.keys[entry] = static_cast<uint64_t>(a.features.records[first + p].row_offset + row);
         const int64_t payload = i << a.features.part_bits | p;
         a.payloads[entry] = static_cast<uint32_t>(payload);
-        a.places[payload] = start + a.features.output_offsets[first + p];
+        a.places[payload] = start + a.features[first + p].output_offset;
       }
     }
   }
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
     const int64_t count = r < *runs.num_runs ? runs.count(r) : 0;
     const bool multiplied =
-        status && *status >= 0 && count > 0 && features.parts[part_of_run(runs, bags, r)].multiplied;
+        status && *status >= 0 && count > 0 && features.records[part_of_run(runs, bags, r)].multiplied;
     chunks[r] = count > kChunk || multiplied ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
   }
 }

@@ -15,8 +15,6 @@ struct PartOrder {
 
 // The tensors of a cache; `tags` is null where there is none.
 struct CacheTensors {
-  const int64_t *sets, *set_starts, *offsets;  // of the parts
-  int64_t num_parts;
   int64_t* tags;
   uint8_t *marks, *dirty;
   float* rows;
@@ -30,8 +28,8 @@ struct CacheTensors {
 inline namespace RK_ISA {
 
 __device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const Features& features, int64_t part) {
-  return CachePlace::of(cache.sets[part], cache.set_starts[part], cache.offsets ? cache.offsets[part] : 0, cache.ways,
-                        features.num_embeddings[part]);
+  const TablePart& p = features.records[part];
+  return CachePlace::of(p.cache_sets, p.cache_first_set, p.cache_row_offset, cache.ways, p.num_embeddings);
 }
 
 // The first cached part whose table has a linear row, or -1.
@@ -44,7 +42,7 @@ __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const 
   }
   if (low == 0) return -1;
   const int64_t p = cache.order.parts[low - 1];
-  return row - cache.order.first_rows[low - 1] < features.num_embeddings[p] ? p : -1;
+  return row - cache.order.first_rows[low - 1] < features.records[p].num_embeddings ? p : -1;
 }
 
 // The same of a row in a slot: -1, too, where its table has no such slot.
@@ -76,12 +74,19 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 
 }  // namespace RK_ISA
 
-// Checks on the device, with kBadLayout for what is wrong, that places lie in the cache and apart from each other.
-void check_places(const CacheTensors& cache, const BagInput& in, int64_t* status, cudaStream_t stream);
 // Memory of cache.order, which is written after the checks.
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
-CacheTensors read_cache(const CacheArguments& cache, const TableLayout& layout, const BagInput& in,
-                        const Tensor& values, CacheUse use = CacheUse::kUpdate);
+CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
+                        CacheUse use = CacheUse::kUpdate);
+// What a call's layout is checked against: the memory of its weights and its cache, if it has one.
+inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const CacheTensors& cache) {
+  LayoutLimits limits = limits_of(in, weights);
+  if (cache.ways > 0) limits.cache_slots = cache.num_slots;
+  if (cache.rows != nullptr) limits.cache_elements = cache.num_elements;
+  return limits;
+}
+// The bags of one of the cache's own ops.
+BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
 
 // What finding the slots of ids also gives insertion: the sorting key of each id whose row is in none; or null.
 struct MissingKeys {
@@ -109,7 +114,7 @@ __device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensor
                                             int64_t part, int64_t row, int64_t slot, const Group<G>& group) {
   const Feature f = features[part];
   const int64_t D = f.embedding_dim, number = row - f.row_offset;
-  const float* from = cache.rows + (cache.offsets[part] + slot * D);
+  const float* from = cache.rows + (features.records[part].cache_row_offset + slot * D);
   uint8_t* to = e.weights + f.weight_offset + number * Format::row_bytes(D);
   Rounding how = update_rounding(e.seed, e.clock, f.table_id, e.stochastic);
   how.noise.stream = kEvictionStream;

@@ -50,7 +50,7 @@ struct InsertArgs {
   }
   __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
     if (!stats || n == 0) return;
-    const int64_t table = features.table_ids ? features.table_ids[part] : part;
+    const int64_t table = features.records[part].table_id;
     if (table >= num_tables) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(stats + table * kCacheStats + stat),
               static_cast<unsigned long long>(n));
@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   const auto now = static_cast<unsigned long long>(*a.clock);
   for_features_of_warp(a.bags, [&](int64_t feature, int64_t first, int64_t last) {
     const int64_t part = a.bags.first_part(feature);
-    if (a.cache.sets[part] == 0 || a.bags.first_part(feature + 1) - part != 1) return;
+    if (a.features.records[part].cache_sets == 0 || a.bags.first_part(feature + 1) - part != 1) return;
     const Feature f = a.features[part];
     int64_t lookups = 0, hits = 0;
     for (int64_t bag = first + group.in_warp(); bag < last; bag += kWarpSize / G) {
@@ -309,7 +309,7 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const ui
     const uint8_t* table = weights + f.weight_offset;
     const ColumnReader<Format> reader(table + (a.row_of(i) - f.row_offset) * Format::row_bytes(D), D,
                                       columns_aligned<Format>(table, D));
-    float* to = a.cache.rows + (a.cache.offsets[part] + a.moves.slots[i] * D);
+    float* to = a.cache.rows + (a.features.records[part].cache_row_offset + a.moves.slots[i] * D);
     for (int64_t c = 4 * group.lane; c < D; c += 4 * G) store_columns(to, c, D, rows_aligned(to, D), reader.read(c));
   }
 }
@@ -383,31 +383,27 @@ void insert_all(const BagInput& in, const CacheHistory& history, InsertArgs a, c
   move_rows(in, a, eviction, stream);
 }
 
-Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_offsets, const Tensor& cache_tags,
-              const Tensor& cache_marks, const Tensor& cache_dirty, const Tensor& cache_sets,
-              const Tensor& cache_set_starts, int64_t cache_ways, const Tensor& cache_stamps, const Tensor& cache_clock,
-              const Tensor& values, const Tensor& offsets, const TableLayout& layout, const BagReading& reading,
-              const std::string& rounding, const OptionalTensor& seed, const OptionalTensor& table_ids,
-              const std::string& policy, const OptionalTensor& cache_counts, const OptionalTensor& row_counts,
-              const OptionalTensor& cache_stats, int64_t decay_every) {
-  const BagOptions options = parse_bag_options(reading);
-  const bool lfu = parse_policy(policy);
+Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_tags, const Tensor& cache_marks,
+              const Tensor& cache_dirty, const Tensor& cache_stamps, const Tensor& cache_clock, const CacheBags& bags,
+              const std::string& rounding, const OptionalTensor& seed, const InsertionPolicy& policy) {
+  const bool lfu = parse_policy(policy.name);
+  const Tensor& values = bags.values;
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
-  BagInput in = read_bags(values, offsets, std::nullopt, layout, options, weights.size(0), 1, true, stream);
-  const OptionalTensor rows = cache_rows, places = cache_offsets, tags = cache_tags, marks = cache_marks,
-                       dirty = cache_dirty, sets = cache_sets, starts = cache_set_starts, stamps = cache_stamps;
-  const CacheArguments arguments{rows, places, tags, marks, dirty, sets, starts, cache_ways};
-  CacheTensors cache = read_cache(arguments, layout, in, values);
-  const CacheHistory history{cache_clock, stamps, cache_counts, row_counts, cache_stats, lfu, decay_every};
+  const OptionalTensor rows = cache_rows, tags = cache_tags, marks = cache_marks, dirty = cache_dirty,
+                       stamps = cache_stamps;
+  const CacheArguments arguments{rows, tags, marks, dirty};
+  CacheTensors cache = read_cache(arguments, layout, values);
+  const BagInput in = read_bags(bags, layout, stream);
+  const CacheHistory history{cache_clock, stamps, policy.counts, policy.row_counts, policy.stats, lfu,
+                             policy.decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
-  const UpdateRounding how = read_rounding(values, layout, rounding, seed, table_ids);
-  in.features.table_ids = how.table_ids;
+  const UpdateRounding how = read_rounding(values, rounding, seed);
   Tensor slots = new_tensor(values, {in.bags.num_ids}, ScalarType::Long);
-  Tensor status = new_status(in, weights.numel(), true, values, stream);
-  check_places(cache, in, status.mutable_data_ptr<int64_t>(), stream);
+  Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   InsertArgs a{};
   a.cache = cache;
@@ -415,14 +411,14 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   a.bags = in.bags;
   a.stamps = optional_pointer<int64_t>(stamps);
   a.clock = cache_clock.mutable_data_ptr<int64_t>();
-  a.counts = optional_pointer<uint8_t>(cache_counts);
-  a.row_counts = optional_pointer<uint8_t>(row_counts);
-  a.stats = optional_pointer<int64_t>(cache_stats);
-  a.num_tables = cache_stats ? cache_stats->size(0) : 0;
+  a.counts = optional_pointer<uint8_t>(policy.counts);
+  a.row_counts = optional_pointer<uint8_t>(policy.row_counts);
+  a.stats = optional_pointer<int64_t>(policy.stats);
+  a.num_tables = policy.stats ? policy.stats->size(0) : 0;
   a.seed = how.seed;
   a.slots = slots.mutable_data_ptr<int64_t>();
   a.status = status.const_data_ptr<int64_t>();
-  a.raise = options.raise;
+  a.raise = in.raises;
   const Eviction eviction{on_gpu(weights, values), how.seed, a.clock, how.stochastic};
   insert_all(in, history, a, eviction, status, values, stream);
   return slots;
@@ -430,6 +426,6 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&insert>(m, "row_cache_insert_"); }
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&insert>(m, "row_cache_insert_.layout"); }
 
 }  // namespace rec_kernels

@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
     const Feature f = a.features[part];
     const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
-    const float* first_cached = a.cache.rows + a.cache.offsets[part];
+    const float* first_cached = a.cache.rows + a.features.records[part].cache_row_offset;
     const bool aligned = rows_aligned(first_cached, f.embedding_dim) &&
                          columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {

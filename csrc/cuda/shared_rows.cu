@@ -91,7 +91,7 @@ SharedRows::SharedRows(const BagInput& in, const void* rows, ScalarType type, in
   const int64_t away = reinterpret_cast<intptr_t>(memory_->const_data_ptr()) - reinterpret_cast<intptr_t>(rows);
   if (row > 0) rows_away_ = away > 0 ? ceil_div(away, row) : -(-away / row);
   const int64_t groups = in.inverse->size(0);
-  shifts_ = new_tensor(in.values, {in.num_features}, ScalarType::Long);
+  shifts_ = new_tensor(in.values, {in.bags.num_features}, ScalarType::Long);
   sizes_ = new_tensor(in.values, {groups}, ScalarType::Long);
   column_groups_ = new_tensor(in.values, {in.output_dim}, ScalarType::Int);
   const ShareArgs args{in.features,
@@ -106,7 +106,7 @@ SharedRows::SharedRows(const BagInput& in, const void* rows, ScalarType type, in
                        column_groups_->mutable_data_ptr<int32_t>(),
                        status};
   const dim3 block(kThreads);
-  launch(start_kernel, blocks_for(std::max({groups, in.output_dim, in.num_features}), 1), block, 0, stream, args);
+  launch(start_kernel, blocks_for(std::max({groups, in.output_dim, in.bags.num_features}), 1), block, 0, stream, args);
   launch(column_groups_kernel, blocks_for(in.num_parts, kWarpSize), block, 0, stream, args);
   if (groups * batch > 0) launch(check_inverse_kernel, blocks_for(groups * batch, 1), block, 0, stream, args);
 }

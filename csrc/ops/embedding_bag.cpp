@@ -132,6 +132,7 @@ void throw_layout_fault(LayoutFault fault, int64_t i) {
       "first_row and first_column must lie in the whole table",
       "state_offset: the table's state must lie in the optimizer's",
       "cache_sets, cache_first_set and cache_row_offset must lie in the cache, and be 0 for a feature of several parts",
+      "by_row must name the parts by their rows, and two parts must read one table or have no row in common",
   };
   throw_value_error(join("layout[", i, "]: ", texts[static_cast<int>(fault)],
                          "; rec_kernels.table_layout makes layout and layout_sizes"));

@@ -68,8 +68,9 @@ struct TablePart {
   int64_t cache_sets;               // of the row cache that rows of the table may be in; 0: the table is not cached
   int64_t cache_first_set;
   int64_t cache_row_offset;  // where slot 0 would be in cache_rows, were all slots of the table's width
+  int64_t by_row;  // of row i: the part that is number i by its linear rows; parts of empty tables come first
 };
-constexpr int64_t kLayoutColumns = 24;
+constexpr int64_t kLayoutColumns = 25;
 static_assert(sizeof(TablePart) == kLayoutColumns * sizeof(int64_t), "a record is a row of the matrix");
 
 // `layout_sizes`, in this order; enum Size of rec_kernels/ops/table_layout.py.
@@ -121,6 +122,7 @@ enum class LayoutFault {
   kShard,
   kState,
   kCache,
+  kOverlap,
 };
 
 // What the records of a call are checked against.
@@ -189,6 +191,28 @@ RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first
   return feature && one && p.combine >= 0 && p.combine <= 2;
 }
 
+// Whether two parts read one table, all of it.
+RK_HOST_DEVICE bool share_table(const TablePart& a, const TablePart& b) {
+  return a.row_offset == b.row_offset && a.num_embeddings == b.num_embeddings && a.embedding_dim == b.embedding_dim &&
+         a.weight_offset == b.weight_offset && a.format == b.format && a.table_id == b.table_id &&
+         a.state_offset == b.state_offset && a.cache_sets == b.cache_sets &&
+         a.cache_first_set == b.cache_first_set && a.cache_row_offset == b.cache_row_offset;
+}
+
+// Whether number i by rows is a part of its own, whose rows are all or none of those before: a row has one width.
+RK_HOST_DEVICE bool follows_in_rows(const TablePart* parts, int64_t i, int64_t num_parts) {
+  const int64_t here = parts[i].by_row;
+  if (here < 0 || here >= num_parts) return false;
+  if (i == 0) return true;
+  const int64_t before = parts[i - 1].by_row;
+  if (before < 0 || before >= num_parts) return false;
+  const TablePart &a = parts[before], &b = parts[here];
+  const bool full = b.num_embeddings > 0;
+  if ((a.num_embeddings > 0) != full) return full;
+  if (a.row_offset == b.row_offset) return before < here && (!full || share_table(a, b));
+  return a.row_offset < b.row_offset && (!full || a.num_embeddings <= b.row_offset - a.row_offset);
+}
+
 RK_HOST_DEVICE LayoutFault cache_fault_of(const TablePart& p, bool alone, const LayoutSizes& sizes,
                                           const LayoutLimits& limits) {
   if (limits.cache_slots < 0 || p.cache_sets == 0) return LayoutFault::kNone;
@@ -232,6 +256,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
   if (limits.state_elements >= 0 && (!is_fraction(p.state_offset, limits.state_elements) ||
                                      p.num_embeddings > (limits.state_elements - p.state_offset) / p.embedding_dim))
     return LayoutFault::kState;
+  if (!follows_in_rows(parts, i, limits.num_parts)) return LayoutFault::kOverlap;
   return cache_fault_of(p, alone, sizes, limits);
 }
 

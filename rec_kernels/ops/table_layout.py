@@ -33,7 +33,7 @@ Column = IntEnum(
     "Column",
     "weight_offset row_offset num_embeddings table_rows embedding_dim column part_column table_id state_offset feature "
     "part_start id_limit divisor modulus combine format first_row first_column mean frozen multiplied cache_sets "
-    "cache_first_set cache_row_offset",
+    "cache_first_set cache_row_offset by_row",
     start=0,
 )
 #: The elements of layout_sizes: struct LayoutSizes.
@@ -151,6 +151,7 @@ def table_layout(
     build.say_of_features("frozen", frozen)
     build.place_cache(cache)
     build.check_shared()
+    build.order_by_row()
     sizes = build.sizes(widest_feature, num_rows, cache)
     records = torch.tensor(build.records, dtype=torch.int64).reshape(-1, len(Column))
     return TableLayout(records.to(device), sizes)
@@ -452,6 +453,15 @@ class _Builder:
         for record in self.records:
             record[Column.multiplied] = int(record[Column.row_offset] in multiplied)
 
+    def order_by_row(self) -> None:
+        """``by_row``: the parts by their rows; those of empty tables, which occupy nothing, come first."""
+
+        def key(i: int) -> tuple[bool, int, int]:
+            return self.records[i][Column.num_embeddings] > 0, self.records[i][Column.row_offset], i
+
+        for record, part in zip(self.records, sorted(range(len(self.records)), key=key), strict=True):
+            record[Column.by_row] = part
+
     def _check_same_table(self, first: int, i: int) -> None:
         for column, name in (
             (Column.state_offset, "state_offsets"),
@@ -459,6 +469,7 @@ class _Builder:
             (Column.first_column, "first_columns"),
             (Column.cache_sets, "cache.sets"),
             (Column.cache_first_set, "cache.first_sets"),
+            (Column.cache_row_offset, "cache.row_offsets"),
         ):
             here, there = self.records[i][column], self.records[first][column]
             _check(
