@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from first_light import CARRY, ROOT, carried, limited, page
+from first_light.carried import commit
 from first_light.limited import Ended
 from first_light.plan import PART_SECONDS, PARTS, Step, steps
 
@@ -46,16 +46,6 @@ def save(state: dict, folder: Path) -> None:
         new = folder / f"{name}.new"
         new.write_text(text)
         new.replace(folder / name)
-
-
-def commit() -> str | None:
-    """That of the sources: git's, or the one that was packed."""
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return carried.about().get("commit")
-    return done.stdout.strip() if done.returncode == 0 else carried.about().get("commit")
 
 
 class Run:

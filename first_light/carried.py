@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import shutil
@@ -18,6 +19,25 @@ def about(carry: Path = CARRY) -> dict[str, object]:
     """What is packed: "commit", "architectures", ...; empty where nothing is."""
     file = carry / "about.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def commit() -> str | None:
+    """That of the sources: git's, or the one that was packed; None where neither says."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return about().get("commit")
+    return done.stdout.strip() if done.returncode == 0 else about().get("commit")
+
+
+def sources(root: Path = ROOT) -> str:
+    """A digest of what the libraries are built from."""
+    found = hashlib.sha256()
+    for path in sorted([root / "CMakeLists.txt", *(root / "csrc").rglob("*.*")]):
+        if path.is_file() and "emulator" not in path.parts:
+            found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
@@ -54,6 +74,8 @@ def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PAC
     packed, architectures = sorted((carry / "lib").glob("*.so")), about(carry).get("architectures", [])
     if not packed:
         return "no libraries are packed"
+    if about(carry).get("sources") != sources():
+        return "the packed libraries are of other sources than these"
     if wanted not in architectures:
         return f"the packed libraries are for {', '.join(architectures)}, and this GPU is {wanted}"
     built = [file.stat().st_mtime for file in package.glob("librec_kernels_*.so")]

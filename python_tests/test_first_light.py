@@ -16,7 +16,7 @@ import pytest
 from backends import ROOT, build
 
 from first_light import __main__ as command
-from first_light import carried, kernels, limited, page, plan
+from first_light import carried, kernels, limited, pack, page, plan
 from first_light.plan import PART_SECONDS, PARTS, Step
 
 PYTHON = (sys.executable, "-c")
@@ -272,8 +272,10 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     assert carried.place_libraries("9.0", carry, package) == "no libraries are packed"
     for name in names:
         (carry / "lib" / name).write_text("packed")
-    packed = {"architectures": ["9.0"], "cmake_architectures": "90-real"}
+    packed = {"architectures": ["9.0"], "cmake_architectures": "90-real", "sources": "of another commit"}
     (carry / "about.json").write_text(json.dumps(packed))
+    assert "of other sources" in carried.place_libraries("9.0", carry, package)
+    (carry / "about.json").write_text(json.dumps(packed | {"sources": carried.sources()}))
     assert "this GPU is 8.0" in carried.place_libraries("8.0", carry, package)
     assert not carried.have_cuda_library(package)
     assert carried.place_libraries("9.0", carry, package) == f"{', '.join(names)} are those that were packed"
@@ -284,3 +286,48 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
         os.utime(package / name, (time.time() + 9, time.time() + 9))
     assert "were built here" in carried.place_libraries("9.0", carry, package)
     assert (package / names[0]).read_text() == "built"
+
+
+def test_sources_have_a_digest(tmp_path: Path) -> None:
+    """Another one after any change of what the libraries are built from, the emulator aside."""
+    (tmp_path / "csrc" / "emulator").mkdir(parents=True)
+    (tmp_path / "CMakeLists.txt").write_text("")
+    found = [carried.sources(tmp_path)]
+    for name in ("csrc/a.cpp", "csrc/emulator/b.h", "csrc/b.cpp"):
+        (tmp_path / name).write_text("x")
+        found.append(carried.sources(tmp_path))
+    assert [found[0] == found[1], found[1] == found[2], found[2] == found[3]] == [False, True, False]
+
+
+def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Libraries, wheels and what they are for; more than may travel is an error. Nothing is built or fetched here."""
+    called = []
+
+    def build_one(architectures: list[str], python: str | None, output: Path) -> None:
+        called.append((architectures, python))
+        (output / "librec_kernels_cpu.so").write_text("library")
+
+    monkeypatch.setattr(pack, "CARRY", tmp_path)
+    monkeypatch.setattr(pack, "build", build_one)
+    monkeypatch.setattr(pack, "download", lambda python, output: wheel(output, "some", "some"))
+    monkeypatch.setattr(sys, "argv", ["pack", "--python", "3.99", "--architectures", "9.0;10.0"])
+    assert pack.main() == 0
+    assert called == [(["9.0", "10.0"], None)]
+    about = carried.about(tmp_path)
+    assert about["cmake_architectures"] == "90-real 100-real"
+    assert (about["libraries"], about["wheels"]) == (["librec_kernels_cpu.so"], ["some-1.0-py3-none-any.whl"])
+    assert about["sources"] == carried.sources()
+    assert "_host is left out: there is no python3.99" in capsys.readouterr().out
+    monkeypatch.setattr(pack, "MOST", 100)
+    assert pack.main() == 1
+
+
+def test_what_packing_asks_for() -> None:
+    """The versions that requirements-dev.txt pins; this Python where it has its headers; architectures as torch's."""
+    pinned = pack.requirements((ROOT / "requirements-dev.txt").read_text())
+    assert [line.split("=")[0] for line in pinned] == ["pytest", "pytest-xdist", "hypothesis", "hypothesis", "filelock"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if found := pack.find_python(version):
+        assert subprocess.run([found, "-V"], capture_output=True, text=True).stdout.startswith(f"Python {version}")
+    with pytest.raises(ValueError, match=r"'9.0\+PTX' is not an architecture such as 9\.0"):
+        pack.cmake_architecture("9.0+PTX")
