@@ -40,7 +40,7 @@ def test_what_is_left_out_is_skipped() -> None:
     """The loops over backends run those that are chosen, and a test that has none left is skipped."""
     choose("cpu")
     assert {backend.kind for backend in every_backend()} == {"cpu"}
-    for ask in (backends.device_backends, backends.emulated):
+    for ask in (backends.device_backends, backends.emulated, lambda: backends.build("rec_kernels_emulated_asan")):
         with pytest.raises(pytest.skip.Exception, match="--backends leaves out cuda_emulated"):
             list(ask())
 
