@@ -65,6 +65,7 @@ class Run:
         # What is printed appears at once; no file in the sources changes.
         self.environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         self.plan = steps(output, rehearse=rehearse, commit=commit())
+        self._knows_others = bool(states)
         begun = page.merge(states)
         self.state = {"about": begun["about"], "steps": {}}
         for step in self.plan:
@@ -127,7 +128,9 @@ class Run:
             if step.part == part and self.left() > LEAST:
                 self.step(step)
         for step in todo:
-            if step.part != part and self.left() > step.seconds:
+            # An earlier part has run elsewhere, or not at all: without its files nobody knows.
+            unknown = part is not None and step.part < part and not self._knows_others
+            if step.part != part and not unknown and self.left() > step.seconds:
                 self.step(step)
 
 
@@ -157,6 +160,8 @@ def main(given: list[str] | None = None) -> int:
         print(args.output / PAGE)
         return 0
     known = [] if args.again else [read(f) for f in (*(args.earlier or [CARRY / "earlier"]), args.output)]
+    same = {"commit": commit(), "rehearsal": args.rehearse}
+    known = [state for state in known if same.items() <= state.get("about", {}).items()]
     seconds = args.seconds or (PART_SECONDS if args.part else None)
     run = Run(args.output, known, seconds, args.rehearse)
     run.prepare()

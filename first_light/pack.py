@@ -119,7 +119,7 @@ def main() -> int:
     parser.add_argument("--architectures", default=wanted, help="its GPU's (default: TORCH_CUDA_ARCH_LIST, else 9.0)")
     options = parser.parse_args()
     architectures = re.split(r"[;,\s]+", options.architectures.strip())
-    for name in ("lib", "wheels"):
+    for name in ("lib", "wheels", "earlier"):
         shutil.rmtree(CARRY / name, ignore_errors=True)
         (CARRY / name).mkdir(parents=True)
     python = find_python(options.python)

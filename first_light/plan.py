@@ -83,8 +83,10 @@ def steps(output: Path, *, rehearse: bool = False, commit: str | None = None) ->
     return [
         Step("bits", 1, 90, "every CUDA op once, tensors aligned and not: the CPU's bits", commands.sanitize()),
         Step(
-            *("graphs", 1, 100, "replays of CUDA graphs, and wrong ids and offsets"),
-            commands.pytest(*test_files("cuda_graph", "embedding_bag_bounds"), workers=6, few="a_bad_batch_skips"),
+            *("graphs", 1, 100, "every half both ways; replays of CUDA graphs; wrong ids and offsets"),
+            commands.pytest(
+                *test_files("halves", "cuda_graph", "embedding_bag_bounds"), workers=6, few="a_bad_batch_skips"
+            ),
             ONE_THREAD,
         ),
         Step(

@@ -90,11 +90,16 @@ def test_the_plan(tmp_path: Path) -> None:
     assert all((ROOT / word).exists() for word in words if word.startswith("python_tests/"))
 
 
+def facts(run: command.Run) -> dict[str, object]:
+    """What must be the same in a run for its steps to count in another."""
+    return {"commit": command.commit(), "rehearsal": run.rehearse}
+
+
 def fake_plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, int, float, str]) -> None:
     """Steps of a name, a part, a limit and Python code."""
     made = [Step(name, part, limit, f"what {name} shows", (*PYTHON, code)) for name, part, limit, code in steps]
     monkeypatch.setattr(command, "steps", lambda *args, **kwargs: made)
-    monkeypatch.setattr(command.Run, "prepare", lambda run: run.about(gpu="none"))
+    monkeypatch.setattr(command.Run, "prepare", lambda run: run.about(gpu="none", **facts(run)))
 
 
 WAIT = "import time; print('waits', flush=True); time.sleep(60)"
@@ -151,6 +156,9 @@ def test_what_is_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert note.read_text() == "abcbd"
     assert command.main(["--output", str(second), "--again", "--part", "3", "--seconds", "200"]) == 0
     assert note.read_text() == "abcbdd"
+    monkeypatch.setattr(command, "commit", lambda: "another one")
+    assert command.main(["--part", "3", "--output", str(second), "--seconds", "2000"]) == 0
+    assert note.read_text() == "abcbddd"  # what was finished is of no use; of earlier parts nothing is known
 
 
 def test_a_part_without_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
