@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -54,12 +57,15 @@ def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
 
 
 def capability() -> str | None:
-    """The first GPU's compute capability, as "9.0", from the driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+    """The first GPU's compute capability, as "9.0": from the driver, or from torch, which takes seconds; or None."""
+    torch = "import torch; print('%d.%d' % torch.cuda.get_device_capability())"
+    asked = (["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], [sys.executable, "-c", torch])
+    for command in asked:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if found := re.match(r"\d+\.\d+$", done.stdout, re.MULTILINE):
+                return found[0]
+    return None
 
 
 def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PACKAGE) -> str:
@@ -80,7 +86,7 @@ def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PAC
         return f"the packed libraries are for {', '.join(architectures)}, and this GPU is {wanted}"
     built = [file.stat().st_mtime for file in package.glob("librec_kernels_*.so")]
     if len(built) == 2 and min(built) > (carry / "about.json").stat().st_mtime:
-        return "the libraries were built here, after those that are packed"
+        return "the libraries in place are newer than those that are packed"
     for file in packed:
         # The copy is as new as now: the package warns of libraries that are older than their sources.
         shutil.copyfile(file, package / file.name)

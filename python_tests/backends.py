@@ -3,7 +3,7 @@
 ``cuda_emulated`` are the kernels of csrc/cuda compiled by the C++ compiler (csrc/emulator); the library is built when a
 test first asks for it. Their threads take turns in ascending, descending and random order: a race shows as other bits.
 A copy of the tests without csrc beside it, as wheels/compatibility.py makes, tests the installed kernels only.
-`pytest --backends cuda` leaves the other kinds out (conftest.py).
+`pytest --backends=cuda` leaves the other kinds out (conftest.py).
 """
 
 from __future__ import annotations

@@ -228,6 +228,9 @@ def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.search(r"first\n(x+\n)+x*\n\.\.\. \d{5} bytes left out \.\.\.\nx*\n(x+\n)+last\n", text)
     assert "No such file or directory: 'no-such-program'" in text
     assert len(text) < 1000
+    monkeypatch.setattr(limited, "LOG", 100)
+    limited.run(["no-such-program"], log, 60)
+    assert len(log.read_text()) < len(text) / 2
 
 
 def test_a_test_that_hangs_or_breaks_the_gpu_costs_no_other(tmp_path: Path) -> None:
@@ -292,8 +295,20 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     for name in names:
         (package / name).write_text("built")
         os.utime(package / name, (time.time() + 9, time.time() + 9))
-    assert "were built here" in carried.place_libraries("9.0", carry, package)
+    assert "are newer" in carried.place_libraries("9.0", carry, package)
     assert (package / names[0]).read_text() == "built"
+
+
+def test_what_the_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's answer; without one torch's, which is none without a GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 9.0\necho 8.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert carried.capability() == "9.0"
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
+    assert carried.capability() is None
 
 
 def test_sources_have_a_digest(tmp_path: Path) -> None:
