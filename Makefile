@@ -15,7 +15,7 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|t
 JOBS ?= 2
 WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light check-tools check-gpu clean again
+.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
@@ -78,6 +78,10 @@ bench-gpu: check-gpu
 OUT ?= runs/first-light
 first-light: check-gpu
 	$(SCRIPTS) $(PYTHON) -m first_light $(if $(PART),--part $(PART)) --output $(OUT) $(ARGS)
+
+# What a machine with a GPU may lack, packed here into carry/: ARGS="--python 3.12 --architectures 9.0" are the defaults.
+carry: $(VENV)/.env
+	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PY) -m first_light.pack $(ARGS)
 
 # The trainer's tests need its packages; a machine for GPU tests may do without.
 WITHOUT_TRAINER = $(shell $(PYTHON) -c 'import importlib.util as u, sys; \

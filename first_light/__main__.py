@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from first_light import CARRY, ROOT, carried, limited, page
+from first_light.carried import commit
 from first_light.limited import Ended
 from first_light.plan import PART_SECONDS, PARTS, Step, steps
 
@@ -48,16 +48,6 @@ def save(state: dict, folder: Path) -> None:
         new.replace(folder / name)
 
 
-def commit() -> str | None:
-    """That of the sources: git's, or the one that was packed."""
-    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
-    except OSError:
-        return carried.about().get("commit")
-    return done.stdout.strip() if done.returncode == 0 else carried.about().get("commit")
-
-
 class Run:
     """A run of steps: what is known of each, and the time there is.
 
@@ -75,6 +65,7 @@ class Run:
         # What is printed appears at once; no file in the sources changes.
         self.environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         self.plan = steps(output, rehearse=rehearse, commit=commit())
+        self._knows_others = bool(states)
         begun = page.merge(states)
         self.state = {"about": begun["about"], "steps": {}}
         for step in self.plan:
@@ -137,7 +128,9 @@ class Run:
             if step.part == part and self.left() > LEAST:
                 self.step(step)
         for step in todo:
-            if step.part != part and self.left() > step.seconds:
+            # An earlier part has run elsewhere, or not at all: without its files nobody knows.
+            unknown = part is not None and step.part < part and not self._knows_others
+            if step.part != part and not unknown and self.left() > step.seconds:
                 self.step(step)
 
 
@@ -167,6 +160,8 @@ def main(given: list[str] | None = None) -> int:
         print(args.output / PAGE)
         return 0
     known = [] if args.again else [read(f) for f in (*(args.earlier or [CARRY / "earlier"]), args.output)]
+    same = {"commit": commit(), "rehearsal": args.rehearse}
+    known = [state for state in known if same.items() <= state.get("about", {}).items()]
     seconds = args.seconds or (PART_SECONDS if args.part else None)
     run = Run(args.output, known, seconds, args.rehearse)
     run.prepare()

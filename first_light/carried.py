@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
+import sys
 import zipfile
 from pathlib import Path
 
@@ -18,6 +22,25 @@ def about(carry: Path = CARRY) -> dict[str, object]:
     """What is packed: "commit", "architectures", ...; empty where nothing is."""
     file = carry / "about.json"
     return json.loads(file.read_text()) if file.exists() else {}
+
+
+def commit() -> str | None:
+    """That of the sources: git's, or the one that was packed; None where neither says."""
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
+    except OSError:
+        return about().get("commit")
+    return done.stdout.strip() if done.returncode == 0 else about().get("commit")
+
+
+def sources(root: Path = ROOT) -> str:
+    """A digest of what the libraries are built from."""
+    found = hashlib.sha256()
+    for path in sorted([root / "CMakeLists.txt", *(root / "csrc").rglob("*.*")]):
+        if path.is_file() and "emulator" not in path.parts:
+            found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
 
 
 def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
@@ -34,12 +57,15 @@ def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
 
 
 def capability() -> str | None:
-    """The first GPU's compute capability, as "9.0", from the driver."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    asked = ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]
-    done = subprocess.run(asked, capture_output=True, text=True)
-    return done.stdout.split()[0] if done.returncode == 0 and done.stdout.split() else None
+    """The first GPU's compute capability, as "9.0": from the driver, or from torch, which takes seconds; or None."""
+    torch = "import torch; print('%d.%d' % torch.cuda.get_device_capability())"
+    asked = (["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], [sys.executable, "-c", torch])
+    for command in asked:
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            if found := re.match(r"\d+\.\d+$", done.stdout, re.MULTILINE):
+                return found[0]
+    return None
 
 
 def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PACKAGE) -> str:
@@ -54,11 +80,13 @@ def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PAC
     packed, architectures = sorted((carry / "lib").glob("*.so")), about(carry).get("architectures", [])
     if not packed:
         return "no libraries are packed"
+    if about(carry).get("sources") != sources():
+        return "the packed libraries are of other sources than these"
     if wanted not in architectures:
         return f"the packed libraries are for {', '.join(architectures)}, and this GPU is {wanted}"
     built = [file.stat().st_mtime for file in package.glob("librec_kernels_*.so")]
     if len(built) == 2 and min(built) > (carry / "about.json").stat().st_mtime:
-        return "the libraries were built here, after those that are packed"
+        return "the libraries in place are newer than those that are packed"
     for file in packed:
         # The copy is as new as now: the package warns of libraries that are older than their sources.
         shutil.copyfile(file, package / file.name)

@@ -18,6 +18,8 @@ from first_light import ROOT
 
 #: Bytes of a command's output that are kept: the first, as they come, and the last, when it has ended.
 HEAD, TAIL = 3 * 2**18, 2**18
+#: Bytes of a log, of all commands together, above which it begins anew.
+LOG = 12 * 2**20
 #: Seconds that a command has between being asked to end and being killed: pytest prints what it knows meanwhile.
 GRACE = 12.0
 
@@ -76,7 +78,7 @@ def run(
         How it ended; one that cannot be started has status 127.
     """
     start = time.monotonic()
-    with log.open("ab") as file:
+    with log.open("wb" if log.exists() and log.stat().st_size > LOG else "ab") as file:
         output = Output(file)
         output.write(f"\n$ {' '.join(map(str, command))}\n".encode())
         try:

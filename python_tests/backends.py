@@ -3,7 +3,7 @@
 ``cuda_emulated`` are the kernels of csrc/cuda compiled by the C++ compiler (csrc/emulator); the library is built when a
 test first asks for it. Their threads take turns in ascending, descending and random order: a race shows as other bits.
 A copy of the tests without csrc beside it, as wheels/compatibility.py makes, tests the installed kernels only.
-`pytest --backends cuda` leaves the other kinds out (conftest.py).
+`pytest --backends=cuda` leaves the other kinds out (conftest.py).
 """
 
 from __future__ import annotations
@@ -152,6 +152,11 @@ def _cuda() -> Iterator[Backend]:
 CPU, EMULATED, CUDA = zip(KINDS, (_cpu, _emulated, _cuda), strict=True)
 
 
+def _skip_without(kind: str) -> None:
+    if kind not in CHOSEN:
+        pytest.skip(f"--backends leaves out {kind}")
+
+
 def build(target: str, **options: str) -> Path:
     """Builds one of the emulator's libraries where it is not up to date; returns its path.
 
@@ -159,6 +164,7 @@ def build(target: str, **options: str) -> Path:
         target: "rec_kernels_emulated" or "rec_kernels_emulated_asan".
         options: CMake definitions.
     """
+    _skip_without("cuda_emulated")
     definitions = {"REC_KERNELS_EMULATE": "ON", "REC_KERNELS_TORCH": torch.__path__[0]} | options
     flags = [f"-D{name}={value}" for name, value in definitions.items()]
     # A folder and a lock each: who needs one library does not wait while another process builds the sanitized one.
@@ -190,8 +196,7 @@ def sanitized_environment() -> dict[str, str]:
 
 def emulated() -> object:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
-    if "cuda_emulated" not in CHOSEN:
-        pytest.skip("--backends leaves out cuda_emulated")
+    _skip_without("cuda_emulated")
     return _load_emulated()
 
 

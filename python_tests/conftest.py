@@ -35,7 +35,7 @@ SLOWEST = ("test_emulator.py", "test_triton.py", "test_cpp_examples.py", "test_e
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--backends cuda`` on a GPU: the CPU's kernels and the emulated ones are tested elsewhere."""
+    """``--backends=cuda`` on a GPU: the CPU's kernels and the emulated ones are tested elsewhere."""
     parser.addoption(
         "--backends",
         metavar="KINDS",

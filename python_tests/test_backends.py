@@ -40,7 +40,7 @@ def test_what_is_left_out_is_skipped() -> None:
     """The loops over backends run those that are chosen, and a test that has none left is skipped."""
     choose("cpu")
     assert {backend.kind for backend in every_backend()} == {"cpu"}
-    for ask in (backends.device_backends, backends.emulated):
+    for ask in (backends.device_backends, backends.emulated, lambda: backends.build("rec_kernels_emulated_asan")):
         with pytest.raises(pytest.skip.Exception, match="--backends leaves out cuda_emulated"):
             list(ask())
 
@@ -73,7 +73,7 @@ def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPa
 
 def test_the_option_reaches_the_tests() -> None:
     """In the processes of pytest-xdist, too; a wrong one ends pytest with its message."""
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--backends", "cpu"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--backends=cpu"]
     command += [str(HERE / "test_expand.py"), "-k", "no_rows"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

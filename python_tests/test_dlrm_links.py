@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
-from dlrm_stops import StopAfter
+from dlrm_stops import stopped_run
 from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 from rec_kernels.dlrm import TrainConfig, TrainingError, caches, compare, page, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.train import Run, RunInterruptedError
+from rec_kernels.dlrm.train import Run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
@@ -33,13 +33,7 @@ REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
-    """The folder of a run that was stopped after 3 of 8 steps."""
-    runs_dir, fit = tmp_path_factory.mktemp("runs"), Run.fit
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "fit", lambda run, stop, **options: fit(run, StopAfter(2), **options))
-        with pytest.raises(RunInterruptedError):
-            train(TrainConfig(data="dlrm_tiny:tiny", batch_size=50, run="run", runs_dir=str(runs_dir)), TinyData())
-    return runs_dir / "run"
+    return stopped_run(tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture

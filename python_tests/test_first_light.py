@@ -16,7 +16,7 @@ import pytest
 from backends import ROOT, build
 
 from first_light import __main__ as command
-from first_light import carried, kernels, limited, page, plan
+from first_light import carried, kernels, limited, pack, page, plan
 from first_light.plan import PART_SECONDS, PARTS, Step
 
 PYTHON = (sys.executable, "-c")
@@ -90,11 +90,16 @@ def test_the_plan(tmp_path: Path) -> None:
     assert all((ROOT / word).exists() for word in words if word.startswith("python_tests/"))
 
 
+def facts(run: command.Run) -> dict[str, object]:
+    """What must be the same in a run for its steps to count in another."""
+    return {"commit": command.commit(), "rehearsal": run.rehearse}
+
+
 def fake_plan(monkeypatch: pytest.MonkeyPatch, *steps: tuple[str, int, float, str]) -> None:
     """Steps of a name, a part, a limit and Python code."""
     made = [Step(name, part, limit, f"what {name} shows", (*PYTHON, code)) for name, part, limit, code in steps]
     monkeypatch.setattr(command, "steps", lambda *args, **kwargs: made)
-    monkeypatch.setattr(command.Run, "prepare", lambda run: run.about(gpu="none"))
+    monkeypatch.setattr(command.Run, "prepare", lambda run: run.about(gpu="none", **facts(run)))
 
 
 WAIT = "import time; print('waits', flush=True); time.sleep(60)"
@@ -151,6 +156,9 @@ def test_what_is_finished_is_not_run_again(monkeypatch: pytest.MonkeyPatch, tmp_
     assert note.read_text() == "abcbd"
     assert command.main(["--output", str(second), "--again", "--part", "3", "--seconds", "200"]) == 0
     assert note.read_text() == "abcbdd"
+    monkeypatch.setattr(command, "commit", lambda: "another one")
+    assert command.main(["--part", "3", "--output", str(second), "--seconds", "2000"]) == 0
+    assert note.read_text() == "abcbddd"  # what was finished is of no use; of earlier parts nothing is known
 
 
 def test_a_part_without_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -220,6 +228,9 @@ def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.search(r"first\n(x+\n)+x*\n\.\.\. \d{5} bytes left out \.\.\.\nx*\n(x+\n)+last\n", text)
     assert "No such file or directory: 'no-such-program'" in text
     assert len(text) < 1000
+    monkeypatch.setattr(limited, "LOG", 100)
+    limited.run(["no-such-program"], log, 60)
+    assert len(log.read_text()) < len(text) / 2
 
 
 def test_a_test_that_hangs_or_breaks_the_gpu_costs_no_other(tmp_path: Path) -> None:
@@ -272,8 +283,10 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     assert carried.place_libraries("9.0", carry, package) == "no libraries are packed"
     for name in names:
         (carry / "lib" / name).write_text("packed")
-    packed = {"architectures": ["9.0"], "cmake_architectures": "90-real"}
+    packed = {"architectures": ["9.0"], "cmake_architectures": "90-real", "sources": "of another commit"}
     (carry / "about.json").write_text(json.dumps(packed))
+    assert "of other sources" in carried.place_libraries("9.0", carry, package)
+    (carry / "about.json").write_text(json.dumps(packed | {"sources": carried.sources()}))
     assert "this GPU is 8.0" in carried.place_libraries("8.0", carry, package)
     assert not carried.have_cuda_library(package)
     assert carried.place_libraries("9.0", carry, package) == f"{', '.join(names)} are those that were packed"
@@ -282,5 +295,62 @@ def test_libraries_that_are_packed(tmp_path: Path) -> None:
     for name in names:
         (package / name).write_text("built")
         os.utime(package / name, (time.time() + 9, time.time() + 9))
-    assert "were built here" in carried.place_libraries("9.0", carry, package)
+    assert "are newer" in carried.place_libraries("9.0", carry, package)
     assert (package / names[0]).read_text() == "built"
+
+
+def test_what_the_gpu_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's answer; without one torch's, which is none without a GPU."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 9.0\necho 8.0\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert carried.capability() == "9.0"
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "no_python"))
+    assert carried.capability() is None
+
+
+def test_sources_have_a_digest(tmp_path: Path) -> None:
+    """Another one after any change of what the libraries are built from, the emulator aside."""
+    (tmp_path / "csrc" / "emulator").mkdir(parents=True)
+    (tmp_path / "CMakeLists.txt").write_text("")
+    found = [carried.sources(tmp_path)]
+    for name in ("csrc/a.cpp", "csrc/emulator/b.h", "csrc/b.cpp"):
+        (tmp_path / name).write_text("x")
+        found.append(carried.sources(tmp_path))
+    assert [found[0] == found[1], found[1] == found[2], found[2] == found[3]] == [False, True, False]
+
+
+def test_what_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Libraries, wheels and what they are for; more than may travel is an error. Nothing is built or fetched here."""
+    called = []
+
+    def build_one(architectures: list[str], python: str | None, output: Path) -> None:
+        called.append((architectures, python))
+        (output / "librec_kernels_cpu.so").write_text("library")
+
+    monkeypatch.setattr(pack, "CARRY", tmp_path)
+    monkeypatch.setattr(pack, "build", build_one)
+    monkeypatch.setattr(pack, "download", lambda python, output: wheel(output, "some", "some"))
+    monkeypatch.setattr(sys, "argv", ["pack", "--python", "3.99", "--architectures", "9.0;10.0"])
+    assert pack.main() == 0
+    assert called == [(["9.0", "10.0"], None)]
+    about = carried.about(tmp_path)
+    assert about["cmake_architectures"] == "90-real 100-real"
+    assert (about["libraries"], about["wheels"]) == (["librec_kernels_cpu.so"], ["some-1.0-py3-none-any.whl"])
+    assert about["sources"] == carried.sources()
+    assert "_host is left out: there is no python3.99" in capsys.readouterr().out
+    monkeypatch.setattr(pack, "MOST", 100)
+    assert pack.main() == 1
+
+
+def test_what_packing_asks_for() -> None:
+    """The versions that requirements-dev.txt pins; this Python where it has its headers; architectures as torch's."""
+    pinned = pack.requirements((ROOT / "requirements-dev.txt").read_text())
+    assert [line.split("=")[0] for line in pinned] == ["pytest", "pytest-xdist", "hypothesis", "hypothesis", "filelock"]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if found := pack.find_python(version):
+        assert subprocess.run([found, "-V"], capture_output=True, text=True).stdout.startswith(f"Python {version}")
+    with pytest.raises(ValueError, match=r"'9.0\+PTX' is not an architecture such as 9\.0"):
+        pack.cmake_architecture("9.0+PTX")

@@ -171,7 +171,8 @@ def main() -> None:
             rows = [r for r in rows if (r["torch"], r["python"][:4], r["torch_cuda"]) != same] + [row]
             rows.sort(key=lambda r: [int(n) for n in r["torch"].split("+")[0].split(".")] + [r["python"]])
             RESULTS.write_text(json.dumps({"command": "wheels/compatibility.py", "rows": rows}, indent=1) + "\n")
-    print(table(rows))
+    if not options.tests:
+        print(table(rows))
 
 
 if __name__ == "__main__":

@@ -227,7 +227,11 @@ def picture(found: dict[str, object], path: Path) -> str:
         _draw_said(axes, found, operation, [name for name, _ in measured])
         axes.set_title(operation, loc="left")
     axes.set_xticks(range(len(measured)), [name for name, _ in measured], rotation=60, ha="right")
-    all_axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names), frameon=False)
+    if any(case.get("predicted") for case in found["cases"]):
+        all_axes[0].plot([], [], "k--", linewidth=1, label="ours, predicted")
+    if any(published.best(name, operation) for name, rows in measured for operation in rows):
+        all_axes[0].plot([], [], "kD", markersize=4, label="others, published")
+    all_axes[0].legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=len(names) + 2, frameon=False)
     where = found["about"]["gpu"]["name"] if found["about"]["gpu"] else "a CPU (a trial)"
     figure.suptitle(f"GB/s in % of a device-to-device copy's, unique rows counted: {where}")
     figure.savefig(path, dpi=110)

@@ -12,6 +12,7 @@ from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import interaction_of
 from rec_kernels.dlrm.runs import CONFIG
+from rec_kernels.dlrm.shapes import TEXT, mismatch, shown
 
 
 def build_model(
@@ -53,8 +54,10 @@ def read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict
     path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
     if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
         found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
-    if found != expected:
-        raise DataError(f"{path} was made with other data: {found}, here are {expected}")
+    if not _same(found, expected):
+        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
+    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}}, ""):
+        raise DataError(f"{path} does not fit the run: {wrong}")
     kind = state.get("network", "dlrm")  # as below
     if kind != config.model:
         raise DataError(
@@ -67,16 +70,27 @@ def read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict
             f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
             f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
         )
-    if not isinstance(state.get("model"), dict):
-        raise DataError(f"{path} does not fit the run: it has no model")
     return state
+
+
+def _same(found: object, expected: dict) -> bool:
+    try:
+        return bool(found == expected)
+    except (RuntimeError, ValueError):  # tensors, or lists nested too deeply, in a file that is not ours
+        return False
 
 
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
     """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
-    model = build_model(config, data, directory, generation_of(state["model"]))
+    try:
+        generation = generation_of(state["model"])
+    except ValueError as error:
+        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {error}") from error
+    model = build_model(config, data, directory, generation)
     try:
         model.load_state_dict(state["model"])
+        if (step := int(getattr(model.embeddings, "step", 0))) < 0:
+            raise ValueError(f"embeddings.step is {step}, allowed is 0 or more")
     except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
         model.close()
         reason = " ".join(str(error).split())

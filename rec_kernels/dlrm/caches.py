@@ -5,10 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 import rec_kernels as rk
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.shapes import shown
 
 FILE = "embeddings.rows"
 
@@ -39,9 +43,17 @@ def row_cache(config: TrainConfig, directory: Path | None, generation: int | Non
 
 
 def generation_of(state: dict) -> int | None:
-    """The state of the file that a model's ``state_dict`` goes with; None: there is no file."""
+    """The state of the file that a model's ``state_dict`` goes with; None: there is no file.
+
+    Raises:
+        ValueError: it is no int64 [] of 0 or more.
+    """
     found = state.get("embeddings.file_generation")
-    return None if found is None else int(found)
+    if found is None:
+        return None
+    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
+        raise ValueError(f"file_generation is {shown(found)}, allowed is an int64 of 0 or more")
+    return int(found)
 
 
 class HitRates:

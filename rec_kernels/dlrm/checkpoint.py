@@ -2,18 +2,78 @@
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, number, whole
+from rec_kernels.dlrm.window import PARTS
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
+
+
+def _is_float32(value: Any) -> bool:
+    plain = isinstance(value, Tensor) and value.dtype == torch.float32 and value.layout == torch.strided
+    return plain and value.is_contiguous() and not value.is_meta
+
+
+_FLOATS = Check("a tensor, float32 [N]", lambda v: _is_float32(v) and v.ndim == 1)
+_PAIR = Check("two whole numbers", lambda v: isinstance(v, list) and [type(n) for n in v] == [int, int])
+_DEDUP = Maybe({"seconds": number(0), "ids": Each(_PAIR), "windows?": FLAG})
+_WINDOW = {"steps": whole(), "seconds": dict.fromkeys(PARTS, number(-1e9, 1e9)), "dedup?": _DEDUP}
+
+
+def check_position(state: dict[str, Any], steps: int) -> None:
+    """Raise ValueError if what a run goes on from, its weights and optimizers aside, is none of a run of ``steps``."""
+    shape = {
+        "step": whole(0, steps),
+        "seconds": number(0),
+        "best": number(0, math.inf),
+        "worse": whole(),
+        "stopped_early": FLAG,
+        "machines?": Each(Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})),
+        "records": whole(),
+        "dedup?": _DEDUP,
+        "window": _WINDOW,
+    }
+    wrong = mismatch(state, shape, "")
+    if wrong is None and state["window"]["steps"]:
+        wrong = mismatch(state["window"], {"logits": _FLOATS, "labels": _FLOATS}, "window")
+        if wrong is None and len(state["window"]["logits"]) != len(state["window"]["labels"]):
+            wrong = "window has not a label for every logit"
+    if wrong is None and (state["step"] == steps or state["stopped_early"]) and not state["seconds"]:
+        wrong = "seconds is 0 after the last step"
+    if wrong is not None:
+        raise ValueError(wrong)
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """``optimizer.load_state_dict(state)``.
+
+    Raises:
+        ValueError: a tensor of the state is not of its parameter's shape and dtype, beyond which fused kernels would
+            read and write, or an option is another one. Others: ``state`` is no state.
+    """
+    before = [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, options in zip(optimizer.param_groups, before, strict=True):
+        if {k: group.get(k) for k in options} != options:
+            raise ValueError(f"the optimizer has other options than {options}")
+        for parameter in group["params"]:
+            shapes = {"step": torch.Size(), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+            found = optimizer.state.get(parameter, {})
+            if not isinstance(found, dict) or (
+                found and {k: _is_float32(v) and v.shape for k, v in found.items()} != shapes
+            ):
+                raise ValueError(f"the optimizer's state is not float32 tensors {shapes}")
 
 
 def save(directory: Path, state: dict[str, Any]) -> None:

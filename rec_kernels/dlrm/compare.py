@@ -25,7 +25,7 @@ from rec_kernels.dlrm.config import (
     refuse_options_of_others,
     widths,
 )
-from rec_kernels.dlrm.data import DataSet
+from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.stopping import NotFiniteError
 from rec_kernels.dlrm.train import train
@@ -171,9 +171,12 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """ "8" -> (0, ..., 7); "3,5" -> (3, 5).
 
     Raises:
-        ValueError: not numbers, none, too many, negative ones, or one of them twice.
+        ValueError: not numbers, none, too many, negative or too large ones, or one of them twice.
     """
-    message = f"seeds is {text!r}, allowed is a count of 1 to {MOST_SEEDS}, or different seeds of 0 or more as in 0,1,2"
+    message = (
+        f"seeds is {text!r}, allowed is a count of 1 to {MOST_SEEDS}, or different seeds of 0 or more, below 2**64, as "
+        "in 0,1,2"
+    )
     try:
         numbers = tuple(int(part) for part in text.split(","))
     except ValueError as error:
@@ -181,7 +184,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     if len(numbers) == 1 and numbers[0] > MOST_SEEDS:
         raise ValueError(message)
     seeds = numbers if len(numbers) > 1 else tuple(range(numbers[0]))
-    if not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
+    if not seeds or min(seeds) < 0 or max(seeds) >= 2**64 or len(set(seeds)) < len(seeds):
         raise ValueError(message)
     return seeds
 
@@ -286,7 +289,7 @@ def _outcome(directory: Path) -> dict | None:
     """The record that ends a run, or None: what fails for another reason than its loss may go better next time."""
     try:
         records = Records(directory).read()
-    except ValueError:  # the last line is cut short: the run was killed while it wrote
+    except DataError:  # not what a run writes: resuming says so, and without a checkpoint it begins anew
         return None
     last = records[-1] if records else {"kind": "none"}
     ended = last["kind"] == "test" or (last["kind"] == "failed" and last.get("cause") == NotFiniteError.__name__)

@@ -18,6 +18,7 @@ from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.precision import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, shown
 from rec_kernels.nn.compression import Compression
 from rec_kernels.nn.optimizers import Optimizer
 from rec_kernels.nn.row_cache import BACKINGS, POLICIES
@@ -56,6 +57,15 @@ def switch(text: str) -> bool:
     return text == "yes"
 
 
+# The values of options, by the function that makes them of a flag's text.
+_KINDS = {
+    int: Check("a whole number", lambda v: type(v) is int),
+    float: Check("a number", lambda v: isinstance(v, float) or (type(v) is int and abs(v) < 2**1000)),
+    str: TEXT,
+    switch: FLAG,
+    widths: Check("whole numbers", lambda v: isinstance(v, (tuple, list)) and all(type(w) is int for w in v)),
+}
+
 _UNITS = (
     {"": 1} | {f"{p}B": 1000**i for i, p in enumerate("kMGT", 1)} | {f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)}
 )
@@ -87,8 +97,9 @@ def _option(
     return field(default=default, metadata={"kind": kind, "help": help, "allowed": allowed, "check": check, "how": how})
 
 
-def _count(default: int | None, help: str, least: int = 1, **more) -> Any:
-    return _option(default, int, help, f"{least} or more", lambda v: v is None or v >= least, **more)
+def _count(default: int | None, help: str, least: int = 1, bits: int = 63, **more) -> Any:
+    allowed = f"{least} or more, below 2**{bits}"
+    return _option(default, int, help, allowed, lambda v: v is None or least <= v < 2**bits, **more)
 
 
 def _positive(default: float, help: str) -> Any:
@@ -105,7 +116,7 @@ def _choice(default: str, help: str, names: Sequence[str], **more) -> Any:
 
 
 def _layers(default: tuple[int, ...], help: str) -> Any:
-    return _option(default, widths, help, "widths of 1 or more", lambda v: all(w >= 1 for w in v))
+    return _option(default, widths, help, "widths of 1 or more", lambda v: all(1 <= w < 2**63 for w in v))
 
 
 @dataclass(frozen=True)
@@ -246,7 +257,7 @@ class TrainConfig:
     )
     eval_every: int = _count(0, "steps between evaluations, on the rows set apart or else the test rows (0: none)", 0)
     patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
-    seed: int = _count(0, "fixes the initial weights and the noise of stochastic rounding", 0)
+    seed: int = _count(0, "fixes the initial weights and the noise of stochastic rounding", 0, bits=64)
     device: str = _choice("cpu", "cpu, or cuda for a GPU, which is never chosen by itself", DEVICES, how=True)
     threads: int | None = _count(None, "CPU threads (default: torch's choice)", how=True)
 
@@ -267,6 +278,11 @@ class TrainConfig:
     def __post_init__(self):
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
+            kind = _KINDS[option.metadata["kind"]]
+            if not kind.fits(value) and not (value is None and option.default is None):
+                raise ValueError(
+                    f"{option.name} is {shown(value)}, must be {kind.allowed} ({option.metadata['allowed']})"
+                )
             if not option.metadata["check"](value):
                 raise ValueError(f"{option.name} is {value!r}, allowed is {option.metadata['allowed']}")
         if self.decay_steps and self.decay_start < self.warmup_steps:
@@ -338,6 +354,8 @@ class TrainConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
         """The config that ``dataclasses.asdict`` or ``to_json`` gave; unknown names and wrong values are errors."""
+        if not isinstance(values, dict):
+            raise ValueError(f"config is {shown(values)}, must be an object")
         options = {option.name: option for option in dataclasses.fields(cls)}
         unknown = sorted(set(values) - set(options))
         if unknown:

@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from rec_kernels.dlrm import files, page
-from rec_kernels.dlrm.runs import CONFIG, Records
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 
 PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
@@ -83,13 +84,17 @@ def write(directory: Path) -> None:
 
     Raises:
         OSError: the run has no ``config.json``, or its folder cannot be written to.
-        DataError: ``config.json`` or ``metrics.jsonl`` is not JSON.
+        DataError: ``config.json`` or ``metrics.jsonl`` is not what a run writes.
     """
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
-    draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
-    pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
-    files.write_text(directory / "report.html", page.render(directory.name, settings, records, pictures))
+    try:
+        draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
+        pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
+        text = page.render(directory.name, settings, records, pictures)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
+    files.write_text(directory / "report.html", text)
 
 
 def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:

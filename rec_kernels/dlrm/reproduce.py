@@ -175,9 +175,9 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
     plan = request.plan(experiment)
     try:
         result = files.read_json(plan.folder / "compare.json")
-    except (OSError, DataError):
+        options = {c["name"]: c["options"] | {"path": None} for c in result["configurations"]}
+    except (OSError, DataError, LookupError, TypeError):
         return None
-    options = {c["name"]: c["options"] | {"path": None} for c in result["configurations"]}
     expected = {name: compare_report.changed_options(c) | {"path": None} for name, c in plan.configs.items()}
     return result if (options, result["seeds"]) == (expected, list(plan.seeds)) else None
 

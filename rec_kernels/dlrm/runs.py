@@ -11,9 +11,30 @@ import sys
 from pathlib import Path
 
 from rec_kernels.dlrm import files, machines
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.shapes import TEXT, Each, Maybe, mismatch, number, shown, whole
 
 RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
+
+_SIZES = dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole())
+_MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
+# What is computed with, by kind of record; others of their fields are only shown.
+_RECORDS = {
+    "train": {
+        "examples": whole(),
+        "seconds": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), number()),
+    },
+    "eval": {},
+    "failed": {"error": TEXT},
+    "test": {
+        **dict.fromkeys(("auc", "log_loss"), Maybe(number())),
+        **dict.fromkeys(("base_rate", "examples_per_second"), number()),
+        **dict.fromkeys(("examples", "dense_parameters"), whole()),
+        "tables": Each(_SIZES),
+        "machines?": Maybe(Each(_MACHINE)),
+    },
+}
 
 
 class RunExistsError(RuntimeError):
@@ -104,9 +125,20 @@ class Records:
                 file.truncate(mark)
 
     def read(self) -> list[dict]:
-        """All records; not a last one that was cut short."""
+        """All records; not a last one that was cut short. DataError names the line that is no record."""
         lines = files.read_text(self.path).splitlines(keepends=True) if self.path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        whole_lines = (line for line in lines if line.endswith("\n"))
+        return [_record(line, f"{self.path}, line {at}") for at, line in enumerate(whole_lines, 1)]
+
+
+def _record(line: str, where: str) -> dict:
+    record = files.parse_json(line, where)
+    kind = record.get("kind") if isinstance(record, dict) else None
+    if not isinstance(kind, str) or kind not in _RECORDS:
+        raise DataError(f"{where} is no record: its kind is {shown(kind)}, allowed are {', '.join(_RECORDS)}")
+    if wrong := mismatch(record, _RECORDS[kind], ""):
+        raise DataError(f"{where} is no record: {wrong}")
+    return record
 
 
 def _open_board(directory: Path):

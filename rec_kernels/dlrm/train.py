@@ -24,6 +24,7 @@ from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.own_data import CheckedData
 from rec_kernels.dlrm.predictions import check_labels, predict
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
@@ -36,7 +37,7 @@ WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
 
 def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
     try:
-        data = open_data(config) if data is None else data
+        data = CheckedData(open_data(config) if data is None else data)
         empty = [split for split in ("train", "test") if data.num_rows(split) < 1]
         if empty:
             raise DataError(f"data set {data.name!r} has no rows in split {empty[0]!r}")
@@ -293,12 +294,14 @@ class Run:
     def _restore(self, state: dict) -> None:
         """All but the model."""
         try:
-            self.dense_optimizer.load_state_dict(state["dense_optimizer"])
+            checkpoint.check_position(state, self.steps)
+            checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
             self.machines = list(state.get("machines", [None]))
             self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
+            self.records.read()
         except DataError:
             raise
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:

@@ -1,0 +1,174 @@
+"""Files of a run that are not what a run writes: one line that names the file, the value and what is allowed."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from dlrm_stops import stopped_run
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.runs import Records
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+DEEP = "[" * 100_000 + "]" * 100_000
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    return stopped_run(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
+
+
+def error_of(capsys, *command) -> str:
+    """What the command says, in one line."""
+    assert main(list(command)) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    return line
+
+
+def resumed(run, capsys) -> str:
+    return error_of(capsys, "train", "--resume", str(run), "--data", "dlrm_tiny:tiny")
+
+
+CHECKPOINTS = [
+    *(
+        ("step", value, f"step is {shown}, allowed is a whole number from 0 to 8")
+        for value, shown in (
+            (math.nan, "nan"),
+            (-1, "-1"),
+            ("two", "'two'"),
+            (torch.tensor(2), "tensor(2)"),
+            (10**30, "1000000000000000000000000000000"),
+            (True, "True"),
+            (9, "9"),
+        )
+    ),
+    ("seconds", math.nan, "seconds is nan, allowed is a number from 0 to"),
+    ("worse", "none", "worse is 'none', allowed is a whole number"),
+    ("stopped_early", 1, "stopped_early is 1, allowed is true or false"),
+    ("records", -1, "records is -1, allowed is a whole number"),
+    ("machines", [{"cpu": 1}], "machines[0]['cpu'] is 1, allowed is a text"),
+    ("window/steps", -1, "window['steps'] is -1, allowed is a whole number"),
+    ("window/seconds/data", "x", "window['seconds']['data'] is 'x', allowed is a number"),
+    ("window", {}, "window has no 'steps'"),
+    ("data/rows/train", torch.zeros(2), "was made with other data: {"),
+    ("network", 3, "network is 3, allowed is a text"),
+    ("model", [], "model is [], allowed is an object"),
+    (
+        "model/embeddings.file_generation",
+        torch.tensor(-1),
+        "file_generation is tensor(-1), allowed is an int64 of 0 or",
+    ),
+    ("model/embeddings.step", torch.tensor(math.nan), "embeddings.step is -9223372036854775808, allowed is 0 or more"),
+    ("dense_optimizer/state/0", [], "the optimizer's state is not float32 tensors"),
+    # Fused kernels would read and write beyond its end.
+    ("dense_optimizer/state/0/exp_avg", torch.zeros(1), "the optimizer's state is not float32 tensors"),
+    ("dense_optimizer/state/0/exp_avg_sq", torch.zeros(1).expand(64, 2), "the optimizer's state is not float32"),
+    ("dense_optimizer/param_groups/0/eps", "x", "the optimizer has other options"),
+]
+
+
+@pytest.mark.parametrize(("path", "value", "message"), CHECKPOINTS, ids=[f"{c[0]}={c[1]!r}"[:40] for c in CHECKPOINTS])
+def test_checkpoints(path, value, message, run, capsys):
+    state = inner = copy.deepcopy(checkpoint.load(run))
+    *before, last = (int(part) if part == "0" else part for part in path.split("/"))
+    for part in before:
+        inner = inner[part]
+    inner[last] = value
+    checkpoint.save(run, state)
+    line = resumed(run, capsys)
+    assert line.startswith(f"error: {run / checkpoint.NAME} ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"seed": 2**70}, "seed is 1180591620717411303424, allowed is 0 or more, below 2**64"),
+        ({"seed": 1.5}, "seed is 1.5, must be a whole number (0 or more, below 2**64)"),
+        ({"seed": True}, "seed is True, must be a whole number"),
+        ({"epochs": None}, "epochs is None, must be a whole number"),
+        ({"lr": "fast"}, "lr is 'fast', must be a number (a finite number above 0)"),
+        ({"lr": 10**400}, "lr is 1"),
+        ({"bottom": [64, "x"]}, "bottom is (64, 'x'), must be whole numbers"),
+        ({"run": 3}, "run is 3, must be a text"),
+        ({"tensorboard": "yes"}, "tensorboard is 'yes', must be true or false"),
+        ([], "config is [], must be an object"),
+    ],
+)
+def test_configs(config, message, run, capsys):
+    settings = json.loads((run / "config.json").read_text())
+    settings["config"] = settings["config"] | config if isinstance(config, dict) else config
+    (run / "config.json").write_text(json.dumps(settings))
+    line = resumed(run, capsys)
+    assert f"{run / 'config.json'} is not the config of a run: " in line
+    assert message in line
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", DEEP, '{"config": ' + DEEP + "}", b"\xff"])
+def test_configs_that_are_none(text, run, capsys):
+    (run / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert f"{run / 'config.json'} is not the config of a run: " in resumed(run, capsys)
+
+
+def spoilt(line: str, **changes) -> str:
+    return json.dumps(json.loads(line) | changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda line: line[: len(line) // 2], "is not JSON"),
+        (lambda line: DEEP, "is not JSON"),
+        (lambda line: "[]", "is no record: its kind is None, allowed are train, eval, failed, test"),
+        (lambda line: spoilt(line, kind="more"), "is no record: its kind is 'more', allowed are"),
+        (lambda line: spoilt(line, examples="many"), "is no record: examples is 'many', allowed is a whole number"),
+        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'forward'"),
+    ],
+)
+def test_records(change, message, run, capsys):
+    """Told before the run goes on."""
+    first, second, *more = (run / "metrics.jsonl").read_text().splitlines()
+    lines = [first, change(second), *more]
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n" * 5000)  # no shorter than it was
+    line = resumed(run, capsys)
+    assert f"error: {run / 'metrics.jsonl'}, line 2 {message}" in line
+
+
+def test_reports_of_other_records(run):
+    records = Records(run).read()
+    (run / "metrics.jsonl").write_text(json.dumps({k: v for k, v in records[0].items() if k != "loss"}) + "\n")
+    with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: KeyError"):
+        report.write(run)
+
+
+def test_comparisons_begin_a_run_with_other_records_anew(tmp_path):
+    base = TrainConfig(data="dlrm_tiny:tiny", batch_size=200, runs_dir=str(tmp_path))
+    plan = compare.plan(["a", "b:lr=0.1"], base, "1", "both")
+    first = compare.run(plan)
+    (plan.folder / "a-seed0" / "metrics.jsonl").write_text('{"kind": "test"}\n')
+    (plan.folder / "a-seed0" / checkpoint.NAME).unlink()
+    assert compare.run(plan)["a"][0]["auc"] == first["a"][0]["auc"]
+
+
+def test_seeds_of_comparisons_have_a_limit():
+    for seed in (2**64, 2**70):
+        with pytest.raises(ValueError, match=r"below 2\*\*64"):
+            compare.parse_seeds(f"1,{seed}")
+    assert compare.parse_seeds(f"1,{2**64 - 1}")[1] == TrainConfig(seed=2**64 - 1).seed

@@ -1,0 +1,138 @@
+"""Own data that is not what the trainer asks for: accepted where it can only mean one thing, else told in one line."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import types
+
+import numpy as np
+import pytest
+import torch
+from dlrm_cases import Changed
+from dlrm_tiny import TinyData
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("sklearn")
+pytest.importorskip("pandas")
+
+import rec_kernels as rk
+from rec_kernels.dlrm import Feature, TrainConfig, train
+from rec_kernels.dlrm.__main__ import main
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.own_data import CheckedData
+
+pytestmark = pytest.mark.usefixtures("no_pictures")
+
+
+def bags(values, key="id", **more):
+    return rk.KeyedJaggedTensor([key], values, offsets=torch.arange(len(values) + 1), **more)
+
+
+def with_ids(change, **more):
+    return lambda batch: batch._replace(features=bags(change(batch.features.values()), **more))
+
+
+def with_weights(weights):
+    return lambda batch: batch._replace(features=bags(batch.features.values(), weights=weights))
+
+
+def spoilt(value):
+    def change(batch):
+        dense = batch.dense.double()
+        dense[3, 1] = value
+        return batch._replace(dense=dense)
+
+    return change
+
+
+def changed(change, split="train", number=1):
+    """The tiny data set with a change to one batch of a split, or to all (number None)."""
+    data = Changed(TinyData(), lambda batches: batches)
+
+    def batches(wanted, batch_size, start=0):
+        for at, batch in enumerate(TinyData().batches(wanted, batch_size, start), start):
+            yield change(batch) if wanted == split and number in (at, None) else batch
+
+    data.batches = batches
+    return data
+
+
+ACCEPTED = {
+    "int64 labels": lambda b: b._replace(label=b.label.long()),
+    "bool labels": lambda b: b._replace(label=b.label.bool()),
+    "labels [B, 1]": lambda b: b._replace(label=b.label[:, None]),
+    "float64 dense": lambda b: b._replace(dense=b.dense.double()),
+    "int32 ids": with_ids(torch.Tensor.int),
+}
+WRONG = {
+    "columns": (lambda b: b._replace(dense=b.dense[:, :1]), r"dense has shape \[50, 1\], must be \[50, 2\]: \[rows"),
+    "labels": (lambda b: b._replace(label=b.label.repeat(2, 1).T), r"label has shape \[50, 2\], must be \[B\] or"),
+    "array": (lambda b: b._replace(dense=b.dense.numpy()), "dense is ndarray, must be a tensor"),
+    "complex": (lambda b: b._replace(dense=b.dense + 0j), "dense is torch.complex64, must be float32"),
+    "nan": (spoilt(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
+    "too large": (spoilt(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
+    "key": (with_ids(lambda ids: ids, key="ID"), r"features has keys \['ID'\], which lack that of feature 'id'"),
+    "no bags": (lambda b: b._replace(features=b.features.values()), "features is Tensor, must be a KeyedJaggedTensor"),
+    "bags": (with_ids(lambda ids: ids[:-1]), "features has 49 bags for each key, label 50 rows"),
+    "float ids": (with_ids(torch.Tensor.float), r"made in test_dlrm_own_data\.py, line \d+: values must be int32 or"),
+    "weights": (with_weights(torch.ones(50).double()), "weights of features are torch.float64, must be torch.float32"),
+    "nan weights": (with_weights(torch.full((50,), np.nan)), r"weights\[0\] of features is nan, must be finite"),
+    "tuple": (tuple, r"it is tuple, must be rec_kernels\.dlrm\.Batch"),
+}
+
+
+def config(tmp_path):
+    return TrainConfig(data="x:y", batch_size=50, runs_dir=str(tmp_path))
+
+
+def test_what_can_only_mean_one_thing_has_the_same_bits(tmp_path):
+    expected = train(config(tmp_path), TinyData(), progress=False)
+    for name, change in ACCEPTED.items():
+        for split in ("train", "test"):
+            found = train(config(tmp_path), changed(change, split, None), progress=False)
+            assert found["log_loss"] == expected["log_loss"], name
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_batches_are_told_in_one_line(name, tmp_path, monkeypatch, capsys):
+    change, message = WRONG[name]
+    module = types.ModuleType("own")
+    module.make = lambda: changed(change)
+    monkeypatch.setitem(sys.modules, "own", module)
+    assert main(["train", "--data", "own:make", "--batch-size", "50", "--runs-dir", str(tmp_path)]) == 1
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: data set 'tiny', batch 1 of split 'train'")
+    with pytest.raises(DataError, match=message):
+        raise DataError(line)
+
+
+def test_wrong_test_rows_are_told(tmp_path):
+    with pytest.raises(DataError, match=r"batch 0 of split 'test': dense\[3, 1\] is inf, must be a finite number"):
+        train(config(tmp_path), changed(spoilt(np.inf), "test", 0), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("member", "value", "message"),
+    [
+        ("num_dense", 2.0, "num_dense is 2.0, must be a whole number of 0 or more"),
+        ("features", [("id", 20)], r"a feature is \('id', 20\), must be Feature\(name, num_embeddings\)"),
+        ("features", [Feature("id", 0)], "num_embeddings of feature 'id' is 0, must be a whole number of 1 or more"),
+        ("features", [Feature("id", 20, "max")], "whose pooling must be one of sum, mean"),
+        ("features", [Feature("id", 20)] * 2, r"has features \['id', 'id'\], whose names must differ"),
+        ("num_rows", lambda split: 400.0, r"num_rows\('train'\) is 400.0, must be a whole number of 0 or more"),
+    ],
+)
+def test_wrong_members_are_named(member, value, message, tmp_path):
+    data = changed(lambda batch: batch)
+    setattr(data, member, value)
+    with pytest.raises(DataError, match=message):
+        train(config(tmp_path), data, progress=False)
+
+
+def test_numbers_of_numpy_are_numbers():
+    data = changed(lambda batch: batch)
+    data.features, data.num_dense = [Feature("id", np.int64(20))], np.int32(2)
+    checked = CheckedData(data)
+    assert {type(checked.features[0].num_embeddings), type(checked.num_dense)} == {int}
+    assert len(list(itertools.islice(checked.batches("train", 50, 3), 9))) == 5
