@@ -143,7 +143,7 @@ class CacheCase:
 
     def layout(self, **changed: object) -> rk.TableLayout:
         """Of its tables and sets; ``changed``: other arguments of ``rk.table_layout`` or, as "cache_...", of places."""
-        s, encoded, case = self.sample, self.encoded, self.encoded.case
+        s, case = self.sample, self.encoded.case
         of_parts = [(self.sets_of(t) or Sets(0, 0), s.tables[t][1]) for t in case.parts]
         starts = [
             self.float_starts[dim] - sets.first * s.ways * dim if sets.count else 0
@@ -156,19 +156,8 @@ class CacheCase:
             "row_offsets": starts,
         }
         places |= {name: changed.pop(f"cache_{name}") for name in places if f"cache_{name}" in changed}
-        numbers = {
-            "num_embeddings": [s.tables[t][0] for t in case.parts],
-            "embedding_dims": [s.tables[t][1] for t in case.parts],
-            "weight_offsets": [encoded.starts[t] for t in case.parts],
-            "row_offsets": [case.first_rows[t] for t in case.parts],
-            "formats": [encoded.formats[t] for t in case.parts],
-            "table_ids": [self.table_id(t) for t in case.parts],
-            "mean": case.mean,
-            "num_rows": len(case.sum),
-        }
-        if any(isinstance(f, Parts) for f in case.features):
-            numbers |= case.partitions()
-        return rk.table_layout(**(numbers | {"cache": rk.CachePlaces(**places)} | changed))
+        ids = {"table_ids": [self.table_id(t) for t in case.parts]}
+        return layout_of(self.encoded, **({"cache": rk.CachePlaces(**places)} | ids | changed))
 
     @functools.cached_property
     def arguments(self) -> dict[str, object]:
@@ -221,6 +210,23 @@ class CacheCase:
         names = [name for name in expected if name != "weights" and not same_bits(found[name], expected[name])]
         same = self.encoded.same_tables(found["weights"], expected["weights"])
         return names if same else ["weights", *names]
+
+
+def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
+    """The layout of a case; ``changed``: other arguments of ``rk.table_layout``."""
+    case = encoded.case
+    numbers = {
+        "num_embeddings": [case.tables[t][0] for t in case.parts],
+        "embedding_dims": [case.tables[t][1] for t in case.parts],
+        "weight_offsets": [encoded.starts[t] for t in case.parts],
+        "row_offsets": [case.first_rows[t] for t in case.parts],
+        "formats": [encoded.formats[t] for t in case.parts],
+        "mean": case.mean,
+        "num_rows": len(case.sum),
+    }
+    if any(isinstance(f, Parts) for f in case.features):
+        numbers |= case.partitions()
+    return rk.table_layout(**(numbers | changed))
 
 
 def settled(state: State) -> State:

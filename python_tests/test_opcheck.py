@@ -207,7 +207,7 @@ def _one_table_samples() -> dict[str, list[tuple[tuple, dict]]]:
         "embedding_bag_backward_dense.table": [((grad, shape, values, offsets, factors), {"pooling": "mean"})],
         "embedding_bag_backward_sparse.table": [((grad, shape, values, offsets, factors), {"pooling": "mean"})],
         "embedding_bag_backward_per_sample_weights.table": [
-            ((grad, table, values, offsets), {}),
+            ((grad, table.detach(), values, offsets), {}),
             ((grad, encoded, values, offsets), of_bytes),
         ],
     }
