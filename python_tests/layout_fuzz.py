@@ -165,9 +165,15 @@ def _check(forgery: Forgery, backend: Backend) -> str:
         return "raised"
     if backend.kind == "cpu":
         return "done"
-    _, said, _ = forgery.run(torch.ops.rec_kernels)
-    if said is None or not str(said).startswith("layout["):
+    wanted, said, wanted_state = forgery.run(torch.ops.rec_kernels)
+    if said is None:
+        assert all(map(same_bits, found, wanted)), "other results than the CPU's"
+        assert not [n for n in state if not same_bits(state[n], wanted_state[n])], "another state than the CPU's"
         return "done"
+    if not str(said).startswith("layout["):
+        return "done"
+    if "cache_sets, cache_first_set" in str(said) and forgery.op == "embedding_bag_fused.layout":
+        return "done"  # only the update, which comes later, looks for rows in the cache
     if forgery.op.startswith(("embedding_bag.", "embedding_bag_fused.", "embedding_bag_tables.")):
         assert found[1][0].item() == BAD_LAYOUT, f"a status of {found[1].tolist()}, where the CPU raises {said}"
     kept = [n for n in state if n != "cache_clock"]

@@ -214,13 +214,18 @@ class CacheCase:
 
 def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
     """The layout of a case; ``changed``: other arguments of ``rk.table_layout``."""
-    case = encoded.case
+    starts = [encoded.starts[t] for t in encoded.case.parts]
+    formats = [encoded.formats[t] for t in encoded.case.parts]
+    return layout_of_floats(encoded.case, **({"weight_offsets": starts, "formats": formats} | changed))
+
+
+def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
+    """The same of a case's float tables."""
     numbers = {
         "num_embeddings": [case.tables[t][0] for t in case.parts],
         "embedding_dims": [case.tables[t][1] for t in case.parts],
-        "weight_offsets": [encoded.starts[t] for t in case.parts],
+        "weight_offsets": [case.starts[t] for t in case.parts],
         "row_offsets": [case.first_rows[t] for t in case.parts],
-        "formats": [encoded.formats[t] for t in case.parts],
         "mean": case.mean,
         "num_rows": len(case.sum),
     }

@@ -22,7 +22,7 @@ def test_every_cuda_op_is_called_and_right() -> None:
     """All ops that csrc/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
     emulated()
     wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
-    assert {"scale_rows", "embedding_bag", "embedding_bag_backward_fused_"} <= wanted
+    assert {"scale_rows", "embedding_bag.table", "embedding_bag_backward_fused_.layout"} <= wanted
     for backend in device_backends():
         assert check(backend.ops, wanted) > 30, backend.name
 
@@ -49,7 +49,7 @@ def test_an_error_does_not_end_the_rest() -> None:
         def __getattr__(self, name: str):
             return getattr(torch.ops.rec_kernels, name if name != "row_dot" else "no_such_op")
 
-    wanted = {"scale_rows", "embedding_bag", "row_cache_flush_", "jagged_dedup"}
+    wanted = {"scale_rows", "embedding_bag.layout", "row_cache_flush_.layout", "jagged_dedup"}
     with pytest.raises(AssertionError, match=r"^scale_rows and row_dot: row_dot raises AttributeError: .*$"):
         check(Broken(), wanted)
 
