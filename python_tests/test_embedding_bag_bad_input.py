@@ -7,10 +7,11 @@ import re
 import pytest
 import torch
 from embedding_bag_cases import make_case
+from layout_calls import OPS
 
 from rec_kernels.testing import same_bits, use_threads
 
-ops = torch.ops.rec_kernels
+ops = OPS
 FAMILY = [
     "embedding_bag",
     "embedding_bag_tables",

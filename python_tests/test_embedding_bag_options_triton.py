@@ -11,6 +11,7 @@ import pytest
 import torch
 from backends import PASSED
 from embedding_bag_cases import make_case
+from layout_calls import OPS
 from test_embedding_bag_strides import _two_features
 
 import rec_kernels as rk
@@ -67,7 +68,7 @@ def test_frozen_features(frozen: list[bool]) -> None:
     case = make_case([(5, 18), (3, 7)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[True, False, False], seed=3)
     mask, shape = torch.tensor(frozen), list(case.weights.shape)
     bags = {"values": case.values, "offsets": case.offsets, "frozen": mask} | case.layout
-    given, cpu = _moved(bags | {"grad": case.grad}), torch.ops.rec_kernels
+    given, cpu = _moved(bags | {"grad": case.grad}), OPS
     dense = triton.embedding_bag_backward_dense(weights_shape=shape, **given)
     expected = cpu.embedding_bag_backward_dense(weights_shape=shape, **bags, grad=case.grad)
     torch.testing.assert_close(dense.cpu(), expected)
