@@ -44,4 +44,5 @@ def register(library: torch.library.Library, key: str) -> None:
         key: a dispatch key such as "CUDA" (AMD GPUs have that one, too).
     """
     for op in _OPS:
-        library.impl(op.__name__, op, key)
+        for overload, function in getattr(op, "all", {"": op}).items():
+            library.impl(f"{op.__name__}.{overload}" if overload else op.__name__, function, key)
