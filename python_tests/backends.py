@@ -132,7 +132,7 @@ def _emulated() -> Iterator[Backend]:
     ops = emulated()
     for number, order in enumerate(("ascending", "descending", "random")):
         with _order(number):
-            yield Backend(f"cuda_emulated, {order} order", InLists(ops))
+            yield Backend(f"cuda_emulated, {order} order", ops)
 
 
 @contextmanager
@@ -195,10 +195,10 @@ def sanitized_environment() -> dict[str, str]:
     return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-def emulated() -> object:
+def emulated() -> InLists:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
     _skip_without("cuda_emulated")
-    return _load_emulated()
+    return InLists(_load_emulated())
 
 
 @functools.cache

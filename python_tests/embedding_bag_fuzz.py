@@ -254,6 +254,9 @@ def check_raises(call: BadCall, backend: Backend) -> None:
     for run, names in ((call.forward, FORWARDS), (call.backward, BACKWARDS)):
         for op in names:
             error = raised(lambda run=run, op=op: run(op, backend.ops))
+            if op == "per_sample_weights" and call.complaint.error is IndexError:  # the forward has raised
+                assert error is None, error
+                continue
             assert type(error) is call.complaint.error, (op, error)
             assert str(error).startswith(call.complaint.message), (op, error)
     assert all(map(same_bits, call.before(), before)), "an op that raised has changed something"

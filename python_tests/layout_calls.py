@@ -107,18 +107,18 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     """
     if op not in WITH_LAYOUT:
         return op, given
-    if given.get("layout") is not None:
-        return f"{op}.layout", given
-    if op == "row_cache_stats":
+    if op == "row_cache_stats" and given.get("layout") is None:
         rows = _numbers(given["num_embeddings"])
         records = _stats_layout(_numbers(given["row_offsets"]), rows, given["cache_tags"].device)
         return f"{op}.layout", {n: t for n, t in given.items() if n.startswith("cache_")} | records
-    if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
-        return _one_table(op, given)
     values = given.get("values", given.get("cache_tags"))
-    if given.get("embedding_dims") is None:
-        given = _with_one_table(given)
-    layout = make_layout(given, device=values.device)
+    layout = {}
+    if given.get("layout") is None:
+        if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
+            return _one_table(op, given)
+        if given.get("embedding_dims") is None:
+            given = _with_one_table(given)
+        layout = make_layout(given, device=values.device)._asdict()
     call = {n: t for n, t in given.items() if n not in OF_LAYOUT}
     if op.startswith("embedding_bag_backward_") and "weights_shape" in call:
         shape = call.pop("weights_shape")
@@ -132,7 +132,7 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
         }
     if op.startswith("row_cache"):
         call = {n: t for n, t in call.items() if n not in ("inverse", "groups")}
-    return f"{op}.layout", call | layout._asdict()
+    return f"{op}.layout", call | layout
 
 
 def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
