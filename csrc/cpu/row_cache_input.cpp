@@ -1,7 +1,6 @@
-// From the tensors of a row cache to the plain structs that kernels read.
-#include <algorithm>
+#include "cpu/row_cache_input.h"
 
-#include "cpu/row_cache.h"
+#include <algorithm>
 
 namespace rec_kernels {
 namespace {
