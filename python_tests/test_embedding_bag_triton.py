@@ -23,12 +23,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import rec_kernels as rk
+from rec_kernels._triton_versions import UnsupportedTritonError
+from rec_kernels.ops import in_triton
 from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 from rec_kernels.triton import inputs  # noqa: E402
@@ -429,7 +432,7 @@ def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "read_input", lambda *given_: calls.append(1) or read_input(*given_))
     library = torch.library.Library("rec_kernels", "IMPL")
     try:
-        triton.register(library, "CPU" if DEVICE == "cpu" else "CUDA")
+        in_triton.register_stand_ins(library, "CPU" if DEVICE == "cpu" else "CUDA")
         found = _train()
     finally:
         library._destroy()
