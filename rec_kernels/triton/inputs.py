@@ -236,7 +236,11 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
     layout = [getattr(a, name) for name in LAYOUT]
     mean = a.pooling == "mean"
     start_kernel[(1,)](
-        *layout, a.mean, packed, status, features, elements, output_dim, num_rows, max_dim, MEAN=mean, BLOCK=128
+        *layout,
+        *(a.mean, packed, status, features, elements, output_dim, num_rows, max_dim),
+        MEAN=mean,
+        BLOCK=128,
+        enable_fp_fusion=False,
     )
     factors = getattr(a, "per_sample_weights", None)
     return BagInput(
