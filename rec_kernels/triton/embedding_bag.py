@@ -222,7 +222,7 @@ def _backward_fused(a: SimpleNamespace) -> None:
     inputs.check_gradient(a, bags)
     inputs.check_controls(a, bags)
     _finish_rows(a, bags, _sort(bags), a.weights, update=True)
-    kernels.advance_step_kernel[(1,)](a.step, bags.status, a.status, a.found_inf, RAISE=bags.raises)
+    kernels.advance_step_kernel[(1,)](a.step, bags.status, a.status, a.found_inf, RAISE=bags.raises, **_EXACT)
 
 
 def _read_backward(a: SimpleNamespace) -> BagInput:

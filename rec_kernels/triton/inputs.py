@@ -202,7 +202,12 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
     status = a.values.new_empty((2,), dtype=torch.int64)
     elements = torch.Size(weights_shape).numel()
     mean = getattr(a, "pooling", "sum") == "mean"
-    start_kernel[(1,)](layout, packed, status, features, elements, output_dim, num_rows, max_dim, MEAN=mean, BLOCK=128)
+    start_kernel[(1,)](
+        *(layout, packed, status, features, elements, output_dim, num_rows, max_dim),
+        MEAN=mean,
+        BLOCK=128,
+        enable_fp_fusion=False,
+    )
     factors = getattr(a, "per_sample_weights", None)
     return BagInput(
         values=a.values.contiguous(),
