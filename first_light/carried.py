@@ -50,7 +50,7 @@ def add_packages(folder: Path, carry: Path = CARRY) -> list[str]:
         with zipfile.ZipFile(wheel) as packed:
             modules = {name.split("/")[0].removesuffix(".py") for name in packed.namelist()}
             modules = {name for name in modules if name.isidentifier() and not name.startswith("_")}
-            if any(importlib.util.find_spec(name) is None for name in modules):
+            if all(importlib.util.find_spec(name) is None for name in modules):
                 packed.extractall(folder)
                 added.append(wheel.name.split("-")[0])
     return added

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from filelock import FileLock
+from layout_calls import OPS, InLists
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -122,7 +123,7 @@ def _cpu() -> Iterator[Backend]:
     for isa in testing.cpu_isas():
         for threads in (1, 2, 3):
             with testing.use_cpu_isa(isa), testing.use_threads(threads):
-                yield Backend(f"cpu, {isa}, {threads} thread(s)", torch.ops.rec_kernels)
+                yield Backend(f"cpu, {isa}, {threads} thread(s)", OPS)
 
 
 def _emulated() -> Iterator[Backend]:
@@ -145,8 +146,8 @@ def _order(number: int) -> Iterator[None]:
 
 def _cuda() -> Iterator[Backend]:
     if torch.cuda.is_available():
-        yield Backend("cuda", OnCuda())
-        yield Backend("cuda, unaligned", OnCuda(unaligned))
+        yield Backend("cuda", InLists(OnCuda()))
+        yield Backend("cuda, unaligned", InLists(OnCuda(unaligned)))
 
 
 CPU, EMULATED, CUDA = zip(KINDS, (_cpu, _emulated, _cuda), strict=True)
@@ -194,10 +195,10 @@ def sanitized_environment() -> dict[str, str]:
     return os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
 
 
-def emulated() -> object:
+def emulated() -> InLists:
     """The ops of the emulated CUDA kernels: ``torch.ops.rec_kernels_emulated``, on CPU tensors."""
     _skip_without("cuda_emulated")
-    return _load_emulated()
+    return InLists(_load_emulated())
 
 
 @functools.cache
@@ -229,19 +230,27 @@ class OnDevice:
     def __init__(self, ops: object, to: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> None:
         self._ops, self._to, self._back = ops, to, back
 
-    def __getattr__(self, name: str) -> Callable:
-        op = getattr(self._ops, name)
+    def __getattr__(self, name: str) -> _OpOnDevice:
+        return _OpOnDevice(getattr(self._ops, name), name.endswith("_"), self._to, self._back)
 
-        def call(*args, **kwargs):
-            given = (args, kwargs)
-            there = tree_map_only(Tensor, self._to, given)
-            result = op(*there[0], **there[1])
-            for mine, other in zip(tree_leaves(given), tree_leaves(there), strict=True):
-                if name.endswith("_") and isinstance(mine, Tensor):
-                    mine.copy_(other)
-            return tree_map_only(Tensor, self._back, result)
 
-        return call
+class _OpOnDevice:
+    """An op, or the overloads of one, of ``OnDevice``."""
+
+    def __init__(self, op: Callable, changes: bool, to: Callable, back: Callable) -> None:
+        self._op, self._changes, self._to, self._back = op, changes, to, back
+
+    def __getattr__(self, overload: str) -> _OpOnDevice:
+        return _OpOnDevice(getattr(self._op, overload), self._changes, self._to, self._back)
+
+    def __call__(self, *args, **kwargs):
+        given = (args, kwargs)
+        there = tree_map_only(Tensor, self._to, given)
+        result = self._op(*there[0], **there[1])
+        for mine, other in zip(tree_leaves(given), tree_leaves(there), strict=True):
+            if self._changes and isinstance(mine, Tensor):
+                mine.copy_(other)
+        return tree_map_only(Tensor, self._back, result)
 
 
 class OnCuda(OnDevice):

@@ -39,6 +39,8 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     """Takes the place of a launch."""
     options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+    # Without it, Triton 3.9 warns, and takes another default from 3.10 on.
+    assert "enable_fp_fusion" in options, self.fn.__name__
     fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
     signature = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in self.arg_names}
     constants = {(i,): given[name] for i, name in enumerate(self.arg_names) if name in fixed}

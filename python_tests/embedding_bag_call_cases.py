@@ -9,6 +9,7 @@ import torch
 from embedding_bag_cases import OPTIMIZERS
 from embedding_bag_format_cases import EncodedCase
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
+from layout_calls import OPS
 from torch import Tensor
 
 from rec_kernels.testing import same_bits
@@ -47,7 +48,7 @@ class Call:
         """The parts of the tables, under their numbers."""
         return {(name, number): table for number, table in zip(self.tables, tables, strict=True)}
 
-    def lookups(self, ops=torch.ops.rec_kernels, **options) -> Results:
+    def lookups(self, ops=OPS, **options) -> Results:
         """Output and the gradient of per_sample_weights, by feature."""
         (values, offsets, _), layout = self.case.jagged, self.encoded.layout | options
         output, _ = ops.embedding_bag(self.encoded.flat, *self.case.jagged, **layout)
@@ -60,7 +61,7 @@ class Call:
             found["gradient of factors", number] = factors[self.ids_of(f)]
         return found
 
-    def gradients(self, ops=torch.ops.rec_kernels, **options) -> Results:
+    def gradients(self, ops=OPS, **options) -> Results:
         """Dense and sparse gradients, by table, as if all tables were float32."""
         shape, layout = list(self.case.weights.shape), self.case.layout | options
         dense = ops.embedding_bag_backward_dense(self.case.grad, shape, *self.case.jagged, **layout)
@@ -76,7 +77,7 @@ class Call:
         assert (row, at) == (len(rows), len(row_grads))
         return found
 
-    def update(self, optimizer: str, ops=torch.ops.rec_kernels, rounding: str = "stochastic", **options) -> Results:
+    def update(self, optimizer: str, ops=OPS, rounding: str = "stochastic", **options) -> Results:
         """Bytes and state after a fused update, by table."""
         if optimizer in ELEMENTWISE:
             flat, state, step = self.moments[optimizer].update(rounding, ops, **options)
@@ -92,7 +93,7 @@ class Call:
                 found |= self.by_table(f"{optimizer}: {name}", split(t))
         return found
 
-    def everything(self, ops=torch.ops.rec_kernels, optimizers: Sequence[str] = ALL_OPTIMIZERS, **options) -> Results:
+    def everything(self, ops=OPS, optimizers: Sequence[str] = ALL_OPTIMIZERS, **options) -> Results:
         """What every op makes of the call."""
         found = self.lookups(ops, **options) | self.gradients(ops, **options)
         for optimizer in optimizers:

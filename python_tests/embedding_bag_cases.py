@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from hypothesis import strategies as st
+from layout_calls import OPS
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
@@ -191,7 +192,7 @@ class Case:
                 reference.rowwise_adagrad_(view, rows, mine, LR, EPS)
         return weights, state
 
-    def update(self, optimizer: str, ops=torch.ops.rec_kernels, **options) -> tuple[Tensor, Tensor, Tensor]:
+    def update(self, optimizer: str, ops=OPS, **options) -> tuple[Tensor, Tensor, Tensor]:
         """Weights, state and step after embedding_bag_backward_fused_ of ``ops``."""
         weights, state, step = self.weights.clone(), self.sum.clone(), torch.tensor(6)
         ops.embedding_bag_backward_fused_(

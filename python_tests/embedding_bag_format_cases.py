@@ -9,6 +9,7 @@ import torch
 from backends import every_backend
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases
 from hypothesis import strategies as st
+from layout_calls import OPS
 from torch import Tensor
 
 from rec_kernels.nn.tables import BAG_FORMATS
@@ -103,9 +104,7 @@ class EncodedCase:
             tables[table][row] = self.encode_row(table, row, updated[table][row], rounding)
         return flat, self.case.sum if optimizer == "sgd" else state
 
-    def update(
-        self, optimizer: str, rounding: str, ops=torch.ops.rec_kernels, **options
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def update(self, optimizer: str, rounding: str, ops=OPS, **options) -> tuple[Tensor, Tensor, Tensor]:
         """Bytes, state and step after embedding_bag_backward_fused_ of ``ops``."""
         flat, state, step = self.flat.clone(), self.case.sum.clone(), torch.tensor(options.pop("step", STEP))
         ops.embedding_bag_backward_fused_(

@@ -7,6 +7,7 @@ import functools
 import torch
 from embedding_bag_cases import EPS, LR, wide_floats
 from embedding_bag_format_cases import SEED, STEP, EncodedCase
+from layout_calls import OPS
 from torch import Tensor
 
 from rec_kernels.reference import embedding_bag as reference
@@ -79,7 +80,7 @@ class MomentCase:
         powers = torch.tensor([beta**3 for beta in BETAS])
         return {"exp_avg": self._elements(seed), "exp_avg_sq": second.abs(), "beta_powers": powers}
 
-    def update(self, rounding: str, ops=torch.ops.rec_kernels, **options) -> tuple[Tensor, State, Tensor]:
+    def update(self, rounding: str, ops=OPS, **options) -> tuple[Tensor, State, Tensor]:
         """Bytes, state and step after embedding_bag_backward_fused_ of ``ops``."""
         flat, step = self.encoded.flat.clone(), torch.tensor(STEP)
         state = {name: t.clone() for name, t in self.state.items()}

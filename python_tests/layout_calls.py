@@ -107,18 +107,18 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     """
     if op not in WITH_LAYOUT:
         return op, given
-    if given.get("layout") is not None:
-        return f"{op}.layout", given
-    if op == "row_cache_stats":
+    if op == "row_cache_stats" and given.get("layout") is None:
         rows = _numbers(given["num_embeddings"])
         records = _stats_layout(_numbers(given["row_offsets"]), rows, given["cache_tags"].device)
         return f"{op}.layout", {n: t for n, t in given.items() if n.startswith("cache_")} | records
-    if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
-        return _one_table(op, given)
     values = given.get("values", given.get("cache_tags"))
-    if given.get("embedding_dims") is None:
-        given = _with_one_table(given)
-    layout = make_layout(given, device=values.device)
+    layout = {}
+    if given.get("layout") is None:
+        if given.get("embedding_dims") is None and op in OF_ONE_TABLE:
+            return _one_table(op, given)
+        if given.get("embedding_dims") is None:
+            given = _with_one_table(given)
+        layout = make_layout(given, device=values.device)._asdict()
     call = {n: t for n, t in given.items() if n not in OF_LAYOUT}
     if op.startswith("embedding_bag_backward_") and "weights_shape" in call:
         shape = call.pop("weights_shape")
@@ -127,15 +127,19 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     if op.endswith("per_sample_weights"):
         call.pop("bounds_check", None)
     if op == "row_cache_flush_":
-        call = {n: t for n, t in call.items() if n not in ("bag_starts", "inverse", "groups", "padding_idx", "bounds_check")}
+        call = {
+            n: t for n, t in call.items() if n not in ("bag_starts", "inverse", "groups", "padding_idx", "bounds_check")
+        }
     if op.startswith("row_cache"):
         call = {n: t for n, t in call.items() if n not in ("inverse", "groups")}
-    return f"{op}.layout", call | layout._asdict()
+    return f"{op}.layout", call | layout
 
 
 def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     call = {n: t for n, t in given.items() if n not in OF_LAYOUT or n in ("pooling", "include_last_offset")}
-    call = {n: t for n, t in call.items() if not n.startswith("cache_") and n not in ("bag_starts", "inverse", "groups")}
+    call = {
+        n: t for n, t in call.items() if not n.startswith("cache_") and n not in ("bag_starts", "inverse", "groups")
+    }
     if op in ("embedding_bag", "embedding_bag_backward_per_sample_weights") and given.get("formats") is not None:
         (call["format"],), call["embedding_dim"] = given["formats"], given["embedding_dim"]
     if "weights_shape" in given:
@@ -159,3 +163,54 @@ def _stats_layout(row_offsets: list[int], rows: list[int], device) -> dict[str, 
     for name, numbers in (("row_offset", row_offsets), ("num_embeddings", rows)):
         layout.layout[:, rk.ops.table_layout.Column[name]] = torch.tensor(numbers, device=device)
     return layout._asdict()
+
+
+_BAGS = ("values", "offsets")
+_PLACES = ("cache_sets", "cache_set_starts", "cache_ways")
+#: The arguments that calls in lists give by place.
+_POSITIONAL = {
+    "embedding_bag": ("weights", *_BAGS, "per_sample_weights"),
+    "embedding_bag_tables": ("weights", "tables", *_BAGS, "per_sample_weights"),
+    "embedding_bag_fused": ("weights", "sum", "step", "lr", "token", *_BAGS, "per_sample_weights"),
+    "embedding_bag_backward_fused_": ("weights", "sum", "step", "lr", "grad", *_BAGS, "per_sample_weights"),
+    "embedding_bag_backward_dense": ("grad", "weights_shape", *_BAGS, "per_sample_weights"),
+    "embedding_bag_backward_sparse": ("grad", "weights_shape", *_BAGS, "per_sample_weights"),
+    "embedding_bag_backward_per_sample_weights": ("grad", "weights", *_BAGS),
+    "row_cache_lookup": ("cache_tags", "cache_marks", *_PLACES, *_BAGS),
+    "row_cache_insert_": (
+        *("weights", "cache_rows", "cache_offsets", "cache_tags", "cache_marks", "cache_dirty"),
+        *(*_PLACES, "cache_stamps", "cache_clock", *_BAGS),
+    ),
+    "row_cache_plan": (
+        *("cache_tags", "cache_marks", "cache_dirty", *_PLACES, "cache_stamps", "cache_clock"),
+        *_BAGS,
+    ),
+    "row_cache_flush_": (
+        *("weights", "cache_rows", "cache_offsets", "cache_tags", "cache_dirty", *_PLACES, "cache_clock"),
+    ),
+    "row_cache_stats": ("cache_tags", "cache_dirty", "row_offsets", "num_embeddings"),
+}
+
+
+class InLists:
+    """The ops of a namespace, called in lists: ``InLists(ops).embedding_bag(weights, values, offsets, **lists)``."""
+
+    def __init__(self, ops: object = torch.ops.rec_kernels) -> None:
+        self.ops = ops
+
+    def __getattr__(self, op: str):
+        if op not in WITH_LAYOUT:
+            return getattr(self.ops, op)
+
+        def call(*args: object, **given: object) -> object:
+            given |= dict(zip(_POSITIONAL[op], args, strict=False))
+            assert len(args) <= len(_POSITIONAL[op])
+            name, arguments = as_call(op, given)
+            overload = name.partition(".")[2]
+            return getattr(getattr(self.ops, op), overload)(**arguments)
+
+        call.__name__ = op
+        return call
+
+
+OPS = InLists()

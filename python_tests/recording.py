@@ -70,12 +70,12 @@ class Writer:
             self._blob += content
         return self._places[content]
 
-    def write(self, path: Path, index: object) -> None:
+    def write(self, path: Path, index: object, compression: int = zipfile.ZIP_DEFLATED) -> None:
         """Writes the entries that ``encode`` has made, in whatever lists and dictionaries they are."""
         contents = (json.dumps(index, separators=(",", ":")).encode(), bytes(self._blob))
-        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as file:
+        with zipfile.ZipFile(path, "w", compression, compresslevel=9) as file:
             for name, content in zip(_MEMBERS, contents, strict=True):
-                file.writestr(zipfile.ZipInfo(name, _EPOCH), content, zipfile.ZIP_DEFLATED)
+                file.writestr(zipfile.ZipInfo(name, _EPOCH), content, compression)
 
 
 class Reader:

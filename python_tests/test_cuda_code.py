@@ -44,10 +44,15 @@ def kernel(function: str) -> str | None:
 
 
 @pytest.fixture(scope="module")
-def resources() -> list[tuple[str, dict[str, int]]]:
+def usage() -> dict[str, str]:
+    """Registers, stack and local memory in bytes, by mangled name: "REG:72 STACK:0 ..."."""
+    return dict(re.findall(r"Function (\S+):\s+(REG:.*)", dump("-res-usage")))
+
+
+@pytest.fixture(scope="module")
+def resources(usage) -> list[tuple[str, dict[str, int]]]:
     """(kernel, its registers, stack and local memory in bytes)."""
-    found = re.findall(r"Function (\S+):\s+(REG:.*)", dump("-res-usage"))
-    usage = [(kernel(name), dict(re.findall(r"(\w+):(\d+)", text))) for name, text in found]
+    usage = [(kernel(name), dict(re.findall(r"(\w+):(\d+)", text))) for name, text in usage.items()]
     return [(name, {key: int(value) for key, value in numbers.items()}) for name, numbers in usage if name]
 
 
@@ -79,7 +84,7 @@ def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
         checked += 1
         blocks = int(match[4])
         pooled = 2 if blocks == 4 else 4
-        in_flight = {"finish_short": 4, "finish_long": 1, "sum_products": 2 * 4 // blocks}
+        in_flight = {"finish_short": pooled, "finish_long": 1, "sum_products": 2 * 4 // blocks}
         loads = in_flight.get(match[1], pooled) * blocks
         assert len(re.findall(r"\bLDG\.E\.(?:\w+\.)*128", code)) >= loads, function
         assert len(re.findall(r"\bSTG\.E\.(?:\w+\.)*128", code)) >= blocks, function
@@ -119,3 +124,56 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
         assert most_loads_on_their_way(code) >= max((rows - 1) * loads, loads + 1), function
         assert not re.search(r"\bLD\.E", code), function  # of an address that may be of any memory
     assert checked >= 7 * (12 + 3 + 2)
+
+
+# A lookup of rows of 65 to 128 columns, pool_kernel<FORMAT, 32, 1, weighted>: loads of a lane for a row; then the most
+# instructions for four rows and registers, and the fewest resident blocks and bytes of a lane before it first waits.
+LOOKUPS = {
+    ("Fp32", "false"): (1, 50, 72, 3, 64),
+    ("Fp32", "true"): (1, 54, 72, 3, 64),
+    ("Fp16", "false"): (1, 78, 64, 4, 56),
+    ("Fp16", "true"): (1, 82, 80, 3, 64),
+    ("Bf16", "false"): (1, 63, 64, 4, 64),
+    ("Bf16", "true"): (1, 67, 80, 3, 64),
+    ("Affine<8>", "false"): (3, 120, 80, 3, 84),
+    ("Affine<8>", "true"): (3, 128, 72, 3, 48),
+    ("Affine<4>", "false"): (3, 148, 72, 3, 48),
+    ("SharedMicroexponents<7>", "false"): (3, 268, 80, 3, 48),
+    ("SharedMicroexponents<4>", "false"): (4, 290, 80, 3, 20),
+    ("SharedMicroexponents<2>", "false"): (4, 298, 72, 3, 16),
+}
+# Updates of rows that were read at most 64 times: the fewest resident blocks, by kernel without its format.
+UPDATES = {
+    r"<32, 1, UpdateTarget<\w+>>": 3,
+    r"<32, 4, UpdateTarget<\w+>>": 2,
+    r"<(8|32), 1, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 3,
+    r"<32, 4, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 2,
+}
+
+
+def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
+    """A change that needs more than its ceiling says so here, and in docs/results.md."""
+    wanted = re.compile(r"11pool_kernel.*Li32ELi1ELb")
+    kernels = [machine_code.compiled(s, usage[s], code) for s, code in functions if wanted.search(s)]
+    for (format, weighted), (loads, instructions, registers, blocks, waited) in LOOKUPS.items():
+        k = machine_code.find(kernels, f"pool_kernel<{format}, 32, 1, {weighted}>")
+        rows = k.loop.loads // loads
+        assert rows in (4, 8), k
+        at_most = (4 * k.loop.instructions / rows, k.registers, k.spills)
+        at_least = (k.blocks, k.loop.first_wait_bytes)
+        assert all(here <= limit for here, limit in zip(at_most, (instructions, registers, 0), strict=True)), k
+        assert all(here >= limit for here, limit in zip(at_least, (blocks, waited), strict=True)), k
+
+
+def test_updates_share_a_multiprocessor(usage) -> None:
+    checked = set()
+    for symbol, text in usage.items():
+        if "19finish_short_kernel" not in symbol:
+            continue
+        k = machine_code.compiled(symbol, text, "")
+        for pattern, blocks in UPDATES.items():
+            if re.fullmatch("finish_short_kernel" + pattern, k.name):
+                checked.add(pattern)
+                assert k.blocks >= blocks, k
+                assert k.stack == 0, k
+    assert checked == set(UPDATES)

@@ -158,6 +158,14 @@ def test_reports_of_other_records(run):
         report.write(run)
 
 
+def test_reports_of_paths_that_are_no_text(run):
+    settings = json.loads((run / "config.json").read_text())
+    settings["config"]["data_dir"] = "\udcff"
+    (run / "config.json").write_text(json.dumps(settings))
+    report.write(run)
+    assert "data_dir" in (run / "report.html").read_text()
+
+
 def test_comparisons_begin_a_run_with_other_records_anew(tmp_path):
     base = TrainConfig(data="dlrm_tiny:tiny", batch_size=200, runs_dir=str(tmp_path))
     plan = compare.plan(["a", "b:lr=0.1"], base, "1", "both")

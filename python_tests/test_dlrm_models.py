@@ -202,11 +202,11 @@ def test_a_run_from_before_there_were_models(data: Synthetic, tmp_path: Path) ->
     ("option", "value", "allowed"),
     [
         ("model", "dcn", "dlrm, dcnv2 or wukong"),
-        ("cross_layers", 0, "1 or more"),
-        ("cross_rank", 0, "1 or more"),
-        ("wukong_layers", 0, "1 or more"),
-        ("wukong_features", -1, "1 or more"),
-        ("wukong_factors", 0, "1 or more"),
+        ("cross_layers", 0, "1 or more, below 2**63"),
+        ("cross_rank", 0, "1 or more, below 2**63"),
+        ("wukong_layers", 0, "1 or more, below 2**63"),
+        ("wukong_features", -1, "1 or more, below 2**63"),
+        ("wukong_factors", 0, "1 or more, below 2**63"),
         ("wukong_hidden", (3, 0), "widths of 1 or more"),
     ],
 )

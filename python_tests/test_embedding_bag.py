@@ -7,11 +7,12 @@ import torch
 from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
 from hypothesis import given, settings
+from layout_calls import OPS
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rec_kernels.testing import same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 INT64_MAX = torch.iinfo(torch.int64).max
 
 

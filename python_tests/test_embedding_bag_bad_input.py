@@ -7,10 +7,13 @@ import re
 import pytest
 import torch
 from embedding_bag_cases import make_case
+from layout_calls import OF_LAYOUT, OPS, as_call, make_layout
 
+from rec_kernels.ops.autograd import overload_of, signature_of
+from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits, use_threads
 
-ops = torch.ops.rec_kernels
+ops = OPS
 FAMILY = [
     "embedding_bag",
     "embedding_bag_tables",
@@ -21,7 +24,7 @@ FAMILY = [
     "embedding_bag_backward_per_sample_weights",
 ]
 INT64_MAX = torch.iinfo(torch.int64).max
-LAYOUT = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets"]
+LAYOUT = ["weight_offsets", "row_offsets", "num_embeddings", "embedding_dims"]
 
 
 WRITTEN = ("weights", "sum", "step", "exp_avg", "exp_avg_sq", "beta_powers")
@@ -35,7 +38,6 @@ def arguments() -> dict[str, object]:
     return layout | {
         "padding_idx": -1,
         "weights": case.weights,
-        "weights_shape": [len(case.weights)],
         "tables": case.split(case.weights),
         "values": case.values,
         "offsets": case.offsets,
@@ -51,15 +53,20 @@ def arguments() -> dict[str, object]:
     }
 
 
+def taken(op: str) -> list[str]:
+    """The arguments of an op with a layout."""
+    return list(signature_of(f"{op}.layout"))
+
+
 def call(op: str, given: dict[str, object]) -> object:
-    """Calls an op with those of the arguments that its schema has."""
-    names = [a.name for a in getattr(ops, op).default._schema.arguments]
-    return getattr(ops, op)(**{name: given[name] for name in names if name in given})
+    """Calls an op with those of the arguments that its schema has, and the layout that the others describe."""
+    name, arguments = as_call(op, given)
+    return overload_of(name)(**{n: a for n, a in arguments.items() if n in signature_of(name)})
 
 
 def takers(name: str) -> list[str]:
-    """The ops that have an argument."""
-    return [op for op in FAMILY if name in [a.name for a in getattr(ops, op).default._schema.arguments]]
+    """The ops that have an argument, or whose layout does."""
+    return [op for op in FAMILY if name in OF_LAYOUT or name in taken(op)]
 
 
 def check_refused(op: str, changes: dict[str, object], error: type[Exception], message: str) -> None:
@@ -96,8 +103,10 @@ def _ids(position: int, value: int) -> dict[str, object]:
 )
 def test_id_out_of_range(position: int, value: int, place: str) -> None:
     """IndexError with the id's position, value, feature, bag and range, from forward and backward alike."""
-    for op in FAMILY:
+    for op in takers("bounds_check"):
         check_refused(op, _ids(position, value), IndexError, place)
+    factors = "embedding_bag_backward_per_sample_weights"  # has no bounds_check: the forward has raised
+    assert call(factors, arguments() | _ids(position, value))[position] == 0
 
 
 def test_first_bad_id_is_named() -> None:
@@ -156,7 +165,7 @@ def test_offsets_lead_out_of_a_feature(changes: dict[int, int], place: str) -> N
     values, offsets = torch.zeros(80_000, dtype=torch.int64), torch.arange(0, 80_001, 4)
     for i, offset in changes.items():
         offsets[i] = offset
-    layout = dict(zip(LAYOUT, torch.tensor([[0, 16], [0, 4], [4, 4], [4, 4], [0, 4]]), strict=True))
+    layout = dict(zip(LAYOUT, torch.tensor([[0, 16], [0, 4], [4, 4], [4, 4]]), strict=True))
     options = {"output_dim": 8, "bounds_check": "ignore"}
     with pytest.raises(ValueError, match=re.escape(place)):
         ops.embedding_bag_backward_dense(torch.ones(10_000, 8), [32], values, offsets, **layout, **options)
@@ -222,49 +231,24 @@ BAD_ARGUMENTS = [
     ("weights", lambda t: t.half(), "weights must be float32, got float16"),
     ("weights", lambda t: t[None], "weights must have 1 dimension(s), got shape [1, 176]"),
     ("weights", lambda t: torch.stack([t, t], 1)[:, 0], "weights must be contiguous"),
-    ("weights_shape", lambda s: [*s, 1], "weights_shape must have 1 element(s), got 2"),
-    ("weights_shape", lambda s: [175], "does not fit in 175 weights"),
     ("tables", lambda t: t[:1], "weights must have 80 elements, the tables one after the other"),
     (
         "tables",
         lambda t: t[::-1],
-        "weight_offsets[0] = 0, row_offsets[0] = 0 (5 x 16) is the place of none of the tables",
+        "layout[0]: weight_offset 0 and row_offset 0 (5 x 16) are the place of none of the tables",
     ),
     ("tables", lambda t: [t[0].reshape(-1), t[1]], "tables must have 2 dimension(s), got shape [80]"),
-    ("embedding_dims", lambda t: t[None], "embedding_dims must have 1 dimension(s), got shape [1, 3]"),
     ("embedding_dims", lambda t: torch.tensor([0, 32, 16]), "embedding_dims[0] = 0 must be in [1, 2^31)"),
     ("embedding_dims", lambda t: torch.tensor([16, 2**31, 16]), f"embedding_dims[1] = {2**31} must be in [1, 2^31)"),
     ("num_embeddings", lambda t: torch.tensor([5, -1, 5]), "num_embeddings[1] = -1 must not be negative"),
-    (
-        "num_embeddings",
-        lambda t: torch.tensor([5, 4, 5]),
-        "table of feature 1 (4 x 32 at weight_offsets[1] = 80) does not",
-    ),
-    ("num_embeddings", lambda t: torch.tensor([5, 2**62, 5]), f"table of feature 1 ({2**62} x 32 at"),
     ("row_offsets", lambda t: torch.tensor([0, -1, 0]), "row_offsets[1] = -1 must be in [0, 2^63 - num_embeddings[1])"),
     ("row_offsets", lambda t: torch.tensor([0, INT64_MAX, 0]), f"row_offsets[1] = {INT64_MAX} must be in [0, 2^63"),
-    ("weight_offsets", lambda t: torch.tensor([0, -1, 0]), "weight_offsets[1] = -1 must be in [0, 176]"),
-    ("weight_offsets", lambda t: torch.tensor([0, 177, 0]), "weight_offsets[1] = 177 must be in [0, 176]"),
-    (
-        "weight_offsets",
-        lambda t: torch.tensor([0, 81, 0]),
-        "table of feature 1 (3 x 32 at weight_offsets[1] = 81) does",
-    ),
-    (
-        "output_offsets",
-        lambda t: torch.tensor([0, 17, 48]),
-        "output_offsets[1] = 17 must be 16, the sum of the embedding_d",
-    ),
-    ("num_rows", lambda n: 7, "num_rows = 7 must be 0 or 8, the most of row_offsets + num_embeddings, or more"),
-    (
-        "max_embedding_dim",
-        lambda n: 31,
-        "max_embedding_dim = 31 must be 0 or 32, the largest of embedding_dims, or more",
-    ),
-    ("output_dim", lambda n: 65, "output_dim = 65 must be 64, the columns of all features"),
-    ("mean", lambda t: t.long(), "mean must be bool, got int64"),
-    ("mean", lambda t: t[1:], "mean must have shape [3], got [2]"),
-    ("pooling", lambda _: "max", 'pooling must be "sum" or "mean", got "max"'),
+    ("weight_offsets", lambda t: torch.tensor([0, -1, 0]), "weight_offsets[1] = -1 must be in [0, 2^62)"),
+    ("weight_offsets", lambda t: torch.tensor([0, 177, 0]), "layout[1]: the table must lie in weights"),
+    ("weight_offsets", lambda t: torch.tensor([0, 81, 0]), "layout[1]: the table must lie in weights"),
+    ("weight_offsets", lambda t: t[1:], "weight_offsets must have an element for each of the 3 parts, got 2"),
+    ("num_rows", lambda n: 7, "num_rows = 7 must be 8, the most of row_offsets + num_embeddings, or more"),
+    ("mean", lambda t: t[1:], "mean must have an element for each of the 3 features, got 2"),
     ("bounds_check", lambda _: "warn", 'bounds_check must be "error", "ignore" or "none", got "warn"'),
     ("grad", lambda t: t[:, 1:], "grad must have shape [2, 64], got [2, 63]"),
     ("grad", lambda t: t[:1], "grad must have shape [2, 64], got [1, 64]"),
@@ -283,7 +267,6 @@ BAD_ARGUMENTS = [
     ("eps", lambda _: 1e39, "eps = 1e+39 must be at least 0, and finite as float32"),
     ("beta1", lambda _: 1.0, "beta1 and beta2 must be in [0, 1) as float32, got 1 and 0.999"),
     ("beta2", lambda _: -0.5, "beta1 and beta2 must be in [0, 1) as float32, got 0.9 and -0.5"),
-    ("moment_offsets", lambda _: torch.zeros(3, dtype=torch.int64), "moment_offsets must not be given"),
     ("sum", lambda t: t[None], "sum must have 1 dimension(s), got shape [1, 8]"),
     ("sum", lambda t: t.double(), "sum must be float32, got float64"),
     ("sum", lambda t: torch.ones(8, 2)[:, 0], "sum must be contiguous"),
@@ -307,19 +290,44 @@ def test_bad_argument(name: str, change, message: str) -> None:
         check_refused(op, {name: change(arguments().get(name))}, ValueError, message)
 
 
-@pytest.mark.parametrize("name", LAYOUT)
-def test_bad_layout_tensor(name: str) -> None:
-    """Missing, of the wrong length, dtype or layout in memory."""
-    good = arguments()[name]
-    missing = [] if name == "embedding_dims" else [(None, f"{name} is missing")]  # that one says if there is a layout
-    for bad, message in (
-        *missing,
-        (good[1:], "must have shape ["),
-        (good.int(), f"{name} must be int64, got int32"),
-        (torch.stack([good, good], 1)[:, 0], f"{name} must be contiguous"),
-    ):
-        for op in FAMILY:
-            check_refused(op, {name: bad}, ValueError, message)
+@pytest.mark.parametrize("op", FAMILY)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t[:, 1:], "layout must have shape [3, 25], got [3, 24]"),
+        (lambda t: t.int(), "layout must be int64, got int32"),
+        (lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
+        (lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
+        (lambda t: _changed(t, "row_offset", 4), "layout[2]: by_row must name the parts by their rows"),
+        (lambda t: _changed(t, "row_offset", 6), "layout[1]: row_offset and num_embeddings must describe rows below"),
+        (lambda t: _changed(t, "embedding_dim", 33), "layout[1]: embedding_dim must be at least 1, and at most"),
+        (lambda t: _changed(t, "num_embeddings", 4), "layout[1]: row_offset and num_embeddings must describe rows"),
+        (lambda t: _changed(t, "weight_offset", 4 * 81), "layout[1]: the table must lie in weights"),
+        (lambda t: _changed(t, "column", 17), "layout[1]: column and part_column must be those behind the part before"),
+        (lambda t: _changed(t, "feature", 2), "layout[1]: feature and part_start must name the features in order"),
+        (lambda t: _changed(t, "part_start", 2), "layout[0]: feature and part_start must name the features in order"),
+        (lambda t: _changed(t, "modulus", 0), "layout[1]: id_limit, divisor and modulus must lead to rows"),
+        (lambda t: _changed(t, "mean", 1), "layout[1]: id_limit, combine, mean and frozen must be those"),
+        (lambda t: _changed(t, "table_id", 65536), "layout[1]: table_id must be in [0, 65536)"),
+        (lambda t: _changed(t, "first_row", -1), "layout[1]: first_row and first_column must lie in the whole table"),
+    ],
+)
+def test_forged_layout(op: str, change, message: str) -> None:
+    """A layout that ``rk.table_layout`` would not make: the op says which record is wrong, and changes nothing."""
+    given = arguments()
+    good = make_layout(given)
+    given = {n: a for n, a in given.items() if n not in OF_LAYOUT} | good._asdict()
+    written = {name: given[name].clone() for name in WRITTEN if given.get(name) is not None}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(op, given | {"layout": change(good.layout)})
+    assert all(same_bits(given[name], t) for name, t in written.items())
+
+
+def _changed(layout: torch.Tensor, column: str, number: int) -> torch.Tensor:
+    """The layout with another number in part 1."""
+    layout = layout.clone()
+    layout[1, Column[column]] = number
+    return layout
 
 
 def adam(**changes: object) -> dict[str, object]:
@@ -339,8 +347,10 @@ def adam(**changes: object) -> dict[str, object]:
         ({"exp_avg": torch.ones(176).double()}, "exp_avg must be float32, got float64"),
         ({"exp_avg_sq": torch.ones(11, 16)}, "exp_avg_sq must have 1 dimension(s), got shape [11, 16]"),
         ({"exp_avg_sq": torch.ones(177)}, "exp_avg_sq must have as many elements as exp_avg"),
-        ({"moment_offsets": None}, "moment_offsets must be given"),
-        ({"moment_offsets": torch.tensor([0, 80])}, "moment_offsets must have shape [3], got [2]"),
+        (
+            {"moment_offsets": torch.tensor([0, 80])},
+            "state_offsets must have an element for each of the 3 parts, got 2",
+        ),
         (
             {"optimizer": "rowwise_adam", "exp_avg_sq": torch.ones(7)},
             "exp_avg_sq must have one element per row (8), got 7",
@@ -348,17 +358,17 @@ def adam(**changes: object) -> dict[str, object]:
         ({"optimizer": "adagrad", "sum": torch.ones(176)}, 'exp_avg must not be given for optimizer "adagrad"'),
         (
             {"moment_offsets": torch.tensor([0, 81, 0])},
-            "moment_offsets[1] = 81: the state of feature 1's table",
+            "layout[1]: state_offset: the table's state must lie in the optimizer's",
         ),
         (
             {"moment_offsets": torch.tensor([-1, 80, -1])},
-            "moment_offsets[0] = -1: the state of feature 0's table",
+            "state_offsets[0] = -1 must be in [0, 2^62)",
         ),
-        ({"moment_offsets": torch.tensor([0, 79, 0])}, "moment_offsets[1] = 79 lies in the table of feature"),
+        ({"moment_offsets": torch.tensor([0, 79, 0])}, "state_offsets[1] = 79 lies in the table of feature"),
         (
             {name: torch.ones(256) for name in ("exp_avg", "exp_avg_sq")}
             | {"moment_offsets": torch.tensor([0, 80, 176])},
-            "moment_offsets[2] = 176 must be 0, that of feature 0, which reads the same table",
+            "state_offsets[2] = 176 must be 0, that of feature 0, which reads the same table",
         ),
     ],
 )
@@ -390,19 +400,19 @@ def test_short_state() -> None:
 def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None:
     """Features share a whole table or nothing: two threads would otherwise write the same rows."""
     changes = {name: torch.tensor(n) for name, n in changes.items()} | {"sum": torch.ones(13)}
-    for op in FAMILY:
-        if op.startswith("embedding_bag_backward") and op != "embedding_bag_backward_per_sample_weights":
-            check_refused(op, changes, ValueError, message)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_layout(arguments() | changes)
 
 
 @pytest.mark.parametrize("op", FAMILY)
 def test_other_device(op: str) -> None:
     """One tensor on the meta device, every one in turn: refused, not answered with memory that nobody wrote."""
     given = arguments()
-    names = [a.name for a in getattr(ops, op).default._schema.arguments]
-    tensors = [n for n in names if isinstance(given.get(n), torch.Tensor)]
-    for name in tensors:
-        check_refused(op, {name: given[name].to("meta")}, ValueError, "same device")
+    given = {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
+    for name in taken(op):
+        if isinstance(given.get(name), torch.Tensor):
+            with pytest.raises(ValueError, match="same device"):
+                call(op, given | {name: given[name].to("meta")})
 
 
 def test_strided_inputs_are_read_as_they_are() -> None:
@@ -419,15 +429,6 @@ def test_strided_inputs_are_read_as_they_are() -> None:
                 found = (found,) if isinstance(found, torch.Tensor) else (found or ())
                 results.append([*found, mine["weights"], mine["sum"], mine["step"]])
             assert all(map(same_bits, *results)), (op, name)
-
-
-def test_layout_arguments_without_embedding_dims() -> None:
-    """A single table takes no layout."""
-    message = "embedding_dims is missing: other layout arguments mean nothing without it"
-    numbers = [{n: torch.zeros(1).long()} for n in ("row_offsets", "divisors", "moduli", "id_limits", "combine")]
-    for extra in ({"mean": torch.tensor([True])}, {"output_dim": 4}, *numbers):
-        with pytest.raises(ValueError, match=message):
-            ops.embedding_bag(torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1]), **extra)
 
 
 def test_table_without_columns() -> None:

@@ -47,7 +47,9 @@ def late() -> Iterator[None]:
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         for op in OPS:
-            library.impl(op, getattr(ops, op).default, "CPU")
+            packet = getattr(ops.ops, op)
+            for name in packet.overloads():
+                library.impl(op if name == "default" else f"{op}.{name}", getattr(packet, name), "CPU")
         patch.setattr(bounds, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
         patch.setattr(selected, "_tells_late", lambda _: True)
         try:

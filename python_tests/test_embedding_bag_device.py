@@ -6,7 +6,9 @@ import pytest
 import torch
 from backends import device_backends
 from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
+from layout_calls import make_layout
 
+from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits
 
 INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -16,12 +18,11 @@ def case_of_two_tables(**changes) -> Case:
     return make_case([(5, 16), (3, 33)], [0, 1, 0], [3, 2, 0, 4, 1, 2] * 1, seed=1, **changes)
 
 
-def changed_layout(case: Case, name: str, place: int, value: int) -> dict:
-    """With num_rows and max_embedding_dim, so that nobody but the device sees it; one number is another."""
-    layout = case.layout | {"num_rows": len(case.sum), "max_embedding_dim": 33}
-    layout[name] = layout[name].clone()
-    layout[name][place] = value
-    return layout
+def forged(case: Case, column: str, place: int, value: int) -> dict:
+    """A layout that ``rk.table_layout`` would not make: one number is another."""
+    layout = make_layout(case.layout)
+    layout.layout[place, Column[column]] = value
+    return layout._asdict() | {"padding_idx": case.padding_idx}
 
 
 def unchanged(case: Case, found: tuple) -> bool:
@@ -96,25 +97,34 @@ def test_bad_offsets_are_noted_and_nothing_outside_is_touched(offsets: list[int]
 
 
 @pytest.mark.parametrize(
-    ("name", "place", "value"),
+    ("column", "place", "value"),
     [
-        ("weight_offsets", 1, -1),
-        ("weight_offsets", 1, 81),
-        ("weight_offsets", 0, 2**62),
+        ("weight_offset", 1, -4),
+        ("weight_offset", 1, 4 * 81),
+        ("weight_offset", 1, 4 * 80 + 1),
+        ("weight_offset", 0, 2**62),
         ("num_embeddings", 1, 2**62),
         ("num_embeddings", 0, -1),
-        ("embedding_dims", 1, 0),
-        ("embedding_dims", 0, 2**40),
-        ("row_offsets", 2, -1),
-        ("row_offsets", 1, INT64_MAX),
-        ("output_offsets", 1, 15),
-        ("output_offsets", 2, 2**40),
+        ("embedding_dim", 1, 0),
+        ("embedding_dim", 0, 2**40),
+        ("row_offset", 2, -1),
+        ("row_offset", 1, INT64_MAX),
+        ("row_offset", 1, 3),
+        ("row_offset", 2, 1),
+        ("column", 1, 15),
+        ("column", 2, 2**40),
+        ("format", 1, 3),
+        ("format", 1, -1),
+        ("table_id", 0, 65536),
+        ("by_row", 1, 1),
+        ("part_start", 1, 0),
+        ("feature", 2, 7),
     ],
 )
-def test_bad_layouts_are_noted_and_nothing_is_touched(name: str, place: int, value: int) -> None:
+def test_bad_layouts_are_noted_and_nothing_is_touched(column: str, place: int, value: int) -> None:
     """Lookups give nothing, updates change nothing, gradients are zero."""
     case = case_of_two_tables()
-    layout = changed_layout(case, name, place, value)
+    layout = forged(case, column, place, value)
     for backend in device_backends():
         _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
         assert status[0].item() == INT64_MIN, backend.name
@@ -122,46 +132,31 @@ def test_bad_layouts_are_noted_and_nothing_is_touched(name: str, place: int, val
         rate = torch.tensor(LR)
         backend.ops.embedding_bag_backward_fused_(weights, state, step, rate, case.grad, *case.jagged, **layout)
         assert unchanged(case, (weights, state, step)), backend.name
-        shape = list(case.weights.shape)
-        assert not backend.ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout).any()
-
-
-@pytest.mark.parametrize(
-    ("name", "place", "value"), [("row_offsets", 1, 3), ("row_offsets", 2, 1), ("weight_offsets", 1, 64)]
-)
-def test_tables_that_overlap_in_part_are_not_updated(name: str, place: int, value: int) -> None:
-    """Lookups of such a layout are well defined; two groups would write the rows that two tables have in common."""
-    case = case_of_two_tables()
-    layout = changed_layout(case, name, place, value)
-    for backend in device_backends():
-        _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
-        assert status[0].item() == INT64_MAX, backend.name
-        weights, state, step = case.weights.clone(), case.sum.clone(), torch.tensor(6)
-        bags = (torch.tensor(LR), case.grad, *case.jagged)
-        backend.ops.embedding_bag_backward_fused_(weights, state, step, *bags, **layout)
-        assert unchanged(case, (weights, state, step)), backend.name
+        given = {"weights": case.weights, **layout}
+        arguments = (case.grad, list(case.weights.shape), *case.jagged)
+        assert not backend.ops.embedding_bag_backward_dense(*arguments, **given).any()
 
 
 @pytest.mark.parametrize("number", [2, 64, 65, 300])
-def test_any_two_of_many_tables_may_overlap(number: int) -> None:
-    """The first and the last, neighbours, or two in the middle."""
+def test_rows_of_any_two_of_many_tables_may_overlap(number: int) -> None:
+    """The first and the last, neighbours, or two in the middle: two groups would write what they have in common."""
     case = make_case([(2, 4)] * number, list(range(number)), [1] * number, seed=number)
-    rows, told = case.layout["row_offsets"], {"num_rows": len(case.sum), "max_embedding_dim": 4}
+    rows = case.layout["row_offsets"].tolist()
     for backend in device_backends():
-        case.layout["row_offsets"] = rows
-        assert not unchanged(case, case.update("sgd", backend.ops, **told)), backend.name
+        assert not unchanged(case, case.update("sgd", backend.ops)), backend.name
         for one, other in ((0, number - 1), (number - 2, number - 1), (number // 2 - 1, number // 2)):
-            case.layout["row_offsets"] = rows.clone()
-            case.layout["row_offsets"][other] = rows[one] + 1
-            assert unchanged(case, case.update("sgd", backend.ops, **told)), (backend.name, one, other)
+            weights, step, rate = case.weights.clone(), torch.tensor(6), torch.tensor(LR)
+            layout = forged(case, "row_offset", other, rows[one] + 1)
+            bags = (case.grad, *case.jagged)
+            backend.ops.embedding_bag_backward_fused_(weights, None, step, rate, *bags, optimizer="sgd", **layout)
+            assert unchanged(case, (weights, case.sum, step)), (backend.name, one, other)
 
 
-def test_num_rows_and_max_embedding_dim_change_no_bit() -> None:
-    """Given, larger than needed, or left out."""
+def test_num_rows_changes_no_bit() -> None:
+    """The least, or larger than needed."""
     case = make_case([(5, 16), (3, 130)], [0, 1, 0], [70, 2, 0, 90, 1, 2], mean=[True, False, False], seed=2)
     expected = case.update("rowwise_adagrad")
-    given = {"num_rows": len(case.sum), "max_embedding_dim": 130}
     for backend in device_backends():
-        for options in ({}, given, given | {"max_embedding_dim": 600}):
+        for options in ({}, {"num_rows": len(case.sum)}):
             found = case.update("rowwise_adagrad", backend.ops, **options)
             assert all(map(same_bits, found, expected)), (backend.name, options)

@@ -21,12 +21,13 @@ from embedding_bag_format_cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_calls import OPS
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import flush_denormals, same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 INTEGERS = ("int8", "int4")
 
 

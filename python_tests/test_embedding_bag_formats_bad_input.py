@@ -9,13 +9,14 @@ import torch
 from backends import emulated
 from embedding_bag_cases import make_case
 from embedding_bag_format_cases import EncodedCase
+from layout_calls import OPS
 from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 TAKE_BYTES = [
     "embedding_bag",
     "embedding_bag_fused",

@@ -8,6 +8,7 @@ import pytest
 import torch
 from embedding_bag_cases import LR, make_case
 from embedding_bag_format_cases import every_format_once
+from layout_calls import OPS
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -15,7 +16,7 @@ import rec_kernels as rk
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 ROWS, DIM = 30, 21
 HALVES = [torch.float16, torch.bfloat16]
 IDS, OFFSETS = torch.tensor([0, 29, 3, 3, 7, 11, 2]), torch.tensor([0, 2, 2, 6])

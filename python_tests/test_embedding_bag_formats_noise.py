@@ -7,13 +7,14 @@ import torch
 from backends import every_backend
 from embedding_bag_cases import LR, Case, make_case
 from embedding_bag_format_cases import STEP, EncodedCase, every_format_once
+from layout_calls import OPS
 from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.testing import same_bits, use_threads
 
-ops = torch.ops.rec_kernels
+ops = OPS
 NARROW = [f for f in BAG_FORMATS if f != "fp32"]
 
 

@@ -286,7 +286,7 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
         train(one)
         one.freeze("f1")
     state = {name: t.clone() for name, t in collection.state_dict().items()}
-    kept = {name: collection._buffers[name].clone() for name in ("_seed", "_mean", "_frozen", "_embedding_dims")}
+    kept = {name: collection._buffers[name].clone() for name in ("_seed", "_layout_records")}
 
     def filled(t: Tensor) -> Tensor:  # what to_empty() does, in memory that holds something
         return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)

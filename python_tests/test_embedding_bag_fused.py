@@ -6,10 +6,11 @@ import pytest
 import torch
 from backends import every_backend
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
+from layout_calls import OPS
 
 from rec_kernels.testing import flush_denormals, same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 INT64_MAX = torch.iinfo(torch.int64).max
 
 

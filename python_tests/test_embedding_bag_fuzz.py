@@ -9,14 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 from backends import Backend, device_backends
 from embedding_bag_fuzz import BadCall, bad_call, check
 from embedding_bag_samples import Sample
+from layout_calls import OPS
 
 from rec_kernels.testing import use_threads
 
-CPU = Backend("cpu", torch.ops.rec_kernels)
+CPU = Backend("cpu", OPS)
 
 
 @functools.cache
@@ -98,7 +98,7 @@ def test_failures_say_what_the_call_was() -> None:
 
     class Trusting:
         def __getattr__(self, name: str) -> Callable:
-            op = getattr(torch.ops.rec_kernels, name)
+            op = getattr(OPS, name)
             return lambda *args, **kwargs: op(*args, **(kwargs | {"bounds_check": "ignore"}))
 
     call = BadCall(Sample([(3, 4, "int8")], [(0, "sum")], [[2, 0]]), values=[(1, 3)])

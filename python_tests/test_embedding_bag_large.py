@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 from backends import every_backend
 from embedding_bag_cases import Case, make_case, wide_floats
+from layout_calls import OPS
 
 from rec_kernels import testing
 from rec_kernels.testing import assert_same_sum, same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 TABLES = [(3000, 16), (700, 64), (50, 128), (5000, 100), (90, 3), (40, 300)]
 FEATURES = [0, 1, 2, 3, 4, 5, 1, 3]
 BATCH = 384

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from layout_calls import OPS
 from test_embedding_bag_module import KEYS, assert_same, batch, copied, is_tied, make, train
 from torch import Tensor
 
@@ -202,7 +203,7 @@ def test_state_dtype_is_checked() -> None:
     weight, ids, offsets = torch.zeros(2, 4), torch.tensor([1]), torch.tensor([0, 1])
     given = (torch.tensor(0), torch.tensor(0.1), torch.zeros(1, 4), ids, offsets)
     moments = {"exp_avg": torch.zeros(8).bfloat16(), "exp_avg_sq": torch.zeros(8), "beta_powers": torch.ones(2)}
-    update = torch.ops.rec_kernels.embedding_bag_backward_fused_
+    update = OPS.embedding_bag_backward_fused_
     with pytest.raises(ValueError, match="exp_avg_sq must have exp_avg's dtype"):
         update(weight, None, *given, optimizer="adam", **moments)
     with pytest.raises(ValueError, match="sum must be float32"):

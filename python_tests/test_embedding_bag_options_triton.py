@@ -11,14 +11,18 @@ import pytest
 import torch
 from backends import PASSED
 from embedding_bag_cases import make_case
+from layout_calls import OPS
 from test_embedding_bag_strides import _two_features
 
 import rec_kernels as rk
+from rec_kernels._triton_versions import UnsupportedTritonError
+from rec_kernels.ops import in_triton
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 
@@ -33,19 +37,19 @@ def test_other_device_and_other_arguments() -> None:
     """One tensor on another device is refused; so are rows of bytes, and an argument that the op does not have."""
     table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
     with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
-        triton.embedding_bag(table, values, offsets.to("meta"))
+        LISTED.embedding_bag(table, values, offsets.to("meta"))
     with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
-        triton.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
+        LISTED.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
     with pytest.raises(TypeError, match="weight_ofsets"):
-        triton.embedding_bag(table, values, offsets, weight_ofsets=None)
+        LISTED.embedding_bag(table, values, offsets, weight_ofsets=None)
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
-        triton.embedding_bag(table, values, pooling="sum")
+        LISTED.embedding_bag(table, values, pooling="sum")
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
-        triton.embedding_bag(table, values, offset=offsets)  # as many as there should be
+        LISTED.embedding_bag(table, values, offset=offsets)  # as many as there should be
     with pytest.raises(TypeError, match="multiple values for argument 'values'"):
-        triton.embedding_bag(table, values, offsets, values=values)
+        LISTED.embedding_bag(table, values, offsets, values=values)
     with pytest.raises(TypeError, match="too many positional arguments"):
-        triton.embedding_bag(table, values, offsets, *[None] * 99)
+        LISTED.embedding_bag(table, values, offsets, *[None] * 99)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -53,11 +57,11 @@ def test_output_dtype(dtype: torch.dtype) -> None:
     """The float32 sum, rounded."""
     case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
     given = _moved({"weights": case.weights, "values": case.values, "offsets": case.offsets} | case.layout)
-    whole, _ = triton.embedding_bag(**given)
-    found, _ = triton.embedding_bag(**given, output_dtype=dtype)
+    whole, _ = LISTED.embedding_bag(**given)
+    found, _ = LISTED.embedding_bag(**given, output_dtype=dtype)
     assert torch.equal(found, whole.to(dtype))
     with pytest.raises(ValueError, match="output_dtype must be"):
-        triton.embedding_bag(**given, output_dtype=torch.float64)
+        LISTED.embedding_bag(**given, output_dtype=torch.float64)
     PASSED["triton"] += 1
 
 
@@ -67,16 +71,16 @@ def test_frozen_features(frozen: list[bool]) -> None:
     case = make_case([(5, 18), (3, 7)], [0, 1, 0], [2, 0, 3, 1, 4, 2], mean=[True, False, False], seed=3)
     mask, shape = torch.tensor(frozen), list(case.weights.shape)
     bags = {"values": case.values, "offsets": case.offsets, "frozen": mask} | case.layout
-    given, cpu = _moved(bags | {"grad": case.grad}), torch.ops.rec_kernels
-    dense = triton.embedding_bag_backward_dense(weights_shape=shape, **given)
+    given, cpu = _moved(bags | {"grad": case.grad}), OPS
+    dense = LISTED.embedding_bag_backward_dense(weights_shape=shape, **given)
     expected = cpu.embedding_bag_backward_dense(weights_shape=shape, **bags, grad=case.grad)
     torch.testing.assert_close(dense.cpu(), expected)
-    rows, _, counts = triton.embedding_bag_backward_sparse(weights_shape=shape, **given)
+    rows, _, counts = LISTED.embedding_bag_backward_sparse(weights_shape=shape, **given)
     sparse = cpu.embedding_bag_backward_sparse(weights_shape=shape, **bags, grad=case.grad)
     assert rows.tolist() == sparse[0].tolist()
     assert counts.tolist() == sparse[2].tolist()
     state = _moved({"weights": case.weights.clone(), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": None})
-    triton.embedding_bag_backward_fused_(**state, **given, optimizer="sgd")
+    LISTED.embedding_bag_backward_fused_(**state, **given, optimizer="sgd")
     updated = torch.nan_to_num(case.weights - 0.1 * expected)
     torch.testing.assert_close(torch.nan_to_num(state["weights"].cpu()), updated)
     PASSED["triton"] += 1
@@ -89,11 +93,11 @@ def test_refused() -> None:
     starts = torch.tensor([0, 2, 4])
     for name, value in (("bag_starts", starts), ("partition_starts", starts), ("max_parts", 2), ("multiplies", False)):
         with pytest.raises(ValueError, match=rf"{name} must not be given.*compiled CUDA library"):
-            triton.embedding_bag(**_moved(bags | {"weights": case.weights, name: value}))
+            LISTED.embedding_bag(**_moved(bags | {"weights": case.weights, name: value}))
     state = {"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": None}
     for name, value in (("weight_decay", 0.1), ("clip_grad_value", 1.0), ("clip_grad_norm", 1.0)):
         with pytest.raises(ValueError, match=f"{name} must not be given"):
-            triton.embedding_bag_backward_fused_(
+            LISTED.embedding_bag_backward_fused_(
                 **_moved(bags | state | {"grad": case.grad}), optimizer="sgd", **{name: value}
             )
     PASSED["triton"] += 1
@@ -147,12 +151,12 @@ def test_options_of_every_feature() -> None:
     state = _moved({"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": case.sum})
     grad, ids = case.grad.to(DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
     with pytest.raises(ValueError, match=r"table_ids must have shape \[2\], got \[3\]"):
-        triton.embedding_bag_backward_fused_(**state, grad=grad, **given, table_ids=ids)
-    for op in (triton.embedding_bag_backward_dense, triton.embedding_bag_backward_sparse):
+        LISTED.embedding_bag_backward_fused_(**state, grad=grad, **given, table_ids=ids)
+    for op in (LISTED.embedding_bag_backward_dense, LISTED.embedding_bag_backward_sparse):
         with pytest.raises(ValueError, match="weights must have the shape that weights_shape names, got"):
             op(grad, [len(case.weights)], **given, weights=state["weights"][:-16])
     with pytest.raises(ValueError, match=r"bag_starts must not be given \(rk\.EmbeddingCollection"):
-        triton.embedding_bag(state["weights"], **given, bag_starts=ids)
+        LISTED.embedding_bag(state["weights"], **given, bag_starts=ids)
     PASSED["triton"] += 1
 
 
@@ -163,7 +167,7 @@ def test_freeze_in_a_module() -> None:
     batch = rk.KeyedJaggedTensor(["f", "g"], torch.tensor([1, 2]), lengths=torch.ones(2).long()).to(DEVICE)
     collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.5)).to(DEVICE)
     try:
-        triton.register(library, "CPU" if DEVICE == "cpu" else "CUDA")
+        in_triton.register_stand_ins(library, "CPU" if DEVICE == "cpu" else "CUDA")
         collection.freeze("g")
         collection(batch).values().sum().backward()
         collection.unfreeze("g")

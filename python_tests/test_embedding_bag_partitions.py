@@ -11,12 +11,13 @@ from embedding_bag_format_cases import ROUNDINGS, EncodedCase
 from embedding_bag_moment_cases import ELEMENTWISE
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_calls import OPS
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 NUMBERS = st.integers(1, 9) | st.sampled_from([2**31 - 1, 2**31, 2**33, 2**62])
 
 

@@ -10,6 +10,7 @@ from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import EncodedCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_calls import OPS
 from test_embedding_bag_partitions import BAD_LAYOUTS, told
 
 from rec_kernels.nn.tables import BAG_FORMATS
@@ -108,7 +109,7 @@ def test_frozen_features(frozen: list[bool]) -> None:
         dense = backend.ops.embedding_bag_backward_dense(
             case.grad, *given, **case.layout, frozen=mask, weights=case.weights
         )
-        backward = torch.ops.rec_kernels.embedding_bag_backward_dense
+        backward = OPS.embedding_bag_backward_dense
         expected = backward(case.grad * zero, *given, **case.layout, weights=case.weights)
         assert torch.equal(dense, expected), backend.name
         found = case.update("sgd", backend.ops, frozen=mask)

@@ -8,11 +8,12 @@ from backends import every_backend
 from embedding_bag_cases import Case, make_case
 from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import EncodedCase
+from layout_calls import OPS
 
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
-ops = torch.ops.rec_kernels
+ops = OPS
 KINDS = ["concat", "add", "mult"]
 
 

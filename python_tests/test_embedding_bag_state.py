@@ -9,6 +9,7 @@ import pickle
 
 import pytest
 import torch
+from layout_calls import OPS
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
@@ -265,7 +266,7 @@ def test_sparse_gradients_of_tables() -> None:
     collection, grads = make(), {}
     tables = list(collection.parameters())
     for sparse in (False, True):
-        output, _ = torch.ops.rec_kernels.embedding_bag_tables(
+        output, _ = OPS.embedding_bag_tables(
             collection._weights,
             tables,
             batch().values(),

@@ -11,6 +11,7 @@ from embedding_bag_cases import Case, make_case
 from embedding_bag_format_cases import EncodedCase, encoded_cases, every_format_once
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_calls import OPS
 from test_embedding_bag_partitions import partitioned
 from torch import Tensor
 
@@ -172,11 +173,11 @@ def test_messages_name_feature_and_bag() -> None:
     layout["bag_starts"] = torch.tensor([0, 3, 4])
     case.values[2:6] = torch.tensor([0, 1, 2, 3])
     with pytest.raises(IndexError, match=r"values\[5\] = 3 \(feature 1, bag 0\) is out of range.*\[0, 3\)"):
-        torch.ops.rec_kernels.embedding_bag(case.weights, *case.jagged, **layout)
+        OPS.embedding_bag(case.weights, *case.jagged, **layout)
     case.values[5] = 0
     case.offsets[4] = 1
     with pytest.raises(ValueError, match=r"offsets\[4\] = 1 \(feature 1, bag 0\) is below"):
-        torch.ops.rec_kernels.embedding_bag(case.weights, *case.jagged, **layout)
+        OPS.embedding_bag(case.weights, *case.jagged, **layout)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,7 @@ def test_bad_layout(change: dict, message: str) -> None:
     """What goes with bag_starts is checked."""
     case, layout = _two_features()
     with pytest.raises(ValueError, match=message):
-        torch.ops.rec_kernels.embedding_bag(
-            case.weights, *case.jagged, **(layout | {"bag_starts": torch.tensor([0, 2, 4])} | change)
-        )
+        OPS.embedding_bag(case.weights, *case.jagged, **(layout | {"bag_starts": torch.tensor([0, 2, 4])} | change))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -237,7 +236,7 @@ def test_output_dtype_must_be_a_float() -> None:
     case = make_case([(5, 8)], [0], [2], seed=1)
     for dtype in (torch.float64, torch.int32):
         with pytest.raises(ValueError, match=r"output_dtype must be torch\.float32, torch\.float16 or torch\.bfloat16"):
-            torch.ops.rec_kernels.embedding_bag(case.weights, *case.jagged, **case.layout, output_dtype=dtype)
+            OPS.embedding_bag(case.weights, *case.jagged, **case.layout, output_dtype=dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

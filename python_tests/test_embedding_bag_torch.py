@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from layout_calls import OPS
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -197,9 +198,7 @@ def test_no_second_derivative_in_what_was_looked_up(lookup: str, of: str) -> Non
         layout = {name: torch.tensor([n]) for name, n in {"num_embeddings": 5, "embedding_dims": 4}.items()}
         zeros = dict.fromkeys(("weight_offsets", "row_offsets", "output_offsets"), torch.tensor([0]))
         flat = torch.nn.functional.pad(weight.detach().reshape(-1), (0, 12))  # a table starts at multiples of 16
-        output, _ = torch.ops.rec_kernels.embedding_bag_tables(
-            flat, [weight], ids, offsets, factors, **layout, **zeros, output_dim=4
-        )
+        output, _ = OPS.embedding_bag_tables(flat, [weight], ids, offsets, factors, **layout, **zeros, output_dim=4)
     else:
         options = {"mode": "sum", "per_sample_weights": factors, "sparse": lookup == "sparse"}
         output = rk.embedding_bag(ids, weight, offsets, include_last_offset=True, **options)
@@ -271,7 +270,7 @@ def test_only_wanted_gradients() -> None:
 def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables without a gradient cost none: no backward of them if there is no other, no memory that another keeps."""
     sizes = [(50, 8), (0, 8), (6, 4), (9, 4)]
-    lookup = torch.ops.rec_kernels.embedding_bag_tables
+    lookup = OPS.embedding_bag_tables
     starts = [0, 400, 400, 432]
     factors = torch.rand(8, requires_grad=True)
 
@@ -299,7 +298,7 @@ def test_only_wanted_tables(sparse: bool, monkeypatch: pytest.MonkeyPatch) -> No
         assert some[3].untyped_storage().nbytes() == some[3].numel() * 4
     with monkeypatch.context() as patch:
         for op in ("dense", "sparse"):
-            patch.setattr(torch.ops.rec_kernels, f"embedding_bag_backward_{op}", None)
+            patch.setattr(OPS, f"embedding_bag_backward_{op}", None)
         assert same_bits(train([False] * 4)[0], every[0])
 
 

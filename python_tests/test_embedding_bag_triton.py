@@ -23,12 +23,15 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 import rec_kernels as rk
+from rec_kernels._triton_versions import UnsupportedTritonError
+from rec_kernels.ops import in_triton
 from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 from rec_kernels.triton import inputs  # noqa: E402
@@ -298,7 +301,7 @@ def test_unchecked_ids() -> None:
 def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
     """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""
     given_ = arguments() | {"offsets": torch.tensor(offsets), "bounds_check": mode}
-    names = inspect.signature(triton.embedding_bag).parameters
+    names = inspect.signature(LISTED.embedding_bag).parameters
     output, status = ops.embedding_bag(**{n: given_[n] for n in names if n in given_})
     assert status[0].item() == BAD_LAYOUT + 1 + first
     bag = max(first - 1, 0)  # the bag that the offset ends, or the first
@@ -309,17 +312,17 @@ def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
 
 def _assert_nothing_changes(given_: dict) -> None:
     """Neither by an update, nor does a gradient say that it should."""
-    names = list(inspect.signature(triton.embedding_bag_backward_fused_).parameters)
+    names = list(inspect.signature(LISTED.embedding_bag_backward_fused_).parameters)
     before = {n: given_[n].clone() for n in ("weights", "sum", "step")}
     ops.embedding_bag_backward_fused_(*(given_.get(n, _DEFAULTS[n]) for n in names))
     assert all(same_bits(given_[n], t) for n, t in before.items())
-    names = inspect.signature(triton.embedding_bag_backward_dense).parameters
+    names = inspect.signature(LISTED.embedding_bag_backward_dense).parameters
     given_ = {n: given_[n] for n in names if n in given_}
     assert not ops.embedding_bag_backward_dense(**given_).any()
     assert not ops.embedding_bag_backward_sparse(**given_)[1].any()
 
 
-_DEFAULTS = {n: p.default for n, p in inspect.signature(triton.embedding_bag_backward_fused_).parameters.items()}
+_DEFAULTS = {n: p.default for n, p in inspect.signature(LISTED.embedding_bag_backward_fused_).parameters.items()}
 
 
 @pytest.mark.parametrize(
@@ -346,7 +349,7 @@ def test_bad_layout(change: dict[str, object]) -> None:
     if isinstance(change.get("num_embeddings"), list):
         given_["num_rows"] = 8
         given_["max_embedding_dim"] = 32
-    names = inspect.signature(triton.embedding_bag).parameters
+    names = inspect.signature(LISTED.embedding_bag).parameters
     _, status = ops.embedding_bag(**{n: given_[n] for n in names if n in given_})
     assert status.tolist() == [BAD_LAYOUT, 0]
     _assert_nothing_changes(given_ | {"status": None})
@@ -429,7 +432,7 @@ def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "read_input", lambda *given_: calls.append(1) or read_input(*given_))
     library = torch.library.Library("rec_kernels", "IMPL")
     try:
-        triton.register(library, "CPU" if DEVICE == "cpu" else "CUDA")
+        in_triton.register_stand_ins(library, "CPU" if DEVICE == "cpu" else "CUDA")
         found = _train()
     finally:
         library._destroy()

@@ -18,6 +18,7 @@ from jagged_cases import INTEGERS, NOTHING_BAD
 from test_expand import BAD_GRADIENTS, BAD_ROWS, DTYPES, numbers
 from torch import Tensor
 
+from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.reference import expand as reference
 from rec_kernels.testing import assert_same_sum, same_bits
 
@@ -25,6 +26,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 

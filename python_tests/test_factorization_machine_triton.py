@@ -27,12 +27,14 @@ from factorization_machine_cases import (
 )
 from torch import Tensor
 
+from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.testing import same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 from rec_kernels.triton import factorization_machine as module  # noqa: E402  (after the check that it can be imported)
 

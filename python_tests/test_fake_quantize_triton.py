@@ -19,6 +19,7 @@ from row_format_cases import PLACE, WAYS, any_bits, arguments, finite_rows, not_
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.reference.numerics import fused_multiply_add
 from rec_kernels.reference.philox import row_words
@@ -28,6 +29,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if not INTERPRETED and not torch.cuda.is_available():
     pytest.skip("test_triton.py runs this file in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
+pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 
 import triton  # noqa: E402  (after the check that it can be imported)
 import triton.language as tl  # noqa: E402

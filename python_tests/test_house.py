@@ -95,3 +95,20 @@ def test_kernels_are_of_a_stem() -> None:
     stems = tuple(p.stem for p in (ROOT / "csrc/ops").glob("*.cpp"))
     files = [p for p in (ROOT / "csrc").rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
     assert [str(p.relative_to(ROOT)) for p in files if not p.stem.startswith((*stems, "library"))] == []
+
+
+def undefined(header: str, own: str) -> list[str]:
+    """What a header declares, at its left margin, and the text of its own file does not define."""
+    declared = re.findall(r"^(?:[\w:<>,*&]+ )+[*&]?(\w+)\([^;{}]*\)(?: const)?;", header, re.MULTILINE)
+    return [name for name in declared if not re.search(rf"\b{name}\([^;{{}}]*\)(?: const)? \{{", own)]
+
+
+def test_headers_declare_their_own() -> None:
+    """A function that a header of csrc/cpu declares is defined in the file of its stem, which may end with _kernels."""
+    assert undefined("int f(int x);\nvoid g();\n", "int f(int x) {\n}\nint h() { return g(); }\n") == ["g"]
+    headers = sorted((ROOT / "csrc/cpu").glob("*.h"))
+    own = {
+        h: "".join(f.read_text() for s in ("", "_kernels") if (f := h.with_name(f"{h.stem}{s}.cpp")).exists())
+        for h in headers
+    }
+    assert {h.name: names for h in headers if (names := undefined(h.read_text(), own[h]))} == {}

@@ -13,7 +13,7 @@ import pytest
 import torch
 from backends import PASSED, ROOT
 
-from rec_kernels import ROW_FORMATS
+from rec_kernels import ROW_FORMATS, _triton_versions
 
 pytest.importorskip("triton")
 
@@ -56,8 +56,13 @@ def run(*arguments: str, interpret: bool = False, before: Path | None = None) ->
         ("grouped_projection", 60),
     ],
 )
-def test_kernels_in_the_interpreter(op: str, comparisons: int) -> None:
+def test_kernels_in_the_interpreter(op: str, comparisons: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """test_<op>_triton.py, on CPU tensors; its comparisons count here."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    try:
+        _triton_versions.check(importlib.metadata.version("triton"))
+    except _triton_versions.UnsupportedTritonError as error:
+        pytest.skip(str(error))
     tests = f"python_tests/test_{op}_triton.py"
     printed = run("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, interpret=True)
     passed = int(re.search(r"triton ([\d,]+)", printed)[1].replace(",", ""))
@@ -147,12 +152,41 @@ def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> N
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_import_registers_where_it_must(gpu: bool) -> None:
-    """Not without a GPU, where the kernels are not even imported; with one and no compiled library, for CUDA."""
+    """Not without a GPU; with one and no compiled library, for CUDA. Triton is imported by neither."""
     code = (
         f"import sys, torch; torch.cuda.is_available = lambda: {gpu}; import rec_kernels\n"
         "ops = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith('rec_kernels::embedding_bag')]\n"
         "has = torch._C._dispatch_has_kernel_for_dispatch_key\n"
-        "print('rec_kernels.triton' in sys.modules, len(ops), {has(op, 'CUDA') for op in ops})\n"
+        "print('triton' in sys.modules, len(ops), {has(op, 'CUDA') for op in ops})\n"
         "print(rec_kernels.build_info()['triton_in_use'])"
     )
-    assert run("-c", code).split() == [str(gpu), "7", f"{{{gpu}}}", str(gpu)]
+    assert run("-c", code).split() == ["False", "7", f"{{{gpu}}}", str(gpu)]
+
+
+@pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
+def test_old_versions_are_refused_in_use() -> None:
+    """rec_kernels is imported; each op with a Triton kernel says what is wrong, and build_info that it has none."""
+    code = """
+import torch, triton
+torch.cuda.is_available = lambda: True
+triton.__version__ = "3.5.1"
+import rec_kernels as rk
+from rec_kernels import _triton_versions
+from rec_kernels.ops import in_triton
+library = torch.library.Library("rec_kernels", "IMPL")
+in_triton.register_stand_ins(library, "CPU")
+library.impl("fake_quantize", in_triton._kernel("fake_quantize", "fake_quantize"), "CPU")
+one, first = torch.ones(1, 16), torch.tensor([0])
+calls = [(rk.embedding_bag, first, one, first), (rk.expand, one, first), (rk.fake_quantize, one, "int8")]
+for op, *arguments in calls:
+    try:
+        op(*arguments)
+    except ImportError as error:
+        print(error)
+_triton_versions.installed = lambda: "3.5.1"
+print(rk.build_info()["triton_in_use"])
+"""
+    *errors, in_use = run("-W", "ignore", "-c", code).splitlines()
+    assert len(errors) == 3
+    assert all("need Triton 3.6 to 3.9, found Triton 3.5.1: install" in error for error in errors)
+    assert in_use == "False"

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import importlib
 import importlib.machinery
-import importlib.metadata
 import importlib.util
 import platform
 import re
@@ -16,6 +15,7 @@ from types import ModuleType
 
 import torch
 
+from rec_kernels import _triton_versions
 from rec_kernels._version import __version__
 
 _FOLDER = Path(__file__).resolve().parent
@@ -111,11 +111,11 @@ def use_triton() -> None:
     global _triton
     if cuda_unavailable is None or not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
         return
-    # Imported here: it takes Triton, and seconds.
-    from rec_kernels import triton
+    # Imported here: the package's __init__ imports the ops behind this module.
+    from rec_kernels.ops.in_triton import register_stand_ins
 
     _triton = torch.library.Library("rec_kernels", "IMPL")
-    triton.register(_triton, "CUDA")
+    register_stand_ins(_triton, "CUDA")
 
 
 def host() -> ModuleType:
@@ -138,14 +138,6 @@ def _host_library() -> str | None:
     return next((str(path) for path in built if path.exists()), None)
 
 
-def _triton_version() -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return None
-    # Asked of the package's files: importing it takes seconds. Builds for other GPUs have names of their own.
-    names = importlib.metadata.packages_distributions().get("triton", [])
-    return importlib.metadata.version(names[0]) if names else "unknown"
-
-
 _warn_of_changes()
 _load_cpu()
 cuda_unavailable = _load_cuda()
@@ -159,8 +151,9 @@ def build_info() -> dict[str, object]:
     ``cuda_unavailable`` (why the CUDA library is not in use, or None), ``cuda_architectures`` compiled in,
     ``host_library`` path (of ``_host``, for tables in files) or None,
     ``triton`` (version, or None where it is not installed), ``triton_in_use`` (whether GPU tensors get the Triton
-    kernels).
+    kernels in the place of the CUDA library's; False, too, where Triton is too old for them).
     """
+    triton = _triton_versions.installed()
     cuda = _FOLDER / _CUDA_LIBRARY
     architectures = _FOLDER / "cuda_architectures.txt"
     return {
@@ -174,6 +167,6 @@ def build_info() -> dict[str, object]:
         "cuda_unavailable": cuda_unavailable,
         "cuda_architectures": architectures.read_text().split() if architectures.exists() else [],
         "host_library": _host_library(),
-        "triton": _triton_version(),
-        "triton_in_use": _triton is not None,
+        "triton": triton,
+        "triton_in_use": _triton is not None and not _triton_versions.is_too_old(triton or "unknown"),
     }

@@ -94,11 +94,8 @@ def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]
     return Paths(registers, blocks, before, len(body), max(1, shuffles // passed), min(after, default=0))
 
 
-def read(library: str | None = None) -> dict[str, Paths] | None:
-    """Kernel -> paths, of the library (default: the package's); None where it cannot be read."""
-    library = library or rk.build_info()["cuda_library"]
-    if machine_code.missing(library) is not None:
-        return None
+def read_file(library: str) -> dict[str, Paths]:
+    """Kernel -> paths, of one library or object file."""
     usage = dict(re.findall(r"Function (\S+):\s+(REG:.*)", machine_code.dump("-res-usage", library)))
     parts = re.split(r"\n[ \t]*Function : (\S+)\n", machine_code.dump("-sass", library))
     found = {}
@@ -112,6 +109,14 @@ def read(library: str | None = None) -> dict[str, Paths] | None:
         if paths is not None:
             found[name] = paths
     return found
+
+
+def read(libraries: Sequence[str] = ()) -> dict[str, Paths] | None:
+    """Kernel -> paths, of all of these (default: the package's library); None where one cannot be read."""
+    libraries = libraries or [str(rk.build_info()["cuda_library"] or "")]
+    if any(machine_code.missing(library or None) is not None for library in libraries):
+        return None
+    return {name: paths for library in libraries for name, paths in read_file(library).items()}
 
 
 def as_json(paths: dict[str, Paths], names: Iterable[str]) -> dict[str, dict[str, int]]:

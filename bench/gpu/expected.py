@@ -83,8 +83,11 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
     """A forward: the layout is checked, then a group of lanes takes a bag."""
     lanes, blocks = widths(w.dim)
     code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {str(is_weighted(w)).lower()}>"]
-    fetched = -(-w.bag // lanes)  # ids are fetched by so many at once
-    rounds = sum(-(-min(lanes, w.bag - first) // code.rows) for first in range(0, w.bag, lanes))
+    fetched = [min(lanes, w.bag - first) for first in range(0, w.bag, lanes)]  # ids, by so many at once
+    asked = sum(-(-ids // code.rows) for ids in fetched)
+    # Where fewer than four of eight rows are left, a round has four.
+    step = min(4, code.rows)
+    rounds = sum(-(-ids // step) * step / code.rows for ids in fetched)
     moved = bytes_moved(w, "forward", SGD, reuse.unique, format)
     rows = reuse.unique if reuse.repeats_cached else w.num_ids
     return [
@@ -95,7 +98,7 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
             cached=moved["all"] + w.num_ids * ROW_OVERHEAD,
             warps=w.tables * w.batch * lanes / WARP,
             instructions=code.before + rounds * code.round + code.after,
-            waits=1 + fetched + rounds,
+            waits=1 + len(fetched) + asked,
             blocks=code.blocks,
         ),
     ]

@@ -20,6 +20,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench.gpu.cases import ADAGRAD, ADAM, batches_of_ids, is_weighted
 from bench.shapes import Workload
+from rec_kernels._triton_versions import UnsupportedTritonError
 
 LR, EPS, BETAS = 0.01, 1e-8, (0.9, 0.999)
 
@@ -289,6 +290,10 @@ def _why_not_triton(device: torch.device) -> str | None:
         return "Triton is not installed"
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU tensors Triton needs TRITON_INTERPRET=1"
+    try:
+        importlib.import_module("rec_kernels.triton")
+    except UnsupportedTritonError as error:
+        return str(error)
     return None
 
 

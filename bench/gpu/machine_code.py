@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.util
+import itertools
 import re
 import shutil
 import subprocess
@@ -171,8 +172,14 @@ def instructions_of(code: str) -> list[Instruction]:
 
 
 def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """Every stretch that a branch goes back over, and that has no other such stretch in it."""
+    """Every stretch that a branch goes back over, and that has no other such stretch in it.
+
+    Behind a kernel's code are pieces for lanes that have diverged before a shuffle or vote (``ENDCOLLECTIVE``). These
+    branch back to where the lanes left it, which is no loop.
+    """
+    apart = [i.address for i in code if i.opcode == "ENDCOLLECTIVE"]
     loops = [(i.target, i.address) for i in code if i.target is not None and i.target < i.address]
+    loops = [(start, end) for start, end in loops if not any(start <= address <= end for address in apart)]
     for start, end in loops:
         if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops):
             yield [i for i in code if start <= i.address <= end]
@@ -213,6 +220,17 @@ def row_loop(code: Sequence[Instruction]) -> Loop | None:
     return min((loop for loop in loops if 2 * loop.bytes > most), key=lambda loop: loop.instructions, default=None)
 
 
+def compiled(symbol: str, usage: str, listing: str) -> Kernel | None:
+    """A kernel of ours from what cuobjdump says of a symbol: "REG:72 STACK:0 ...", and its instructions."""
+    name = kernel_name(symbol)
+    if name is None:
+        return None
+    resources = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)}
+    code = instructions_of(listing)
+    spills = sum(i.opcode.startswith(("LDL", "STL")) for i in code)
+    return Kernel(name, resources["REG"], resources["STACK"], spills, resources["SHARED"], len(code), row_loop(code))
+
+
 def read(library: str | None = None) -> list[Kernel] | None:
     """Every kernel of ours in the library (default: the package's), or None where it cannot be read."""
     library = library or rk.build_info()["cuda_library"]
@@ -220,18 +238,9 @@ def read(library: str | None = None) -> list[Kernel] | None:
         return None
     usage = dict(re.findall(r"Function (\S+):\s+(REG:.*)", dump("-res-usage", library)))
     parts = re.split(r"\n[ \t]*Function : (\S+)\n", dump("-sass", library))
-    out = []
-    for symbol, listing in zip(parts[1::2], parts[2::2], strict=True):
-        name = kernel_name(symbol)
-        if name is None or symbol not in usage:
-            continue
-        resources = {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage[symbol])}
-        code = instructions_of(listing)
-        spills = sum(i.opcode.startswith(("LDL", "STL")) for i in code)
-        out.append(
-            Kernel(name, resources["REG"], resources["STACK"], spills, resources["SHARED"], len(code), row_loop(code))
-        )
-    return sorted(out, key=lambda kernel: kernel.name)
+    both = ((s, usage[s], listing) for s, listing in zip(parts[1::2], parts[2::2], strict=True) if s in usage)
+    found = [kernel for kernel in itertools.starmap(compiled, both) if kernel]
+    return sorted(found, key=lambda kernel: kernel.name)
 
 
 def find(kernels: Sequence[Kernel], name: str) -> Kernel:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 
 from bench.gpu import code_paths, machine_code, published, recorded, report
@@ -71,19 +71,20 @@ def of_kernels(kernels: Mapping[str, Paths]) -> dict[str, list[dict[str, object]
 
 def commit_of_kernels() -> str:
     """The last commit that changed the kernels, and whether they differ from it."""
-    changed = report.output_of("git", "status", "--porcelain", "--", "csrc")
-    return report.output_of("git", "log", "-1", "--format=%h", "--", "csrc") + (" and changes" if changed else "")
+    files = ["--", "csrc", ":!csrc/cpu", ":!csrc/host", ":!csrc/emulator"]
+    changed = report.output_of("git", "status", "--porcelain", *files)
+    return report.output_of("git", "log", "-1", "--format=%h", *files) + (" and changes" if changed else "")
 
 
-def today(library: str | None = None) -> dict[str, object]:
+def today(libraries: Sequence[str] = ()) -> dict[str, object]:
     """All predictions, and what they are made from, for the JSON file.
 
     Raises:
         RuntimeError: the CUDA library is not built, or nothing here reads it.
     """
-    read = code_paths.read(library)
+    read = code_paths.read(libraries)
     if read is None:
-        raise RuntimeError(f"no machine code to predict from: {machine_code.missing(library)}")
+        raise RuntimeError(f"no machine code to predict from: {machine_code.missing()}")
     kernels = Noting(read)
     rows = of_kernels(kernels)
     compiler = re.search(r"release .*", report.output_of("nvcc", "--version"))
@@ -156,7 +157,7 @@ def main() -> None:
         help="print what was recorded (with --record: anew, of the kernels as read then)",
     )
     parser.add_argument("--short", action="store_true", help="only the rows of docs/gpu-model.md")
-    parser.add_argument("--library", help="a library (default: the package's librec_kernels_cuda.so)")
+    parser.add_argument("--library", nargs="+", default=[], help="libraries or object files (default: the package's)")
     args = parser.parse_args()
     if args.recorded:
         found = recorded.load()

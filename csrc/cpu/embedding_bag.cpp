@@ -5,7 +5,7 @@
 #include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/for_bags.h"
-#include "cpu/row_cache.h"
+#include "cpu/row_cache_input.h"
 #include "cpu/shared_rows.h"
 
 namespace rec_kernels {

@@ -7,7 +7,7 @@
 #include "core/boxing.h"
 #include "core/parallel.h"
 #include "cpu/occurrences.h"
-#include "cpu/row_cache.h"
+#include "cpu/row_cache_input.h"
 #include "cpu/shared_rows.h"
 
 namespace rec_kernels {

@@ -1,12 +1,9 @@
 // Lookups of rows of which some are in a row cache. Compiled once per instruction set: no torch header and no std
 // template here.
 //
-// A few bags at a time: rows that are not cached are decoded into memory, so that they and the cached ones are rows of
-// one table of floats, which is pooled as any other.
-#include "cpu/bag_blocks.h"
+// A few bags at a time: rows that are not cached are decoded into memory, unless they are floats in their table, too.
 #include "cpu/embedding_bag_cached.h"
-#include "cpu/embedding_bag_composed.h"
-#include "cpu/row_blocks.h"
+#include "cpu/embedding_bag_table.h"
 #include "cpu/row_formats.h"
 
 namespace rec_kernels {
@@ -16,117 +13,98 @@ namespace {
 // Ids at once: as many decoded rows stay close to the core.
 constexpr int64_t kIdsAtOnce = 512;
 
-// The cached rows of a feature and, some whole rows away from them, memory for decoded ones: rows of one table, whose
-// numbers count from whichever lies lower.
-class RowsInReach {
- public:
-  RowsInReach(const PoolArgs& a, const Feature& f)
-      : table_(a.weights + f.weight_offset),
-        f_(f),
-        decode_(RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)]),
-        cached_(reinterpret_cast<uintptr_t>(a.cache.rows) +
-                static_cast<uintptr_t>(4 * a.cache.parts[&f - a.features].cache_row_offset)) {}
+// Memory for decoded rows.
+struct Decoded {
+  float* memory = nullptr;
+  int64_t reserved = 0;
 
-  // Makes room for so many decoded rows, in the place of those before.
-  void reserve(int64_t rows) {
-    const int64_t D = f_.embedding_dim, row = 4 * D;
-    if (rows > reserved_) {
-      release();
-      memory_ = new float[static_cast<uint64_t>((rows + 1) * D)];
-      reserved_ = rows;
-    }
-    const auto distance = static_cast<int64_t>(reinterpret_cast<uintptr_t>(memory_) - cached_);
-    const int64_t first = distance >= 0 ? (distance + row - 1) / row : -(-distance / row);
-    first_cached_ = first < 0 ? -first : 0;
-    next_ = first_cached_ + first;
+  // Room for so many floats, in the place of those before.
+  void reserve(int64_t floats) {
+    if (floats <= reserved) return;
+    release();
+    memory = new float[static_cast<uint64_t>(floats)];
+    reserved = floats;
   }
-  void release() { delete[] memory_; }
-
-  int64_t number_of_slot(int64_t slot) const { return first_cached_ + slot; }
-  // The number that a row of the table has once it is decoded, which is done.
-  int64_t decode(int64_t row) {
-    const uintptr_t to = start() + static_cast<uintptr_t>(next_ * f_.embedding_dim * 4);
-    decode_(table_ + row * f_.row_bytes, f_.embedding_dim, reinterpret_cast<float*>(to));
-    return next_++;
-  }
-  void prefetch(int64_t row) const { prefetch_bytes(table_ + row * f_.row_bytes, f_.row_bytes); }
-  // Where row 0 is, or would be.
-  uintptr_t start() const { return cached_ - static_cast<uintptr_t>(first_cached_ * f_.embedding_dim * 4); }
-
- private:
-  const uint8_t* table_;
-  const Feature& f_;
-  RowFormatKernels::Decode decode_;
-  uintptr_t cached_;
-  float* memory_ = nullptr;
-  int64_t reserved_ = 0, first_cached_ = 0, next_ = 0;
+  void release() { delete[] memory; }
 };
 
-// The numbers of the rows of ids [start, stop); ids that do not count are left out.
-void number_rows(const PoolArgs& a, const Feature& f, int64_t start, int64_t stop, RowsInReach* rows, int64_t* numbers,
-                 Bounds* bounds) {
-  const Bags& bags = a.bags;
-  const int64_t *slots = a.cache.slots + start, count = stop - start;
+// Where the rows of all ids of some bags are (CachedRows). Those that are not cached are asked for before the first of
+// them is decoded.
+void find_rows(const PoolArgs& a, const Feature& f, const PooledBags& k, Decoded* decoded, const uint8_t** places) {
+  const int64_t first = k.first_id(), count = k.num_ids(), D = f.embedding_dim;
+  const int64_t* slots = a.cache.slots + first;
+  const uint8_t* table = a.weights + f.weight_offset;
   int64_t missing = 0;
-  for (int64_t i = 0; i < count; ++i) missing += slots[i] < 0;
-  if (missing) rows->reserve(missing);
-  for (int64_t i = 0; i < count; ++i) numbers[i] = rows->number_of_slot(slots[i]);
-  if (missing == 0) return;
   for (int64_t i = 0; i < count; ++i) {
-    if (slots[i] >= 0) continue;
-    const int64_t id = bags.id(start + i);
-    const bool in_range = bags.in_range(id, f), counts = in_range && id != bags.padding_idx;
-    if (!in_range) note_bad(bounds, 0, start + i);
-    numbers[i] = counts ? f.row(id) : kLeftOut;
-    if (counts) rows->prefetch(numbers[i]);
+    places[i] = reinterpret_cast<const uint8_t*>(cached_row(a, f, first + i));
+    if (places[i]) continue;
+    const int64_t id = k.bags->id(first + i);
+    if (!k.bags->in_range(id, f)) note_bad(k.bounds, first + i);
+    else if (id != k.bags->padding_idx) {
+      places[i] = table + f.row(id) * f.row_bytes;
+      prefetch_bytes(places[i], f.row_bytes);
+      ++missing;
+    }
   }
-  for (int64_t i = 0; i < count; ++i)
-    if (slots[i] < 0 && numbers[i] >= 0) numbers[i] = rows->decode(numbers[i]);
+  if (missing == 0 || f.format == RowFormat::kFp32) return;
+  decoded->reserve(missing * D);
+  const auto decode = RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)];
+  float* next = decoded->memory;
+  for (int64_t i = 0; i < count; ++i) {
+    if (slots[i] >= 0 || !places[i]) continue;
+    decode(places[i], D, next);
+    places[i] = reinterpret_cast<const uint8_t*>(next);
+    next += D;
+  }
 }
+
+// for_blocks: pools the bags block by block of columns.
+struct PoolPlaces {
+  const PooledBags& k;
+  const uint8_t* const* places;
+  int64_t row_bytes;
+
+  template <int NV, bool kTail>
+  void block(int64_t column, int tail) const {
+    const FloatBlock<NV, kTail> block{column, tail};
+    pool_block<BagKind::kAny>(k, CachedRows<FloatBlock<NV, kTail>>(block, places, k.first_id(), row_bytes));
+  }
+};
 
 // Whether none or all of some rows are cached.
 struct Share {
   bool none, all;
 };
-Share share_of(const int64_t* slots, int64_t begin, int64_t end) {
+Share share_of(const int64_t* slots, int64_t count) {
   int64_t every = -1, some = 0;
-  for (int64_t i = begin; i < end; ++i) {
+  for (int64_t i = 0; i < count; ++i) {
     every &= slots[i];
     some |= slots[i];
   }
   return {every < 0, some >= 0};
 }
 
-// Bags of which every row is cached: lookups in a table of floats, by slot.
-void pool_slots(const PoolArgs& a, const Feature& floats, uintptr_t rows, int64_t begin, int64_t end, Sums sums,
-                Bounds* bounds) {
-  PoolArgs slots = a;
-  slots.weights = reinterpret_cast<const uint8_t*>(rows);
-  slots.bags.ids = a.cache.slots;
-  slots.bags.ids64 = true;
-  slots.bags.check_ids = false;
-  slots.bags.padding_idx = kLeftOut;
-  pool_plain(slots, floats, begin, end, sums, bounds);
-}
-
 }  // namespace
 
-void pool_cached(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
-  const Share cached = share_of(a.cache.slots, a.bags.offset(begin), a.bags.offset(end));
-  if (cached.none) return pool_uncached(a, f, begin, end, sums, bounds);
+bool pool_cached(const PoolArgs& a, const Feature& f, const PooledBags& k) {
+  const int64_t* slots = a.cache.slots + k.first_id();
+  const Share cached = share_of(slots, k.num_ids());
+  if (cached.none) return false;
   Feature floats = f;
   floats.format = RowFormat::kFp32;
-  floats.weight_offset = 0;
-  RowsInReach rows(a, f);
-  if (cached.all) return pool_slots(a, floats, rows.start(), begin, end, sums, bounds);
-  for_few_bags(a.bags, begin, end, kMapped / kIdsAtOnce, [&](int64_t from, int64_t to, int64_t* numbers) {
-    number_rows(a, f, a.bags.offset(from), a.bags.offset(to), &rows, numbers, bounds);
-    pool_numbered(a, numbers, from, to, [&](PoolArgs& numbered) {
-      numbered.weights = reinterpret_cast<const uint8_t*>(rows.start());
-      pool_plain(numbered, floats, 0, to - from, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
-    });
+  floats.row_bytes = 4 * f.embedding_dim;
+  if (cached.all) {
+    const float* rows = a.cache.rows + a.cache.parts[&f - a.features].cache_row_offset;
+    pool_table(k, floats, reinterpret_cast<const uint8_t*>(rows), RowNumbers::found(k, slots));
+    return true;
+  }
+  Decoded decoded;
+  for_few_bags<const uint8_t*>(k, kMapped / kIdsAtOnce, [&](const PooledBags& few, const uint8_t** places) {
+    find_rows(a, f, few, &decoded, places);
+    for_blocks(f.embedding_dim, PoolPlaces{few, places, floats.row_bytes});
   });
-  rows.release();
+  decoded.release();
+  return true;
 }
 
 }  // namespace RK_ISA

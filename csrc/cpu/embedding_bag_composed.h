@@ -2,18 +2,15 @@
 // the id's row. For the kernels of one instruction set.
 #pragma once
 
-#include "cpu/embedding_bag.h"
-#include "cpu/embedding_bag_encoded.h"
+#include "cpu/embedding_bag_pool.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Pools bags [begin, end) of one feature, whose offsets are known to be good. Ids are rows of f's table; they are
-// mapped to such rows; they are mapped to a row of each of `count` parts, which are added or multiplied.
-void pool_plain(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds);
-void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds);
-void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
-                   Bounds* bounds);
+// Pools bags of a feature whose ids are mapped to rows of its table; to a row of each of `count` parts, which are added
+// or multiplied.
+void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k);
+void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const PooledBags& k);
 
 // Whether no cache holds a part's table: one of so many bytes stays close to the core while it is in use.
 RK_HOST_DEVICE bool is_far(const Feature& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }

@@ -2,9 +2,8 @@
 //
 // Ids are mapped to rows a thousand or so at a time, so that the divisions are not in the way of the rows' loads. One
 // part alone is then looked up as any table. Rows of several parts meet in registers: an id's row is never in memory.
-#include "cpu/bag_blocks.h"
 #include "cpu/embedding_bag_composed.h"
-#include "cpu/row_blocks.h"
+#include "cpu/embedding_bag_table.h"
 #include "cpu/row_formats.h"
 
 namespace rec_kernels {
@@ -56,7 +55,7 @@ void map_ids(const Bags& bags, const Feature& f, const Id* all, int64_t start, i
     const auto id = static_cast<int64_t>(ids[i]);
     const bool in_range = bags.in_range(id, f);
     rows[i] = in_range && id != bags.padding_idx ? f.row(id) : kLeftOut;
-    if (!in_range) note_bad(bounds, 0, start + i);
+    if (!in_range) note_bad(bounds, start + i);
   }
 }
 
@@ -66,181 +65,46 @@ void map_to_part(const Bags& bags, const Feature& f, int64_t start, int64_t stop
   else map_ids(bags, f, static_cast<const int32_t*>(bags.ids), start, stop, rows, bounds);
 }
 
-// The rows of the ids of some bags in a part's table, from a column on.
-struct PartRows {
-  const float* table;
-  const int64_t* rows;  // of ids from the first of these bags on
-  bool far;             // no cache holds the table
-};
-
-// Bags [begin, end) of one feature, whose parts' tables are floats.
-struct Composed {
-  Bags bags;
-  int64_t begin, end;
-  int64_t D;
-  PartRows parts[kMaxParts];
-  int64_t count;  // of parts
-  bool multiplies, mean;
-  bool one_id_each;  // in every bag, without a weight
-  Sums sums;
-};
-
-// Columns [column, column + NV * W) of ids' rows. kParts: how many parts there are, or 0.
-template <int NV, bool kTail, int kParts, bool kMultiply>
-class ComposedBlock {
- public:
-  ComposedBlock(const Composed& k, int64_t column, int tail)
-      : parts_(kParts > 0 ? kParts : k.count), D_(k.D), ahead_(prefetch_distance(k.D * 4)), tail_(tail) {
-    for (int64_t p = 0; p < parts_; ++p) part_[p] = {k.parts[p].table + column, k.parts[p].rows, k.parts[p].far};
-  }
-
-  // The id's row, while that of a later id is on its way; false: the id is left out.
-  RK_HOST_DEVICE bool read(int64_t i, int64_t count, Vec* x) const {
-    if (i + ahead_ < count)
-      for (int64_t p = 0; p < parts_; ++p)
-        if (part_[p].far) prefetch(part_[p], i + ahead_);
-    if (__builtin_expect(part_[0].rows[i] == kLeftOut, 0)) return false;
-    load_row<NV, kTail>(row(part_[0], i), tail_, x);
-    for (int64_t p = 1; p < parts_; ++p) {
-      Vec y[NV];
-      load_row<NV, kTail>(row(part_[p], i), tail_, y);
-      for (int v = 0; v < NV; ++v) x[v] = kMultiply ? x[v] * y[v] : x[v] + y[v];
-    }
-    return true;
-  }
-
- private:
-  RK_HOST_DEVICE const float* row(const PartRows& part, int64_t i) const { return part.table + part.rows[i] * D_; }
-  RK_HOST_DEVICE void prefetch(const PartRows& part, int64_t i) const {
-    const uintptr_t row = reinterpret_cast<uintptr_t>(part.table) + static_cast<uintptr_t>(part.rows[i]) * D_ * 4;
-    for (int line = 0; line < NV * W; line += 16) prefetch_line(reinterpret_cast<const float*>(row) + line);
-  }
-
-  int64_t parts_, D_, ahead_;
-  int tail_;
-  PartRows part_[kMaxParts];
-};
-
-template <int NV, bool kTail, int kParts, bool kMultiply>
-void compose_block(const Composed& k, int64_t column, int tail) {
-  // Copies, which a store to the output cannot change.
-  const Bags bags = k.bags;
-  const ComposedBlock<NV, kTail, kParts, kMultiply> block(k, column, tail);
-  const int64_t first = bags.offset(k.begin), count = bags.offset(k.end) - first, end = k.end, stride = k.sums.stride;
-  const float* factors = bags.per_sample_weights ? bags.per_sample_weights + first : nullptr;
-  const bool mean = k.mean;
-  float* out = k.sums.first + column;
-  int64_t i = 0;
-  for (int64_t bag = k.begin; bag < end; ++bag, out += stride) {
-    const int64_t stop = bags.offset(bag + 1) - first;
-    int64_t counted = stop - i;
-    Vec x[NV], sum[NV];
-    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
-    for (; i < stop; ++i) {
-      if (!block.read(i, count, x)) {
-        --counted;
-        continue;
-      }
-      // A factor of 1 changes no bit of a sum.
-      const Vec factor = Vec::broadcast(factors ? factors[i] : 1.0f);
-      for (int v = 0; v < NV; ++v) sum[v] = fused_multiply_add(factor, x[v], sum[v]);
-    }
-    if (mean && counted > 1)
-      for (int v = 0; v < NV; ++v) sum[v] = sum[v] / Vec::broadcast(static_cast<float>(counted));
-    store_columns<NV, kTail>(sum, out, tail);
-  }
+// The rows of all ids of some bags in a part's table.
+PartRows rows_of_part(const PooledBags& k, const Feature& f, const uint8_t* weights, int64_t* rows, Bounds* bounds) {
+  const int64_t start = k.first_id();
+  map_to_part(*k.bags, f, start, start + k.num_ids(), rows, bounds);
+  return {weights + f.weight_offset, rows, is_far(f)};
 }
 
-// Bags of one id each, without a weight.
-template <int NV, bool kTail, int kParts, bool kMultiply>
-void compose_each(const Composed& k, int64_t column, int tail) {
-  const ComposedBlock<NV, kTail, kParts, kMultiply> block(k, column, tail);
-  const int64_t count = k.end - k.begin, stride = k.sums.stride;
-  float* out = k.sums.first + column;
-  for (int64_t i = 0; i < count; ++i, out += stride) {
-    Vec x[NV], sum[NV];
-    for (int v = 0; v < NV; ++v) sum[v] = Vec::broadcast(0.0f);
-    if (block.read(i, count, x))
-      for (int v = 0; v < NV; ++v) sum[v] = sum[v] + x[v];
-    store_columns<NV, kTail>(sum, out, tail);
-  }
-}
-
-struct ComposeColumns {
-  const Composed& k;
+// for_blocks: pools the bags of floats block by block of columns.
+struct ComposeFloats {
+  const PooledBags& k;
+  const Composition& parts;
+  bool multiplies, one_id;
 
   template <int NV, bool kTail>
   void block(int64_t column, int tail) const {
-    if (k.multiplies) combine<NV, kTail, true>(column, tail);
-    else combine<NV, kTail, false>(column, tail);
+    const FloatBlock<NV, kTail> block{column, tail};
+    if (multiplies) combine<true>(block);
+    else combine<false>(block);
   }
 
  private:
-  template <int NV, bool kTail, bool kMultiply>
-  void combine(int64_t column, int tail) const {
-    if (k.count != 2) compose_block<NV, kTail, 0, kMultiply>(k, column, tail);
-    else if (k.one_id_each) compose_each<NV, kTail, 2, kMultiply>(k, column, tail);
-    else compose_block<NV, kTail, 2, kMultiply>(k, column, tail);
+  template <bool kMultiply, class Block>
+  void combine(const Block& block) const {
+    if (parts.count != 2) pool_block<BagKind::kAny>(k, ComposedRows<Block, 0, kMultiply>(block, parts));
+    else if (one_id) pool_block<BagKind::kOneId>(k, ComposedRows<Block, 2, kMultiply>(block, parts));
+    else pool_block<BagKind::kAny>(k, ComposedRows<Block, 2, kMultiply>(block, parts));
   }
 };
 
-void pool_composed_floats(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
-                          Bounds* bounds) {
-  for_few_bags(a.bags, begin, end, count, [&](int64_t from, int64_t to, int64_t* rows) {
-    const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
-    Composed k{};
-    k.bags = a.bags;
-    k.begin = from;
-    k.end = to;
-    k.D = parts->embedding_dim;
-    k.count = count;
-    k.multiplies = parts->combine == Combine::kMult;
-    k.mean = parts->mean;
-    k.one_id_each = !a.bags.per_sample_weights && a.bags.offsets_rise<true>(from, to);
-    k.sums = {sums.first + (from - begin) * sums.stride, sums.stride};
-    Bounds repeated;  // of ids that the first part has noted
-    for (int64_t p = 0; p < count; ++p, rows += stop - start) {
-      k.parts[p] = {reinterpret_cast<const float*>(a.weights + parts[p].weight_offset), rows, is_far(parts[p])};
-      map_to_part(a.bags, parts[p], start, stop, rows, p == 0 ? bounds : &repeated);
-    }
-    for_blocks(k.D, ComposeColumns{k});
-  });
-}
+// Fewer than kMostSteps: the code of seven formats grows with it.
+constexpr int kComposedSteps = kMostSteps < 4 ? kMostSteps : 4;
 
-// The rows of an id on their way.
-void prefetch_parts(const PoolArgs& a, const Feature* parts, int64_t count, int64_t id) {
-  if (!a.bags.in_range(id, *parts) || id < 0) return;
-  for (const Feature* f = parts; f < parts + count; ++f)
-    prefetch_bytes(a.weights + f->weight_offset + f->row(id) * f->row_bytes, f->row_bytes);
-}
-
-void pool_composed_encoded(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end,
-                           Sums sums, Bounds* bounds) {
-  const int64_t D = parts->embedding_dim, last = a.bags.offset(end);
-  const int64_t ahead = prefetch_distance(parts->row_bytes * count);
-  const float* factors = a.bags.per_sample_weights;
-  auto* scratch = new float[static_cast<uint64_t>(2 * D)];
-  const ComposedRow row{parts, count, scratch};
-  float* out = sums.first;
-  for (int64_t bag = begin; bag < end; ++bag, out += sums.stride) {
-    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
-    int64_t counted = stop - start;
-    for (int64_t c = 0; c < D; ++c) out[c] = 0.0f;
-    for (int64_t i = start; i < stop; ++i) {
-      if (i + ahead < last) prefetch_parts(a, parts, count, a.bags.id(i + ahead));
-      const int64_t id = a.bags.id(i);
-      const bool in_range = a.bags.in_range(id, *parts);
-      if (__builtin_expect(!in_range || id == a.bags.padding_idx, 0)) {
-        if (!in_range) note_bad(bounds, 0, i);
-        --counted;
-        continue;
-      }
-      add_scaled(factors ? factors[i] : 1.0f, row.read(a.weights, id), D, out);
-    }
-    const auto n = static_cast<float>(counted);
-    for (int64_t c = 0; parts->mean && counted > 1 && c < D; ++c) out[c] = out[c] / n;
+template <class Format>
+void compose_encoded(const PooledBags& k, const Composition& parts, int64_t D, bool multiplies) {
+  using Block = EncodedBlock<Format, kComposedSteps, true>;
+  for (int64_t column = 0; column < D; column += kComposedSteps * kStep) {
+    const Block block{column, D - column, D};
+    if (multiplies) pool_block<BagKind::kAny>(k, ComposedRows<Block, 0, true>(block, parts));
+    else pool_block<BagKind::kAny>(k, ComposedRows<Block, 0, false>(block, parts));
   }
-  delete[] scratch;
 }
 
 // out = x * y, or x + y
@@ -253,20 +117,25 @@ void combine_rows(Combine how, const float* y, int64_t D, const float* x, float*
 
 }  // namespace
 
-void pool_partitioned(const PoolArgs& a, const Feature& f, int64_t begin, int64_t end, Sums sums, Bounds* bounds) {
-  for_few_bags(a.bags, begin, end, 1, [&](int64_t from, int64_t to, int64_t* rows) {
-    const int64_t start = a.bags.offset(from), stop = a.bags.offset(to);
-    map_to_part(a.bags, f, start, stop, rows, bounds);
-    pool_numbered(a, rows, from, to, [&](const PoolArgs& numbered) {
-      pool_plain(numbered, f, 0, to - from, {sums.first + (from - begin) * sums.stride, sums.stride}, bounds);
-    });
+void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k) {
+  for_few_bags<int64_t>(k, 1, [&](const PooledBags& few, int64_t* rows) {
+    const PartRows part = rows_of_part(few, f, a.weights, rows, k.bounds);
+    pool_table(few, f, part.rows, RowNumbers::found(few, part.numbers));
   });
 }
 
-void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end, Sums sums,
-                   Bounds* bounds) {
-  if (parts->format == RowFormat::kFp32) pool_composed_floats(a, parts, count, begin, end, sums, bounds);
-  else pool_composed_encoded(a, parts, count, begin, end, sums, bounds);
+void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const PooledBags& k) {
+  const bool multiplies = parts->combine == Combine::kMult;
+  for_few_bags<int64_t>(k, count, [&](const PooledBags& few, int64_t* rows) {
+    Composition c{{}, count, few.first_id(), parts->row_bytes};
+    Bounds repeated;  // of ids that the first part has noted
+    for (int64_t p = 0; p < count; ++p)
+      c.parts[p] = rows_of_part(few, parts[p], a.weights, rows + p * few.num_ids(), p == 0 ? k.bounds : &repeated);
+    const int64_t D = parts->embedding_dim;
+    if (parts->format == RowFormat::kFp32)
+      for_blocks(D, ComposeFloats{few, c, multiplies, kind_of(few) == BagKind::kOneId});
+    else with_bag_format(parts->format, [&](auto format) { compose_encoded<decltype(format)>(few, c, D, multiplies); });
+  });
 }
 
 const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch) {

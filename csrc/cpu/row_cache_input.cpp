@@ -1,5 +1,4 @@
-// From the tensors of a row cache to the plain structs that kernels read.
-#include "cpu/row_cache.h"
+#include "cpu/row_cache_input.h"
 
 #include <algorithm>
 

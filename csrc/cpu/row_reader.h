@@ -13,12 +13,36 @@ constexpr int kStepVecs = kStep / kLanes;
 
 struct Columns {
   FloatLanes v[kStepVecs];
+
+  RK_HOST_DEVICE static Columns broadcast(float x) {
+    Columns out;
+    for (int i = 0; i < kStepVecs; ++i) out.v[i] = FloatLanes{} + x;
+    return out;
+  }
 };
+RK_HOST_DEVICE Columns operator+(Columns a, const Columns& b) {
+  for (int i = 0; i < kStepVecs; ++i) a.v[i] = a.v[i] + b.v[i];
+  return a;
+}
+RK_HOST_DEVICE Columns operator*(Columns a, const Columns& b) {
+  for (int i = 0; i < kStepVecs; ++i) a.v[i] = a.v[i] * b.v[i];
+  return a;
+}
+RK_HOST_DEVICE Columns operator/(Columns a, const Columns& b) {
+  for (int i = 0; i < kStepVecs; ++i) a.v[i] = a.v[i] / b.v[i];
+  return a;
+}
+RK_HOST_DEVICE Columns fused_multiply_add(const Columns& a, const Columns& b, Columns c) {
+  for (int i = 0; i < kStepVecs; ++i) c.v[i] = LanesOf<FloatLanes>::fused(a.v[i], b.v[i], c.v[i]);
+  return c;
+}
 
 // The first `bytes` of at most 64 at p, and zeros.
 struct PartialBytes {
   uint8_t bytes[64] = {};
-  RK_HOST_DEVICE PartialBytes(const void* p, int64_t count) { memcpy(bytes, p, static_cast<size_t>(count)); }
+  RK_HOST_DEVICE PartialBytes(const void* p, int64_t count) {
+    memcpy(bytes, p, static_cast<size_t>(count < 64 ? count : 64));
+  }
 };
 
 // The bits of register v of 16 columns that take kBits each.

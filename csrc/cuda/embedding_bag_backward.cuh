@@ -41,8 +41,13 @@ __device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bag
   return runs.part(bags, feature, payload);
 }
 
-// Gradient rows a group has on their way, as in the forward.
+// Gradient rows a group has on their way, as in the forward. Of wide rows two: with four, a multiprocessor holds one
+// block in place of two, which ask for as many bytes. Where state for every element takes the registers of a second
+// block anyway, four stay.
 constexpr int kInFlight = 4;
+template <int kBlocks>
+constexpr int kGradientsInFlight = kBlocks == kMaxBlocks ? kInFlight / 2 : kInFlight;
+
 // What decides on the device that nothing is to be updated.
 struct Skip {
   const int64_t *forward_status, *own_status;
@@ -106,7 +111,7 @@ __device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[k
 
 // Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where they
 // were `summed` before, the one chunk sum `first`.
-template <int G, int kBlocks>
+template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
 struct OccurrenceSum {
   const SumArgs& a;
   const Group<G>& group;
@@ -126,11 +131,11 @@ struct OccurrenceSum {
         if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
       }
       const int here = count - begin < G ? count - begin : G;
-      for (int next = 0; next < here; next += kInFlight) {
-        float factor[kInFlight];
-        Vec4 x[kInFlight][kBlocks];
+      for (int next = 0; next < here; next += kRows) {
+        float factor[kRows];
+        Vec4 x[kRows][kBlocks];
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u) {
+        for (int u = 0; u < kRows; ++u) {
           const float* row = a.grad + group.broadcast(place, next + u);
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
           const bool aligned = rows_aligned(row, D);
@@ -139,7 +144,7 @@ struct OccurrenceSum {
             if (next + u < here) x[u][k] = load_columns(row, column + (k * G + group.lane) * 4, D, aligned);
         }
 #pragma unroll
-        for (int u = 0; u < kInFlight; ++u)
+        for (int u = 0; u < kRows; ++u)
           if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
       }
     }

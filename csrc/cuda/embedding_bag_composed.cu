@@ -27,6 +27,8 @@ struct PartRows {
   const PartsOfColumns& parts;
   int64_t D;
 
+  static constexpr bool kFactorsTogether = false;
+
   // First bytes, of as many rows as there are parts; the others are those of the first part.
   struct Place {
     int64_t row[kMaxParts];

@@ -178,7 +178,9 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 template <int kBlocks, class Target>
-constexpr int kResident = kBlocks > 1 ? 1 : (Target::kEncodes || Target::kElementwise ? 2 : 3);
+constexpr int kResident = Target::kElementwise ? (kBlocks > 1 ? 1 : 2) : (kBlocks > 1 ? 2 : 3);
+template <int kBlocks, class Target>
+constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
 
 // Runs of at most kChunk occurrences.
 template <int G, int kBlocks, class Target>
@@ -194,12 +196,12 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     if (!a.finishes(run, part, &f)) continue;
     const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
     const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
-    const OccurrenceSum<G, kBlocks> sum{a,
-                                        group,
-                                        summed ? chunk : static_cast<uint32_t>(start),
-                                        summed ? 1 : static_cast<int>(count),
-                                        f.embedding_dim,
-                                        summed};
+    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{a,
+                                                                       group,
+                                                                       summed ? chunk : static_cast<uint32_t>(start),
+                                                                       summed ? 1 : static_cast<int>(count),
+                                                                       f.embedding_dim,
+                                                                       summed};
     finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
   }
 }

@@ -1,13 +1,18 @@
 // Forward of embedding_bag.
 //
 // A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned floats). The
-// group loads its ids together, one to a lane, and passes them around; it asks for kRowsInFlight rows before it decodes
-// the first of them. Rows are added in ascending position. Bytes moved: every row read once per occurrence, the ids,
-// the output written once.
+// group loads its ids together, one to a lane, and passes them around; it asks for kRowsOf rows before it decodes the
+// first of them. Rows are added in ascending position. Bytes moved: every row read once per occurrence, the
+// ids, the output written once.
 #include "cuda/embedding_bag_pool.cuh"
 
 namespace rec_kernels {
 namespace {
+
+template <class Format>
+constexpr bool kHalves = std::is_same<Format, Fp16>::value || std::is_same<Format, Bf16>::value;
+template <class Format>
+constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<Format, Int4>::value;
 
 // The rows of a table.
 template <class Format, int G, int kBlocks, bool kAligned>
@@ -15,6 +20,8 @@ struct TableRows {
   const uint8_t* weights;
   int64_t weight_offset, D;
 
+  static constexpr bool kFactorsTogether =
+      std::is_same<Format, Fp32>::value || kHalves<Format> || (kIntegers<Format> && kBlocks == 1);
   using Place = int64_t;  // a row's first byte
   __device__ __forceinline__ Place find(int64_t id, int64_t) const { return weight_offset + id * Format::row_bytes(D); }
   __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
@@ -35,12 +42,21 @@ struct TableRows {
   };
 };
 
+// Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
+// factor for each of them takes its own register.
+template <class Format, bool kWeighted>
+constexpr bool kTwice = kHalves<Format> || (!kWeighted && (kIntegers<Format> || std::is_same<Format, Mx9>::value));
+template <class Format, int kBlocks, bool kWeighted>
+constexpr int kRowsOf =
+    kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kMostInFlight : kRowsInFlight<kBlocks>)
+                          : (kBlocks == 1 && kTwice<Format, kWeighted> ? 2 * kMostInFlight : kMostInFlight);
+
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,
                                            int64_t out, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
-  constexpr int kInFlight = kSeveral ? kRowsInFlight<kBlocks> : 1;
+  constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks, kWeighted> : 1;
   using Rows = TableRows<Format, G, kBlocks, kAligned>;
   pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, group,
                                                        ids, out, column, column == 0);

@@ -90,13 +90,47 @@ struct IdsOfLanes {
   }
 };
 
+// Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns. A row that
+// does not count is left out by a condition on the sums alone: nvcc moves a row's loads behind a branch that follows
+// them.
+template <int kRows, bool kWeighted, class Source, int G, int kBlocks>
+__device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
+                                         int next, int64_t first, Vec4 (&sum)[kBlocks]) {
+  typename Source::Row row[kRows];
+  float factor[kRows];
+  const auto take_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
+  // Lanes past the last id have a row, too, and the number of the last lane is never passed.
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) row[u].load(source, group, mine.place, next + u, first);
+  if constexpr (Source::kFactorsTogether)
+    for (int u = 0; u < kRows; ++u) take_factor(u);
+  const unsigned counting = mine.counting >> next;
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    if constexpr (!Source::kFactorsTogether) take_factor(u);
+    const bool counts = counting & 1u << u;
+    Vec4 x[kBlocks];
+    row[u].decode(source, group, mine.place, next + u, first, x);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (counts)
+          sum[k].v[j] = kWeighted ? fused_multiply_add(factor[u], x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
+  }
+}
+
 // Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. Source is where rows come
 // from: find() says where that of an id is, its Row is what a lane holds of a row. load() asks memory for the row of
-// lane `from`, decode() waits for it.
+// lane `from`, decode() waits for it. kFactorsTogether: the factors of all rows on their way are passed around before
+// the first is added, which spares a branch for each; with many loads a row they would share these loads' scoreboards,
+// of which a warp has six, and wait for them.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Feature& f,
                                              const Group<G>& group, Range ids, int64_t out, int64_t column,
                                              bool report) {
+  // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
+  constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
   const int64_t first = column + 4 * group.lane;
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
@@ -105,25 +139,11 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
     if (mine.counting == 0) continue;
     counted += count_bits(mine.counting);
     const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
+    int next = 0;
 #pragma unroll 1
-    for (int next = 0; next < here; next += kInFlight) {
-      typename Source::Row row[kInFlight];
-      // Lanes past the last id have a row, too, and the number of the last lane is never passed.
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) row[u].load(source, group, mine.place, next + u, first);
-#pragma unroll
-      for (int u = 0; u < kInFlight; ++u) {
-        const float factor = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f;
-        if (!(mine.counting >> (next + u) & 1)) continue;
-        Vec4 x[kBlocks];
-        row[u].decode(source, group, mine.place, next + u, first, x);
-#pragma unroll
-        for (int k = 0; k < kBlocks; ++k)
-#pragma unroll
-          for (int j = 0; j < 4; ++j)
-            sum[k].v[j] = kWeighted ? fused_multiply_add(factor, x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
-      }
-    }
+    for (; next < here - (kRows - kLast); next += kRows)
+      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum);
+    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum);
   }
   store_sums<G>(a, f, counted, out, first, sum);
 }

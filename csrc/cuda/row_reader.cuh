@@ -74,14 +74,8 @@ struct RawGrid<Affine<kBits>> {
   __device__ __forceinline__ void load(const uint8_t* row, int64_t D, bool aligned) {
     constexpr int kBytes = Format::kGridBytes / 2;
     const uint8_t* grid = row + Format::code_bytes(D);
-    if (kBits == 8 && aligned && reinterpret_cast<uintptr_t>(grid) % 8 == 0) {
-      const uint64_t both = load_little<8>(grid, true);
-      scale = static_cast<uint32_t>(both);
-      bias = static_cast<uint32_t>(both >> 32);
-    } else {
-      scale = load_little<kBytes>(grid, aligned);
-      bias = load_little<kBytes>(grid + kBytes, aligned);
-    }
+    scale = load_little<kBytes>(grid, aligned);
+    bias = load_little<kBytes>(grid + kBytes, aligned);
   }
 };
 

@@ -38,7 +38,7 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
 def write_text(path: Path, text: str) -> None:
     """Replaces ``path`` by a file of this text."""
     with replacing(path) as file:
-        file.write(text.encode())
+        file.write(text.encode(errors="replace"))  # a path may have bytes that are no text
 
 
 def opened(path: Path, mode: str) -> IO[bytes]:

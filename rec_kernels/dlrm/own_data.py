@@ -83,7 +83,7 @@ class CheckedData:
         dense, expected = _floats(batch.dense, "dense"), [len(label), self.num_dense]
         if list(dense.shape) != expected:
             raise _WrongError(f"dense has shape {list(dense.shape)}, must be {expected}: [rows of label, num_dense]")
-        if not dense.isfinite().all():
+        if not _all_finite(dense):
             row, column = (~dense.isfinite()).nonzero()[0].tolist()
             value = batch.dense[row, column].item()
             raise _WrongError(f"dense[{row}, {column}] is {value}, must be a finite number of float32 (row, column)")
@@ -118,6 +118,11 @@ def _floats(value: Any, name: str) -> Tensor:
     return value.float()
 
 
+def _all_finite(values: Tensor) -> bool:
+    # The sum is finite only if all are; it is five times as fast to make.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
 def _check_weights(name: str, jagged: Any) -> None:
     stored = jagged.stored() if hasattr(jagged, "stored") else jagged
     weights = stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
@@ -125,7 +130,7 @@ def _check_weights(name: str, jagged: Any) -> None:
         return
     if weights.dtype != torch.float32:
         raise _WrongError(f"weights of {name} are {weights.dtype}, must be torch.float32")
-    if not weights.isfinite().all():
+    if not _all_finite(weights):
         place = int((~weights.isfinite()).nonzero()[0])
         raise _WrongError(f"weights[{place}] of {name} is {weights[place].item()}, must be finite")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rec_kernels.ops import in_triton
 from rec_kernels.ops.autograd import below_autograd, register_autograd
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
@@ -117,12 +118,5 @@ def _(x, format, rounding="nearest", seed=None, step=None, table=0, first_row=0,
     return x.new_empty(x.shape)
 
 
-@torch.library.impl("rec_kernels::fake_quantize", "CUDA")
-def _(x, *arguments):
-    # Imported here: it takes Triton, and seconds.
-    from rec_kernels.triton.fake_quantize import fake_quantize as in_triton
-
-    return in_triton(x, *arguments)
-
-
+in_triton.register("fake_quantize", "fake_quantize")
 register_autograd("fake_quantize", _straight_through)

@@ -1,12 +1,17 @@
 """The ops of embedding_bag and expand in Triton, jagged_permute in torch: for GPUs without the compiled CUDA library.
 
-``import rec_kernels`` imports this package only where it is needed; it needs Triton. What is promised is said in
-rec_kernels.triton.embedding_bag. Tests use Triton 3.8.
+``rec_kernels.ops.in_triton`` imports this package where one of its ops is called; it needs Triton 3.6 to 3.9
+(``rec_kernels._triton_versions``). What is promised is said in rec_kernels.triton.embedding_bag.
 """
 
+# ruff: noqa: E402 (with a Triton that is too old, the kernels' own imports may fail in other words)
 from __future__ import annotations
 
-import torch
+import triton
+
+from rec_kernels import _triton_versions
+
+_triton_versions.check(triton.__version__)
 
 from rec_kernels.triton.embedding_bag import (
     embedding_bag,
@@ -20,28 +25,15 @@ from rec_kernels.triton.embedding_bag import (
 from rec_kernels.triton.expand import expand, expand_backward
 from rec_kernels.triton.jagged_permute import jagged_permute
 
-_OPS = (
-    embedding_bag,
-    embedding_bag_backward_dense,
-    embedding_bag_backward_fused_,
-    embedding_bag_backward_per_sample_weights,
-    embedding_bag_backward_sparse,
-    embedding_bag_fused,
-    embedding_bag_tables,
-    expand,
-    expand_backward,
-    jagged_permute,
-)
-
-__all__ = ["register", *(op.__name__ for op in _OPS)]
-
-
-def register(library: torch.library.Library, key: str) -> None:
-    """Makes the functions of this package the kernels of a dispatch key.
-
-    Args:
-        library: of kind "IMPL" or "FRAGMENT", of a namespace with the ops' schemas. The registration ends with it.
-        key: a dispatch key such as "CUDA" (AMD GPUs have that one, too).
-    """
-    for op in _OPS:
-        library.impl(op.__name__, op, key)
+__all__ = [
+    "embedding_bag",
+    "embedding_bag_backward_dense",
+    "embedding_bag_backward_fused_",
+    "embedding_bag_backward_per_sample_weights",
+    "embedding_bag_backward_sparse",
+    "embedding_bag_fused",
+    "embedding_bag_tables",
+    "expand",
+    "expand_backward",
+    "jagged_permute",
+]

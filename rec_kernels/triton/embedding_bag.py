@@ -1,8 +1,8 @@
 """embedding_bag in Triton: the path for GPUs and installs without the compiled CUDA library.
 
-The functions have the names, arguments and results of the ops in docs/ops.md; ``help()`` shows the signatures. They
-take tensors on a GPU, or on the CPU under TRITON_INTERPRET=1 (to be set before Triton is imported). How they differ
-from the compiled kernels:
+``embedding_bag.layout`` and the others have the names, arguments and results of the ops in docs/ops.md; ``help()``
+shows the signatures. They take tensors on a GPU, or on the CPU under TRITON_INTERPRET=1 (to be set before Triton is
+imported). How they differ from the compiled kernels:
 
 - Results agree with docs/numerics.md within rounding: the bits are not promised, only that each sum has the same terms
   in FP32, in whatever order the compiler adds them. No float is added by an atomic operation.
@@ -12,7 +12,7 @@ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
-- Row formats, row caches, ``bag_starts``, ``inverse``, ``partition_starts``, clipping and weight decay are
+- Row formats, row caches, ``bag_starts``, ``inverse``, features of several parts, clipping and weight decay are
   refused: they need the compiled library. So is ``rounding="stochastic"``, the default, for updates of
   FP16 and BF16 tables.
 - One program sums all occurrences of a row: very hot rows are slow.
@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -41,10 +41,42 @@ _ops = torch.ops.rec_kernels
 _EXACT = {"enable_fp_fusion": False}
 
 
-def _like_op(function: Callable[[SimpleNamespace], object]) -> Callable:
-    """Gives a function of one namespace the signature of the op of its name."""
+class Overloads:
+    """The overloads of an op, by their names: ``embedding_bag.layout``."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+        self.all: dict[str, Callable] = {}
+
+    def __getattr__(self, overload: str) -> Callable:
+        if overload not in self.all:
+            raise AttributeError(f"{self.__name__} has no overload {overload!r}, only {list(self.all)}")
+        return self.all[overload]
+
+
+embedding_bag = Overloads("embedding_bag")
+embedding_bag_tables = Overloads("embedding_bag_tables")
+embedding_bag_fused = Overloads("embedding_bag_fused")
+embedding_bag_backward_fused_ = Overloads("embedding_bag_backward_fused_")
+embedding_bag_backward_dense = Overloads("embedding_bag_backward_dense")
+embedding_bag_backward_sparse = Overloads("embedding_bag_backward_sparse")
+embedding_bag_backward_per_sample_weights = Overloads("embedding_bag_backward_per_sample_weights")
+
+
+def _overload_of(op: Overloads, *names: str) -> Callable:
+    """A decorator: a function of one namespace becomes the named overloads of an op."""
+
+    def add(function: Callable[[SimpleNamespace], object]) -> Callable:
+        for name in names:
+            op.all[name] = _like_op(function, getattr(getattr(_ops, op.__name__), name)._schema.arguments)
+        return function
+
+    return add
+
+
+def _like_op(function: Callable[[SimpleNamespace], object], arguments: Sequence) -> Callable:
+    """Gives a function of one namespace the signature of an op."""
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    arguments = getattr(_ops, function.__name__).default._schema.arguments
     signature = inspect.Signature(
         [
             inspect.Parameter(
@@ -95,21 +127,21 @@ def _pool(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     return output.to(a.output_dtype or torch.float32), bags.status
 
 
-@_like_op
-def embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+@_overload_of(embedding_bag, "layout", "table")
+def _embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """Pools bags of one table or many: (output [B, output_dim], status [2] int64)."""
     return _pool(a)
 
 
-@_like_op
-def embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+@_overload_of(embedding_bag_tables, "layout")
+def _embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The same lookup; ``tables``, views of ``weights``, are for autograd only."""
     inputs.check_tables(a)
     return _pool(a)
 
 
-@_like_op
-def embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
+@_overload_of(embedding_bag_fused, "layout")
+def _embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
     """The same lookup; state, step, learning rate and the loss's scale are for the backward only."""
     inputs.check_update(a)
     inputs.check_rounding(a)
@@ -180,8 +212,8 @@ def _finish_rows(
     )
 
 
-@_like_op
-def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
+@_overload_of(embedding_bag_backward_fused_, "layout")
+def _backward_fused(a: SimpleNamespace) -> None:
     """Updates every touched row of ``weights`` once, with ``sum``, and advances ``step``; waits for no GPU."""
     inputs.check_update(a)
     inputs.check_rounding(a)
@@ -190,21 +222,23 @@ def embedding_bag_backward_fused_(a: SimpleNamespace) -> None:
     inputs.check_gradient(a, bags)
     inputs.check_controls(a, bags)
     _finish_rows(a, bags, _sort(bags), a.weights, update=True)
-    kernels.advance_step_kernel[(1,)](a.step, bags.status, a.status, a.found_inf, RAISE=bags.raises)
+    kernels.advance_step_kernel[(1,)](a.step, bags.status, a.status, a.found_inf, RAISE=bags.raises, **_EXACT)
 
 
 def _read_backward(a: SimpleNamespace) -> BagInput:
-    rank = 2 if a.embedding_dims is None else 1
+    if hasattr(a, "layout"):
+        inputs.check_weights(a)
+        a.weights_shape = a.weights.shape
     shape = tuple(a.weights_shape)
+    rank = 1 if hasattr(a, "layout") else 2
     check(len(shape) == rank, f"weights_shape must have {rank} element(s), got {len(shape)}")
-    inputs.check_own_weights(a)
     bags = inputs.read_input(a, shape)
     inputs.check_gradient(a, bags)
     return bags
 
 
-@_like_op
-def embedding_bag_backward_dense(a: SimpleNamespace) -> Tensor:
+@_overload_of(embedding_bag_backward_dense, "layout", "table")
+def _backward_dense(a: SimpleNamespace) -> Tensor:
     """The gradient of ``weights``: ``weights_shape``, float32, zeros for rows that no id names."""
     bags = _read_backward(a)
     out = a.grad.new_zeros(a.weights_shape)
@@ -212,8 +246,8 @@ def embedding_bag_backward_dense(a: SimpleNamespace) -> Tensor:
     return out
 
 
-@_like_op
-def embedding_bag_backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
+@_overload_of(embedding_bag_backward_sparse, "layout", "table")
+def _backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of the touched rows: (rows int64, row_grads float32, row_counts [F] int64); waits for the GPU."""
     bags = _read_backward(a)
     occurrences = _sort(bags)
@@ -233,8 +267,8 @@ def embedding_bag_backward_sparse(a: SimpleNamespace) -> tuple[Tensor, Tensor, T
     return run_rows - feature[:, 1], row_grads, counts
 
 
-@_like_op
-def embedding_bag_backward_per_sample_weights(a: SimpleNamespace) -> Tensor:
+@_overload_of(embedding_bag_backward_per_sample_weights, "layout", "table")
+def _backward_factors(a: SimpleNamespace) -> Tensor:
     """The gradient of ``per_sample_weights``: [N] float32, zeros for ids that do not count."""
     inputs.check_weights(a)
     bags = inputs.read_input(a, tuple(a.weights.shape))

@@ -66,7 +66,7 @@ def expand(x: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     if count:
         # A tile of 2048 numbers keeps 128 threads busy.
         width = min(triton.next_power_of_2(max(columns, 1)), 1024)
-        blocks = {"BLOCK_ROWS": 2048 // width, "BLOCK_COLUMNS": width}
+        blocks = {"BLOCK_ROWS": 2048 // width, "BLOCK_COLUMNS": width, "enable_fp_fusion": False}
         grid = (triton.cdiv(count, blocks["BLOCK_ROWS"]),)
         # Triton launches on the current device, which need not be that of the tensors.
         with torch.accelerator.device_index(x.device.index):

@@ -173,6 +173,7 @@ def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
         "K": y.shape[-1],
         "x_stride": x.stride(0),
         "PRECISION": precision,
+        "enable_fp_fusion": True,
         "VECTORS": tile_size(vectors, VECTORS),
         "COLUMNS": tile_size(columns, COLUMNS),
         "FACTORS": tile_size(y.shape[-1], FACTORS),

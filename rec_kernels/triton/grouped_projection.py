@@ -25,6 +25,7 @@ from torch import Tensor
 from rec_kernels.triton.inputs import check, check_tensor
 
 PRECISION = "ieee" if torch.version.hip else "tf32x3"
+_ARITHMETIC = {"PRECISION": PRECISION, "enable_fp_fusion": True}
 #: Samples of a program; of the weights' gradient those that a program sums up, 32 at a time.
 ROWS, SUMMED_ROWS, ROWS_AT_ONCE = 64, 1024, 32
 
@@ -261,7 +262,7 @@ def _multiply(x: Tensor, weights: Tensor, dims: Dims, forward: bool) -> Tensor:
     if not out.numel():
         return out
     product = _product(dims, forward, x.device)
-    given = {"num_rows": len(x), "num_panels": len(product.panels), "FORWARD": forward, "PRECISION": PRECISION}
+    given = {"num_rows": len(x), "num_panels": len(product.panels), "FORWARD": forward, **_ARITHMETIC}
     columns = {"x_columns": x.shape[1], "out_columns": out.shape[1]}
     grid = (triton.cdiv(len(x), ROWS) * len(product.panels),)
     # Triton launches on the current device, which need not be that of the tensors.
@@ -294,7 +295,7 @@ def grouped_projection_backward_weights(
         return x.new_zeros(num_weights)
     tiles, blocks = _gradient_tiles(dims, x.device)
     sums = x.new_empty((parts, num_weights))
-    given = {"num_rows": len(x), "num_tiles": len(tiles), "num_weights": num_weights, "PRECISION": PRECISION}
+    given = {"num_rows": len(x), "num_tiles": len(tiles), "num_weights": num_weights, **_ARITHMETIC}
     columns = {"x_columns": x.shape[1], "out_columns": grad.shape[1]}
     with torch.accelerator.device_index(x.device.index):
         weight_gradient_kernel[(len(tiles) * parts,)](

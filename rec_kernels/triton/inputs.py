@@ -9,33 +9,30 @@ import torch
 import triton
 from torch import Tensor
 
+from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import start_kernel
 
 # As in rec_kernels/ops/embedding_bag.py, which this layer does not import.
 TABLE_ALIGNMENT = 16
-LAYOUT = ("weight_offsets", "row_offsets", "num_embeddings", "embedding_dims", "output_offsets")
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST = 2**31 - 1  # programs in a launch
 OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb")
 _HERE = OPTIMIZERS[:2]
 _ADAMS = OPTIMIZERS[3:]
 _COMPILED = "the compiled CUDA library (rk.build_info() says why it is not in use)"
-# What the kernels have nothing for, and its defaults: batch sizes of features' own, bags that samples share, features
-# of several parts, row caches, and what lies between a gradient and the optimizer.
+# What the kernels have nothing for, and its defaults: batch sizes of features' own, bags that samples share, row
+# caches, and what lies between a gradient and the optimizer.
 _UNUSED = {
-    **dict.fromkeys(("bag_starts", "inverse", "groups", "partition_starts", "multiplies")),
-    **dict.fromkeys(f"cache_{name}" for name in ("rows", "offsets", "slots", "tags", "marks", "dirty", "sets")),
-    **dict.fromkeys(("cache_set_starts", "clip_grad_value", "clip_grad_norm")),
-    "max_parts": 0,
-    "cache_ways": 0,
+    **dict.fromkeys(("bag_starts", "inverse", "groups", "format")),
+    **dict.fromkeys(f"cache_{name}" for name in ("rows", "slots", "tags", "marks", "dirty")),
+    **dict.fromkeys(("clip_grad_value", "clip_grad_norm")),
+    "embedding_dim": 0,
     "weight_decay": 0.0,
 }
-_OF_PARTS = ("divisors", "moduli", "id_limits", "combine")
 # Who gives them, for those who never did by themselves.
 _GIVEN_BY = {
     "bag_starts": " (rk.EmbeddingCollection, rk.PathEmbeddingBag and features with batch sizes of their own do)",
     "inverse": " (batches with inverse_indices do)",
-    "partition_starts": " (rk.Hash, rk.QuotientRemainder and rk.Partitions do)",
 }
 # Which optimizers have a kind of state.
 _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
@@ -48,19 +45,14 @@ def check(ok: bool, message: str) -> None:
 
 
 def check_offered(a: SimpleNamespace) -> None:
-    """Raises ValueError for arguments that the Triton kernels have nothing for."""
-    if a.formats is not None or a.format_of is not None or a.embedding_dim != 0:
-        raise ValueError(
-            "formats, format_of and embedding_dim must not be given: the Triton kernels take float tables only, "
-            f"rows of bytes need {_COMPILED}"
-        )
+    """Raises ValueError for arguments, or a layout, that the Triton kernels have nothing for."""
     for name, default in _UNUSED.items():
         given = getattr(a, name, default)
         if given is not default and (isinstance(given, Tensor) or given != default):
             what = f"the Triton kernels do without, it needs {_COMPILED}"
             raise ValueError(f"{name} must not be given{_GIVEN_BY.get(name, '')}: {what}")
-    if any(getattr(a, name) is not None for name in _OF_PARTS):
-        raise ValueError("partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it")
+    if hasattr(a, "layout_sizes"):
+        _check_layout(a)
     dtype = getattr(a, "output_dtype", None)
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(f"output_dtype must be {' or '.join(map(str, FLOATS))}, got {dtype}")
@@ -144,50 +136,30 @@ class BagInput:
 
 def check_weights(a: SimpleNamespace) -> None:
     """Raises ValueError for weights that no table can lie in."""
-    rank = 2 if a.embedding_dims is None else 1
-    check_tensor(a.weights, "weights", FLOATS, rank=rank, contiguous=True)
+    check_tensor(a.weights, "weights", FLOATS, rank=1 if hasattr(a, "layout") else 2, contiguous=True)
 
 
-def check_own_weights(a: SimpleNamespace) -> None:
-    """Raises ValueError for ``weights`` that a gradient of ``weights_shape`` cannot be of; it does not read them."""
-    if a.weights is not None:
-        check_weights(a)
-        if tuple(a.weights.shape) != tuple(a.weights_shape):
-            shape = list(a.weights.shape)
-            raise ValueError(f"weights must have the shape that weights_shape names, got {shape}")
-
-
-def _check_layout(a: SimpleNamespace, bags: int) -> None:
-    for name in ("output_dim", "num_rows", "max_embedding_dim"):
-        size = getattr(a, name)
-        if size < 0:
-            raise ValueError(f"{name} = {size} must be at least 0")
-    layout = {name: getattr(a, name) for name in LAYOUT}
-    if a.embedding_dims is None:
-        tensors = [*layout.values(), a.mean, a.frozen]
-        unused = all(t is None for t in tensors) and not (a.output_dim or a.num_rows or a.max_embedding_dim)
-        check(unused, "embedding_dims is missing: other layout arguments mean nothing without it")
-        return
-    check_tensor(a.embedding_dims, "embedding_dims", (torch.int64,), rank=1)
-    features = a.embedding_dims.shape[0]
-    for name, t in layout.items():
-        if t is None:
-            raise ValueError(f"{name} is missing: embedding_dims is given, so the layout of every feature must be")
-        check_tensor(t, name, (torch.int64,), shape=(features,), contiguous=True)
-    if a.mean is not None:
-        check_tensor(a.mean, "mean", (torch.bool,), shape=(features,), contiguous=True)
-    if a.frozen is not None:
-        check_tensor(a.frozen, "frozen", (torch.bool,), shape=(features,), contiguous=True)
-    if bags % features if features else bags:
-        expected = "offsets must have num_features * batch + 1 elements"
-        raise ValueError(f"{expected}, got {a.offsets.shape[0]} for {features} features")
+def _check_layout(a: SimpleNamespace) -> None:
+    sizes = a.layout_sizes
+    check(len(sizes) == len(Size), f"layout_sizes must have {len(Size)} elements, got {len(sizes)}")
+    check_tensor(a.layout, "layout", (torch.int64,), rank=2, contiguous=True)
+    parts, features, flags = a.layout.shape[0], sizes[Size.num_features], sizes[Size.flags]
+    check_tensor(a.layout, "layout", (torch.int64,), shape=(parts, len(Column)))
+    check(
+        not flags & Flag.bytes, f"layout has formats: the Triton kernels take float tables, it needs {_COMPILED}"
+    )
+    mapped = sizes[Size.most_parts] != 1 or flags & (Flag.maps_ids | Flag.multiplies) or parts != features
+    check(not mapped, f"layout has features of several parts, or of fewer rows than ids: it needs {_COMPILED}")
+    for size in (Size.output_dim, Size.num_rows, Size.max_embedding_dim):
+        check(sizes[size] >= 0, f"layout_sizes[{size}] = {sizes[size]} must be at least 0")
 
 
 def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
     integers = (torch.int32, torch.int64)
-    check(a.pooling in ("sum", "mean"), f'pooling must be "sum" or "mean", got "{a.pooling}"')
-    known = a.bounds_check in ("error", "ignore", "none")
-    check(known, f'bounds_check must be "error", "ignore" or "none", got "{a.bounds_check}"')
+    pooling, bounds_check = getattr(a, "pooling", "sum"), getattr(a, "bounds_check", "ignore")
+    check(pooling in ("sum", "mean"), f'pooling must be "sum" or "mean", got "{pooling}"')
+    known = bounds_check in ("error", "ignore", "none")
+    check(known, f'bounds_check must be "error", "ignore" or "none", got "{bounds_check}"')
     check_tensor(a.values, "values", integers, rank=1)
     check_tensor(a.offsets, "offsets", integers, rank=1)
     bags = a.offsets.shape[0] - int(include_last_offset)
@@ -195,23 +167,14 @@ def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
     factors = getattr(a, "per_sample_weights", None)
     if factors is not None:
         check_tensor(factors, "per_sample_weights", (torch.float32,), shape=tuple(a.values.shape))
-    _check_layout(a, bags)
+    if hasattr(a, "layout_sizes"):
+        features = a.layout_sizes[Size.num_features]
+        fits = bags % features == 0 if features else bags == 0
+        expected = "offsets must have num_features * batch + 1 elements"
+        check(fits, f"{expected}, got {a.offsets.shape[0]} for {features} features")
     if bags > _MOST:
         raise ValueError(f"offsets describe {bags} bags; at most 2^31 - 1 fit in a call")
     return bags
-
-
-def _sizes(a: SimpleNamespace, shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """(output_dim, num_rows, max_dim); reads them back from the GPU only where a layout comes without them."""
-    if a.embedding_dims is None:
-        check(shape[1] >= 1, f"weights must have at least one column, got shape {list(shape)}")
-        return shape[1], shape[0], shape[1]
-    num_rows, max_dim = a.num_rows, a.max_embedding_dim
-    if a.embedding_dims.shape[0] and not (num_rows > 0 and max_dim > 0):
-        ends = a.row_offsets + a.num_embeddings
-        most = torch.stack([ends.max(), a.embedding_dims.max()]).tolist()
-        num_rows, max_dim = max(num_rows, most[0]), max(max_dim, most[1])
-    return a.output_dim, num_rows, max_dim
 
 
 def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
@@ -222,21 +185,28 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
         weights_shape: (E, D) of one table, (number of elements,) with a layout.
 
     Raises:
-        ValueError: a wrong shape, dtype, device or option. The numbers in layout tensors are checked on the device;
+        ValueError: a wrong shape, dtype, device or option. The records of a layout are checked on the device;
             ``status`` tells of wrong ones.
     """
     check_one_device(a)
-    include_last_offset = getattr(a, "include_last_offset", True)
-    bags = _check_bags(a, include_last_offset)
-    output_dim, num_rows, max_dim = _sizes(a, weights_shape)
-    features = 1 if a.embedding_dims is None else a.embedding_dims.shape[0]
+    bags = _check_bags(a, getattr(a, "include_last_offset", True))
+    layout = getattr(a, "layout", None)
+    if layout is None:
+        check(weights_shape[1] >= 1, f"weights must have at least one column, got shape {list(weights_shape)}")
+        features, num_rows, output_dim = 1, weights_shape[0], weights_shape[1]
+        max_dim = output_dim
+    else:
+        sizes = (Size.num_features, Size.num_rows, Size.output_dim, Size.max_embedding_dim)
+        features, num_rows, output_dim, max_dim = (a.layout_sizes[size] for size in sizes)
     packed = a.values.new_empty((features, 6), dtype=torch.int64)
     status = a.values.new_empty((2,), dtype=torch.int64)
     elements = torch.Size(weights_shape).numel()
-    layout = [getattr(a, name) for name in LAYOUT]
-    mean = a.pooling == "mean"
+    mean = getattr(a, "pooling", "sum") == "mean"
     start_kernel[(1,)](
-        *layout, a.mean, packed, status, features, elements, output_dim, num_rows, max_dim, MEAN=mean, BLOCK=128
+        *(layout, packed, status, features, elements, output_dim, num_rows, max_dim),
+        MEAN=mean,
+        BLOCK=128,
+        enable_fp_fusion=False,
     )
     factors = getattr(a, "per_sample_weights", None)
     return BagInput(
@@ -251,9 +221,9 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
         max_dim=max_dim,
         num_rows=num_rows,
         padding_idx=a.padding_idx,
-        check_ids=a.bounds_check != "none",
-        raises=a.bounds_check == "error",
-        frozen=a.frozen,
+        check_ids=getattr(a, "bounds_check", "ignore") != "none",
+        raises=getattr(a, "bounds_check", "ignore") == "error",
+        frozen=None if layout is None else layout[:, Column.frozen].bool(),
     )
 
 
@@ -271,7 +241,6 @@ def check_tables(a: SimpleNamespace) -> None:
     where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT}"
     fits = a.weights.numel() == elements
     check(fits, f"weights must have {elements} elements, {where}, got {a.weights.numel()}")
-    check(a.embedding_dims is not None, "embedding_dims is missing: embedding_bag_tables needs the layout arguments")
 
 
 def check_update(a: SimpleNamespace) -> None:
@@ -289,11 +258,8 @@ def check_update(a: SimpleNamespace) -> None:
     check(good, f"eps = {a.eps:g} must be at least 0, and finite as float32")
     good = all(0 <= beta < 1 - 2**-25 for beta in (a.beta1, a.beta2))  # what is closer to 1 is 1 as float32
     check(good, f"beta1 and beta2 must be in [0, 1) as float32, got {a.beta1:g} and {a.beta2:g}")
-    places = "they are for a layout and an optimizer with state for every element"
-    elementwise = a.optimizer not in _HERE
-    check(elementwise or a.moment_offsets is None, f"moment_offsets must not be given: {places}")
     check(
-        not elementwise,
+        a.optimizer in _HERE,
         f'optimizer "{a.optimizer}" is not among those of the Triton kernels, {" and ".join(_HERE)}; the compiled CUDA '
         "library has it (rk.build_info() says why it is not in use)",
     )
@@ -311,9 +277,6 @@ def check_rounding(a: SimpleNamespace) -> None:
         )
     if a.seed is not None:
         check_tensor(a.seed, "seed", (torch.int64,), rank=0)
-    if a.table_ids is not None:
-        check(a.embedding_dims is not None, "embedding_dims is missing: table_ids mean nothing without it")
-        check_tensor(a.table_ids, "table_ids", (torch.int64,), shape=tuple(a.embedding_dims.shape), contiguous=True)
 
 
 def check_controls(a: SimpleNamespace, bags: BagInput) -> None:

@@ -6,8 +6,8 @@ CPU tensors under TRITON_INTERPRET=1 and compile for NVIDIA and AMD targets; non
 
 Two arrays go through all kernels:
 
-- ``features``: [F, 6] int64, what the layout arguments say: weight_offset, row_offset, num_embeddings, embedding_dim,
-  output_offset, mean.
+- ``features``: [F, 6] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
+  embedding_dim, column, mean.
 - ``status``: [2] int64. [0] is the smallest of: BAD_LAYOUT; BAD_LAYOUT + 1 + i for a bad offsets[i]; i for an id out of
   range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
 """
@@ -18,6 +18,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from rec_kernels.ops.table_layout import Column
+
 NOTHING_BAD = tl.constexpr(2**63 - 1)
 BAD_LAYOUT = tl.constexpr(-(2**63))
 COLUMNS = tl.constexpr(6)  # of `features`
@@ -26,14 +28,21 @@ COLUMNS = tl.constexpr(6)  # of `features`
 _VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "padding_idx", "left_out"]
 
 
+# Columns of a layout's record.
+_WEIGHT = tl.constexpr(int(Column.weight_offset))
+_ROW = tl.constexpr(int(Column.row_offset))
+_ROWS = tl.constexpr(int(Column.num_embeddings))
+_DIM = tl.constexpr(int(Column.embedding_dim))
+_COLUMN = tl.constexpr(int(Column.column))
+_FEATURE = tl.constexpr(int(Column.feature))
+_LIMIT = tl.constexpr(int(Column.id_limit))
+_MEAN = tl.constexpr(int(Column.mean))
+_RECORD = tl.constexpr(len(Column))
+
+
 @triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim"])
 def start_kernel(
-    weight_offsets,  # [F], or None with the four below: one table of num_rows x max_dim
-    row_offsets,
-    num_embeddings,
-    embedding_dims,
-    output_offsets,
-    means,  # [F] bool or None
+    layout,  # [F, columns of a record], or None: one table of num_rows x max_dim
     features,  # [F, 6], written
     status,  # [2], written
     num_features,
@@ -41,7 +50,7 @@ def start_kernel(
     output_dim,
     num_rows,
     max_dim,
-    MEAN: tl.constexpr,
+    MEAN: tl.constexpr,  # of one table
     BLOCK: tl.constexpr,
 ):
     """One program. The other kernels trust a layout that passes here, and touch nothing where one does not."""
@@ -53,22 +62,26 @@ def start_kernel(
         row, output = weight, weight
         rows, dim = weight + num_rows, weight + max_dim
         mean = weight + MEAN
-        if embedding_dims is not None:
-            weight = tl.load(weight_offsets + f, mask=there, other=0)
-            row = tl.load(row_offsets + f, mask=there, other=0)
-            rows = tl.load(num_embeddings + f, mask=there, other=0)
-            dim = tl.load(embedding_dims + f, mask=there, other=1)
-            output = tl.load(output_offsets + f, mask=there, other=0)
+        if layout is not None:
+            record = layout + f.to(tl.int64) * _RECORD
+            at = tl.load(record + _WEIGHT, mask=there, other=0)  # in bytes of float32
+            weight = at // 4
+            row = tl.load(record + _ROW, mask=there, other=0)
+            rows = tl.load(record + _ROWS, mask=there, other=0)
+            dim = tl.load(record + _DIM, mask=there, other=1)
+            output = tl.load(record + _COLUMN, mask=there, other=0)
+            mean = tl.load(record + _MEAN, mask=there, other=0)
             behind = there & (f > 0)
-            column = tl.load(output_offsets + f - 1, mask=behind, other=0)
-            column += tl.load(embedding_dims + f - 1, mask=behind, other=0)
+            column = tl.load(record - _RECORD + _COLUMN, mask=behind, other=0)
+            column += tl.load(record - _RECORD + _DIM, mask=behind, other=0)
             good = (dim >= 1) & (dim <= max_dim) & (rows >= 0) & (rows <= num_rows)
-            good &= (row >= 0) & (row <= num_rows - rows) & (weight >= 0) & (weight <= num_weights)
+            good &= (row >= 0) & (row <= num_rows - rows) & (at >= 0) & (at % 4 == 0) & (weight <= num_weights)
             good &= (rows <= (num_weights - weight) // tl.maximum(dim, 1)) & (output == column)
             good &= (f < num_features - 1) | (output + dim == output_dim)
+            good &= (tl.load(record + _FEATURE, mask=there, other=0) == f) & (
+                tl.load(record + _LIMIT, mask=there, other=0) == rows
+            )
             bad |= (there & ~good).to(tl.int32)
-        if means is not None:
-            mean = tl.load(means + f, mask=there, other=0).to(tl.int64)
         to = features + f.to(tl.int64) * COLUMNS
         tl.store(to, weight, mask=there)
         tl.store(to + 1, row, mask=there)

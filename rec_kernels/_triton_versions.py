@@ -1,0 +1,66 @@
+"""The versions of Triton that the kernels of rec_kernels.triton are for, asked without importing Triton."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import warnings
+
+#: The oldest and the newest minor version with which every kernel has been compiled: those of torch 2.10 and 2.15.
+OLDEST, NEWEST = (3, 6), (3, 9)
+SUPPORTED = "Triton 3.6 to 3.9"
+
+
+class UnsupportedTritonError(ImportError):
+    """The kernels cannot be used with the installed Triton."""
+
+
+def installed() -> str | None:
+    """The version of Triton; "unknown" of one without a package, None where there is none."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # Asked of the package's files: importing it takes seconds. Builds for other GPUs have names of their own.
+    names = importlib.metadata.packages_distributions().get("triton", [])
+    return importlib.metadata.version(names[0]) if names else "unknown"
+
+
+def is_too_old(version: str) -> bool:
+    """Whether it is known to be older than the oldest version."""
+    numbers = _minor(version)
+    return numbers is not None and numbers < OLDEST
+
+
+def check(version: str) -> None:
+    """What ``rec_kernels.triton`` asks when it is imported. Of a version without numbers, nothing is known.
+
+    Warns of a version newer than the newest: a RuntimeWarning.
+
+    Raises:
+        UnsupportedTritonError: the version is too old, or its interpreter, where that is chosen, fails by itself.
+    """
+    numbers, numpy = _minor(version), _minor(importlib.metadata.version("numpy"))
+    if is_too_old(version):
+        raise UnsupportedTritonError(
+            f"the Triton kernels of rec_kernels need {SUPPORTED}, found Triton {version}: install the one that your "
+            "torch names as its requirement (torch 2.10 and 2.11: triton==3.6.0), or build the CUDA library "
+            "(docs/install.md), which needs no Triton"
+        )
+    if numbers is not None and numbers > NEWEST:
+        warnings.warn(
+            f"the Triton kernels of rec_kernels were tested with {SUPPORTED}, found Triton {version}: they may fail to "
+            "compile, or give other results than docs/numerics.md says; install a tested one if they do",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1" and numbers == (3, 6) and numpy is not None and numpy >= (2, 4):
+        raise UnsupportedTritonError(
+            f"the interpreter of Triton {version} (TRITON_INTERPRET=1) fails with NumPy 2.4 and newer, found NumPy "
+            f"{importlib.metadata.version('numpy')}: install numpy<2.4, or Triton 3.7 or newer"
+        )
+
+
+def _minor(version: str) -> tuple[int, int] | None:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
