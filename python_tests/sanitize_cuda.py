@@ -32,6 +32,7 @@ from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from jagged_cases import make_batch
+from layout_calls import OPS, InLists
 from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, settled
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -121,18 +122,18 @@ def _shared(ops) -> Iterator[object]:
     yield weights, step
     floats = layout_of_floats(case)._asdict() | shared
     for op in (ops.embedding_bag_backward_dense, ops.embedding_bag_backward_sparse):
-        yield op(grad, case.weights, *bags, **floats, **factors)
+        yield op(grad=grad, weights=case.weights, values=bags[0], offsets=bags[1], **floats, **factors)
 
 
 def _one_table_backward(ops) -> Iterator[object]:
     """The gradients of one table without a layout, of floats and of bytes."""
     weights, bags = torch.arange(7 * 5).view(7, 5).float(), (torch.tensor([3, 6, 0, 6]), torch.tensor([0, 1, 4]))
     grad, factors = torch.linspace(-1, 2, 10).view(2, 5), torch.linspace(0, 1, 4)
-    yield ops.embedding_bag_backward_dense(grad, [7, 5], *bags, factors, "mean")
-    yield ops.embedding_bag_backward_sparse(grad, [7, 5], *bags, factors, "mean")
+    yield ops.embedding_bag_backward_dense(grad, [7, 5], *bags, factors, pooling="mean")
+    yield ops.embedding_bag_backward_sparse(grad, [7, 5], *bags, factors, pooling="mean")
     yield ops.embedding_bag_backward_per_sample_weights(grad, weights, *bags)
     rows, _ = ops.quantize_rows(weights, "int8")
-    yield ops.embedding_bag_backward_per_sample_weights(grad, rows, *bags, format="int8", embedding_dim=5)
+    yield ops.embedding_bag_backward_per_sample_weights(grad, rows, *bags, formats=["int8"], embedding_dim=5)
 
 
 def _row_formats(ops) -> Iterator[Tensor]:
@@ -152,12 +153,12 @@ def _everything(encoded: EncodedCase, ops) -> list[object]:
     values, offsets, factors = case.jagged
     state = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0))
     layout = layout_of_floats(case)._asdict() | {"padding_idx": case.padding_idx}
-    weighted = layout | {"per_sample_weights": factors}
+    weighted, bags = layout | {"per_sample_weights": factors}, {"values": values, "offsets": offsets}
     return [
         ops.embedding_bag(case.weights, values, offsets, **weighted),
         ops.embedding_bag_fused(case.weights, *state, values, offsets, **weighted, eps=EPS),
-        ops.embedding_bag_backward_dense(case.grad, case.weights, values, offsets, **weighted),
-        ops.embedding_bag_backward_sparse(case.grad, case.weights, values, offsets, **weighted),
+        ops.embedding_bag_backward_dense(grad=case.grad, weights=case.weights, **bags, **weighted),
+        ops.embedding_bag_backward_sparse(grad=case.grad, weights=case.weights, **bags, **weighted),
         ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **layout),
         case.update("sgd", ops),
         case.update("rowwise_adagrad", ops, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
@@ -241,16 +242,23 @@ class Recorder:
 
     def __getattr__(self, name: str) -> Callable:
         self.last = name
-        op = getattr(self._ops, name)
+        op, recorder = getattr(self._ops, name), self
 
-        def call(*args, **kwargs) -> object:
-            self.last = name
-            overloads = getattr(torch.ops.rec_kernels, name).overloads()
-            overload = "layout" if "layout" in kwargs else overloads[0].replace("layout", "table")
-            self.called.add(name if overload == "default" else f"{name}.{overload}")
-            return op(*args, **kwargs)
+        class Recorded:
+            def __call__(self, *args, **kwargs) -> object:
+                recorder.note(name)
+                return op(*args, **kwargs)
 
-        return call
+            def __getattr__(self, overload: str) -> Callable:
+                recorder.note(f"{name}.{overload}")
+                return getattr(op, overload)
+
+        return Recorded()
+
+    def note(self, name: str) -> None:
+        """A call."""
+        self.last = name
+        self.called.add(name)
 
 
 def _tensors(found: object) -> list[Tensor]:
@@ -270,11 +278,11 @@ def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None)
     Raises:
         AssertionError: other bits than the CPU's, an error, or an op is missing.
     """
-    recorder, faults, compared = Recorder(ops), [], 0
+    recorder, faults, compared = Recorder(ops.ops if isinstance(ops, InLists) else ops), [], 0
     for name, call_some in calls().items():
-        expected = _tensors(call_some(torch.ops.rec_kernels))
+        expected = _tensors(call_some(OPS))
         try:
-            found = _tensors(call_some(recorder))
+            found = _tensors(call_some(InLists(recorder)))
         except Exception as error:
             faults.append(f"{name}: {recorder.last} raises {type(error).__name__}: {error}"[:1000])
             say(faults[-1])
@@ -373,7 +381,7 @@ def main() -> int:
     if options.sanitizer is not None:
         return run_under_sanitizer(options.sanitizer or TOOLS, *(["--emulated"] if options.emulated else []))
     if options.emulated:
-        ways = {"aligned": emulated(), "not aligned": OnDevice(emulated(), unaligned, torch.Tensor.clone)}
+        ways = {"aligned": emulated(), "not aligned": OnDevice(emulated().ops, unaligned, torch.Tensor.clone)}
         return compare(ways, ops_with_kernels("rec_kernels_emulated", "CPU"))
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():

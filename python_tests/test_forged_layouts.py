@@ -54,7 +54,7 @@ def test_what_is_known_of_all_records(flag: Flag) -> None:
     sizes[Size.flags] -= flag
     weights = torch.zeros(2 * 7 * rk.row_bytes("int8", 4), dtype=torch.uint8)
     bags = torch.tensor([5, 69, 33]), torch.tensor([0, 1, 3])
-    for ops in (torch.ops.rec_kernels, emulated()):
+    for ops in (torch.ops.rec_kernels, emulated().ops):
         assert ops.embedding_bag(weights, *bags, *made)[1][0].item() > 0
         if flag == Flag.bytes or ops is torch.ops.rec_kernels:
             with pytest.raises(ValueError, match="weights must be float32" if flag == Flag.bytes else r"layout\[0\]: "):
