@@ -32,6 +32,7 @@ from typing import IO
 
 import torch
 from backends import Backend, sanitized_environment
+from layout_calls import OPS
 
 ROOT = Path(__file__).parents[1]
 SANITIZED = ROOT / "build" / "sanitized"
@@ -95,7 +96,7 @@ def _with_reference(seed: int, number: int) -> str:
     import embedding_bag_fuzz
     import row_cache_fuzz
 
-    call, cpu = embedding_bag_fuzz.bad_call(seed * 2**32 + number), Backend("cpu", torch.ops.rec_kernels)
+    call, cpu = embedding_bag_fuzz.bad_call(seed * 2**32 + number), Backend("cpu", OPS)
     embedding_bag_fuzz.check(call, cpu)
     row_cache_fuzz.check(call, number, cpu)
     return "raised" if call.complaint else "right"

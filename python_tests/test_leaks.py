@@ -113,7 +113,9 @@ ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8
 
 @needs_glibc
 @pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
-@pytest.mark.parametrize("op", [*(f"embedding_bag{name}.layout" for name in ("", "_fused", "_tables")), "dequantize_rows"])
+@pytest.mark.parametrize(
+    "op", [*(f"embedding_bag{name}.layout" for name in ("", "_fused", "_tables")), "dequantize_rows"]
+)
 def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
     """Also where torch refuses a dtype on its way to the op, after which it frees nothing it has converted before."""
     args, kwargs = samples(op)[0]

@@ -8,9 +8,9 @@ import gc
 import pytest
 import torch
 from backends import emulated
+from row_cache_cases import call, taken
 from row_cache_collections import FORMATS, OPTIMIZERS, SMALL, batch, differing, everything, make, read, train
 from row_cache_host_cases import in_host, train_ahead
-from row_cache_cases import call, taken
 from row_cache_samples import arguments, cached_calls
 from torch._subclasses.fake_tensor import FakeTensorMode
 

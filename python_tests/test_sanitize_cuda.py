@@ -13,6 +13,7 @@ import pytest
 import sanitize_cuda
 import torch
 from backends import Backend, OnCuda, OnDevice, device_backends, emulated, unaligned
+from layout_calls import OPS
 from sanitize_cuda import TOOLS, UNSUPPORTED, check, find_sanitizer, ops_with_kernels, run_under_sanitizer
 
 import rec_kernels as rk
@@ -153,7 +154,7 @@ def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
 def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here of the CPU's ops, which raise where a device is expected to note."""
     monkeypatch.setenv("REC_KERNELS_TEST_LIBRARY", "not asked for")
-    monkeypatch.setattr(sanitize_cuda, "emulated", lambda: torch.ops.rec_kernels)
+    monkeypatch.setattr(sanitize_cuda, "emulated", lambda: OPS)
     with pytest.raises(AssertionError, match=r"cuda_emulated: BadCall\(sample=Sample\("):
         sanitize_cuda.fuzz(30, 0)
     with pytest.raises(AssertionError, match=r"cpu: seed 0 of jagged_fuzz: "):

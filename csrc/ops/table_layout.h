@@ -195,7 +195,7 @@ RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first
 RK_HOST_DEVICE bool share_table(const TablePart& a, const TablePart& b) {
   return a.row_offset == b.row_offset && a.num_embeddings == b.num_embeddings && a.embedding_dim == b.embedding_dim &&
          a.weight_offset == b.weight_offset && a.format == b.format && a.table_id == b.table_id &&
-         a.state_offset == b.state_offset && a.cache_sets == b.cache_sets &&
+         a.state_offset == b.state_offset && a.multiplied == b.multiplied && a.cache_sets == b.cache_sets &&
          a.cache_first_set == b.cache_first_set && a.cache_row_offset == b.cache_row_offset;
 }
 
@@ -249,7 +249,8 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
   const bool last = i + 1 == limits.num_parts || parts[i + 1].feature != p.feature;
   const bool alone = first == i && last;
   if (!agrees_with_first(p, parts[first], alone) || (p.mean != 0 && !(sizes.flags & kAnyMean)) ||
-      (!alone && p.combine == static_cast<int64_t>(Combine::kMult) && !(sizes.flags & kMultiplies)))
+      (!alone && p.combine == static_cast<int64_t>(Combine::kMult) &&
+       (!(sizes.flags & kMultiplies) || (p.num_embeddings > 0 && p.multiplied != 1))))
     return LayoutFault::kParts;
   if (p.table_id < 0 || p.table_id >= kMaxTableId) return LayoutFault::kTableId;
   if (!lies_in(p.first_row, p.num_embeddings, p.table_rows) || p.first_column < 0 || p.first_column > INT32_MAX)
