@@ -17,7 +17,6 @@ from rec_kernels.nn.row_cache import CacheState, RowCache
 from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.table_file import TableFile
 from rec_kernels.nn.tables import zeros
-from rec_kernels.ops.table_layout import CachePlaces
 
 
 def holds_rows(lookup: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -51,10 +50,6 @@ class CachedTables(Layout):
     def _rounding(self) -> dict[str, object]:
         """How rows are encoded: arguments of the ops."""
         raise NotImplementedError
-
-    def _cache_places(self) -> CachePlaces | None:
-        cache = self.__dict__["_modules"].get("row_cache")
-        return None if cache is None else cache.places()
 
     def _select(self, features) -> SelectedKeys:
         """The bags of a batch, in the order of the features."""

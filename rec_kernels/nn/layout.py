@@ -112,7 +112,8 @@ class Layout(nn.Module):
 
     def _cache_places(self) -> CachePlaces | None:
         """Where rows of the tables may lie in the row cache, if there is one."""
-        return None
+        cache: Any = self.__dict__["_modules"].get("row_cache")
+        return None if cache is None else cache.places()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Layout:
         # Moved, never cast. Parameters of tables are views of a buffer, and not this method's business.

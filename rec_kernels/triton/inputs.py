@@ -145,9 +145,7 @@ def _check_layout(a: SimpleNamespace) -> None:
     check_tensor(a.layout, "layout", (torch.int64,), rank=2, contiguous=True)
     parts, features, flags = a.layout.shape[0], sizes[Size.num_features], sizes[Size.flags]
     check_tensor(a.layout, "layout", (torch.int64,), shape=(parts, len(Column)))
-    check(
-        not flags & Flag.bytes, f"layout has formats: the Triton kernels take float tables, it needs {_COMPILED}"
-    )
+    check(not flags & Flag.bytes, f"layout has formats: the Triton kernels take float tables, it needs {_COMPILED}")
     mapped = sizes[Size.most_parts] != 1 or flags & (Flag.maps_ids | Flag.multiplies) or parts != features
     check(not mapped, f"layout has features of several parts, or of fewer rows than ids: it needs {_COMPILED}")
     for size in (Size.output_dim, Size.num_rows, Size.max_embedding_dim):
