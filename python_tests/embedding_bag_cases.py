@@ -101,7 +101,7 @@ class Case:
         }
         numbers["output_offsets"], columns = self._columns()
         if any(isinstance(f, Parts) for f in self.features):
-            numbers |= self._partitions()
+            numbers |= self.partitions()
         layout = {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()}
         return layout | {"mean": torch.tensor(self.mean), "output_dim": columns, "padding_idx": self.padding_idx}
 
@@ -124,7 +124,8 @@ class Case:
             column += width
         return firsts, column
 
-    def _partitions(self) -> dict[str, list[int]]:
+    def partitions(self) -> dict[str, list[int]]:
+        """The arguments of a layout that say how ids find rows of several tables."""
         whole = [
             Parts([f], [(1, 2**62)], self.tables[f][0], "concat") if isinstance(f, int) else f for f in self.features
         ]

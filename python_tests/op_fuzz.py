@@ -21,13 +21,14 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits, use_cpu_isa, use_threads
 
 #: Errors of missing memory, which name what was asked for.
 OF_MEMORY = re.compile(r"cannot allocate (a \w+ tensor of shape|\d+ bytes)|std::bad_alloc|not enough memory")
 #: Errors that name no argument of ours: those, and torch's of what does not fit the schema or the backend.
 OF_NO_ARGUMENT = re.compile(
-    r"rec_kernels::\w+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|"
+    r"rec_kernels::[\w.]+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|"
     r"stableivalue_conversions|" + OF_MEMORY.pattern
 )
 #: Whether a result is also compared with the fake kernel's, which takes far longer than the call: one call in so many.
@@ -51,7 +52,7 @@ class Call:
     @property
     def schema(self) -> torch._C.FunctionSchema:
         """Of the op."""
-        return _op(self.op)._schema
+        return overload_of(self.op)._schema
 
     @property
     def written(self) -> set[str]:
@@ -60,14 +61,10 @@ class Call:
 
     def run(self) -> object:
         """Calls the op."""
-        return _op(self.op)(**self.arguments)
+        return overload_of(self.op)(**self.arguments)
 
     def __str__(self) -> str:
         return f"{self.op}: {'; '.join(self.changes) or 'nothing changed'}"
-
-
-def _op(name: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.rec_kernels, name).default
 
 
 class Samples:
@@ -106,7 +103,7 @@ class Samples:
 
 def by_name(name: str, args: tuple, kwargs: dict) -> dict[str, object]:
     """The arguments of a call of an op by their names."""
-    names = [a.name for a in _op(name)._schema.arguments]
+    names = [a.name for a in overload_of(name)._schema.arguments]
     return dict(zip(names, args, strict=False)) | kwargs
 
 
@@ -238,7 +235,7 @@ def _check_fake(call: Call, result: object) -> None:
     """The fake kernel takes what the op takes, and foretells shapes and dtypes; sizes that numbers decide are free."""
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         try:
-            fake = _op(call.op)(**tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), call.arguments))
+            fake = overload_of(call.op)(**tree_map_only(Tensor, lambda t: mode.from_tensor(t.detach()), call.arguments))
         except (DynamicOutputShapeException, DataDependentOutputException):
             return
         except Exception as error:

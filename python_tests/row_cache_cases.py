@@ -13,6 +13,8 @@ from embedding_bag_format_cases import ROUNDINGS, SEED, EncodedCase
 from hypothesis import strategies as st
 from torch import Tensor
 
+import rec_kernels as rk
+from rec_kernels.ops.autograd import signature_of
 from rec_kernels.reference.embedding_bag import Bags, Parts
 from rec_kernels.reference.row_cache import POLICIES, Row, RowCache, Sets, Table, named_rows
 from rec_kernels.testing import same_bits
@@ -120,7 +122,7 @@ class CacheCase:
     def row_counts(self) -> list[int]:
         """Counts of all linear rows before the first batch: of every size, small ones more often."""
         g = torch.Generator().manual_seed(self.sample.seed + 5)
-        largest = torch.tensor([4, 20, 60, 256])[torch.randint(4, (self.encoded.layout["num_rows"],), generator=g)]
+        largest = torch.tensor([4, 20, 60, 256])[torch.randint(4, (len(self.encoded.case.sum),), generator=g)]
         return (torch.rand(len(largest), generator=g) * largest).long().tolist()
 
     def model(self) -> RowCache:
@@ -139,24 +141,31 @@ class CacheCase:
         bags = Bags(case.values, case.offsets, None, case.padding_idx)
         return named_rows(case.features, [rows for rows, _ in case.tables], bags)
 
-    @functools.cached_property
-    def arguments(self) -> dict[str, object]:
-        """What the ops take and leave as it is, but for the bags."""
-        s, parts = self.sample, self.encoded.case.parts
-        of_parts = [(self.sets_of(t) or Sets(0, 0), s.tables[t][1]) for t in parts]
+    def layout(self, **changed: object) -> rk.TableLayout:
+        """Of its tables and sets; ``changed``: other arguments of ``rk.table_layout`` or, as "cache_...", of places."""
+        s, case = self.sample, self.encoded.case
+        of_parts = [(self.sets_of(t) or Sets(0, 0), s.tables[t][1]) for t in case.parts]
         starts = [
             self.float_starts[dim] - sets.first * s.ways * dim if sets.count else 0
             for sets, dim in of_parts  # where slot 0 would be, if it were of that width
         ]
-        numbers = {
-            "cache_sets": [sets.count for sets, _ in of_parts],
-            "cache_set_starts": [sets.first for sets, _ in of_parts],
-            "cache_offsets": starts,
-            "table_ids": [self.table_id(t) for t in parts],
+        places = {
+            "ways": s.ways,
+            "sets": [sets.count for sets, _ in of_parts],
+            "first_sets": [sets.first for sets, _ in of_parts],
+            "row_offsets": starts,
         }
+        places |= {name: changed.pop(f"cache_{name}") for name in places if f"cache_{name}" in changed}
+        ids = {"table_ids": [self.table_id(t) for t in case.parts]}
+        return layout_of(self.encoded, **({"cache": rk.CachePlaces(**places)} | ids | changed))
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, object]:
+        """What the ops take and leave as it is, but for the bags."""
+        s = self.sample
         options = {"policy": s.policy, "decay_every": s.decay_every, "rounding": s.rounding}
-        options |= {"cache_ways": s.ways, "bounds_check": s.bounds_check, "seed": torch.tensor(SEED)}
-        return self.encoded.layout | {name: torch.tensor(n, dtype=torch.int64) for name, n in numbers.items()} | options
+        options |= {"padding_idx": s.padding_idx, "bounds_check": s.bounds_check, "seed": torch.tensor(SEED)}
+        return self.layout()._asdict() | options
 
     @property
     def first_stats(self) -> Tensor:
@@ -203,6 +212,28 @@ class CacheCase:
         return names if same else ["weights", *names]
 
 
+def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
+    """The layout of a case; ``changed``: other arguments of ``rk.table_layout``."""
+    starts = [encoded.starts[t] for t in encoded.case.parts]
+    formats = [encoded.formats[t] for t in encoded.case.parts]
+    return layout_of_floats(encoded.case, **({"weight_offsets": starts, "formats": formats} | changed))
+
+
+def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
+    """The same of a case's float tables."""
+    numbers = {
+        "num_embeddings": [case.tables[t][0] for t in case.parts],
+        "embedding_dims": [case.tables[t][1] for t in case.parts],
+        "weight_offsets": [case.starts[t] for t in case.parts],
+        "row_offsets": [case.first_rows[t] for t in case.parts],
+        "mean": case.mean,
+        "num_rows": len(case.sum),
+    }
+    if any(isinstance(f, Parts) for f in case.features):
+        numbers |= case.partitions()
+    return rk.table_layout(**(numbers | changed))
+
+
 def settled(state: State) -> State:
     """Without what has no meaning: counts of empty slots, and of cached rows another count than their slot's."""
     state = dict(state)
@@ -214,10 +245,14 @@ def settled(state: State) -> State:
     return state
 
 
+def taken(op: str) -> list[str]:
+    """The names of what an op with a layout takes."""
+    return list(signature_of(f"{op}.layout"))
+
+
 def call(op: str, given: dict[str, object], ops: object = torch.ops.rec_kernels) -> object:
     """Calls an op with those of the arguments that its schema has."""
-    names = [a.name for a in getattr(torch.ops.rec_kernels, op).default._schema.arguments]
-    return getattr(ops, op)(**{name: given[name] for name in names if name in given})
+    return getattr(ops, op)(**{name: given[name] for name in taken(op) if name in given})
 
 
 @dataclass

@@ -9,9 +9,11 @@ from backends import Backend
 from embedding_bag_cases import LR
 from embedding_bag_format_cases import STEP
 from embedding_bag_fuzz import BadCall, raised
-from row_cache_cases import State, call, settled
+from row_cache_cases import State, call, layout_of, settled
 from torch import Tensor
 
+import rec_kernels as rk
+from rec_kernels.ops.table_layout import Size
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.reference.row_cache import POLICIES
 from rec_kernels.testing import same_bits
@@ -38,17 +40,10 @@ class CachedCall:
             first[dim] = (sets, at, elements - at * ways * dim)
             at, elements = at + sets, elements + sets * ways * dim
         places = [(0, 0, 0) if t in composed else first[dims[t]] for t in tables]
-        names = ("cache_sets", "cache_set_starts", "cache_offsets")
-        numbers = {name: torch.tensor(column) for name, column in zip(names, zip(*places, strict=True), strict=True)}
+        layout = layout_of(encoded, table_ids=tables, cache=rk.CachePlaces(ways, *zip(*places, strict=True)))
         options = {"policy": policy, "rounding": sample.rounding, "optimizer": "sgd", "sum": None}
-        ids = torch.tensor(tables)
-        self.arguments = (
-            encoded.layout
-            | bad.options
-            | numbers
-            | options
-            | {"lr": torch.tensor(LR), "cache_ways": ways, "table_ids": ids}
-        )
+        options |= {"lr": torch.tensor(LR), "padding_idx": sample.padding_idx}
+        self.arguments = layout._asdict() | bad.options | options
         self.state = self._state(elements, at * ways, policy)
         good = BadCall(sample).encoded.case
         if sample.bounds_check != "ignore":
@@ -57,7 +52,7 @@ class CachedCall:
 
     def _state(self, elements: int, slots: int, policy: str) -> State:
         """Of an empty cache, in front of the tables as they are."""
-        rows, encoded = self.arguments["num_rows"], self.bad.encoded
+        rows, encoded = self.arguments["layout_sizes"][Size.num_rows], self.bad.encoded
         state = {
             "weights": encoded.flat.clone(),
             "cache_rows": torch.zeros(elements),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
-from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, call, expected_of
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, call, expected_of, taken
 from torch import Tensor
+
+from rec_kernels.ops.table_layout import Size
 
 Call = tuple[tuple, dict[str, object]]
 
@@ -29,50 +31,43 @@ def cached_calls() -> dict[str, list[Call]]:
     """Op -> calls of it."""
     torch.manual_seed(2)
     lru, lfu = arguments("lru"), arguments("lfu")
-    factors, grad = torch.rand(len(lru["values"])), torch.randn(2, lru["output_dim"])
+    sizes = lru["layout_sizes"]
+    factors, grad = torch.rand(len(lru["values"])), torch.randn(2, sizes[Size.output_dim])
     state = {
-        "sum": torch.zeros(lru["num_rows"]),
+        "sum": torch.zeros(sizes[Size.num_rows]),
         "step": torch.tensor(3),
         "lr": torch.tensor(0.1),
         "token": torch.empty(0, requires_grad=True),
     }
     weighted = {"per_sample_weights": factors.requires_grad_()}
-    # Each cached table once.
-    counted = {name: lru[name][:3] for name in ("row_offsets", "num_embeddings")}
-    return {
-        "row_cache_lookup": [_call("row_cache_lookup", lru)],
-        "row_cache_insert_": [_call("row_cache_insert_", a) for a in (lru, lfu, _without_options(lru))],
-        "row_cache_flush_": [
-            _call("row_cache_flush_", a) for a in (lru, _without_options(lru), lru | {"first_slot": 1, "num_slots": 2})
-        ],
-        "row_cache_plan": [_call("row_cache_plan", a | {"inserts": i}) for a in (lru, lfu) for i in (True, False)],
-        "row_cache_stats": [_call("row_cache_stats", lru | counted)],
-        "embedding_bag": [_call("embedding_bag", a) for a in (lru, lru | weighted, _without_tags(lru) | weighted)],
-        "embedding_bag_fused": [_call("embedding_bag_fused", lru | state | more) for more in ({}, weighted)],
+    calls = {
+        "row_cache_lookup": [lru],
+        "row_cache_insert_": [lru, lfu, _without_options(lru)],
+        "row_cache_flush_": [lru, _without_options(lru), lru | {"first_slot": 1, "num_slots": 2}],
+        "row_cache_plan": [a | {"inserts": i} for a in (lru, lfu) for i in (True, False)],
+        "row_cache_stats": [lru],
+        "embedding_bag": [lru, lru | weighted, _without_tags(lru) | weighted],
+        "embedding_bag_fused": [lru | state | more for more in ({}, weighted)],
         "embedding_bag_backward_fused_": [
-            _call("embedding_bag_backward_fused_", lru | state | {"grad": grad, "per_sample_weights": w})
-            for w in (None, factors.detach())
+            lru | state | {"grad": grad, "per_sample_weights": w} for w in (None, factors.detach())
         ],
-        "embedding_bag_backward_per_sample_weights": [
-            _call("embedding_bag_backward_per_sample_weights", lru | {"grad": grad})
-        ],
+        "embedding_bag_backward_per_sample_weights": [lru | {"grad": grad}],
     }
+    return {f"{op}.layout": [_call(op, given) for given in samples] for op, samples in calls.items()}
 
 
 def _without_options(given: dict[str, object]) -> dict[str, object]:
-    return {name: a for name, a in given.items() if name not in ("seed", "table_ids", "cache_stats")}
+    return {name: a for name, a in given.items() if name not in ("seed", "cache_stats")}
 
 
 def _without_tags(given: dict[str, object]) -> dict[str, object]:
     """The forward alone: no gradient has to find a row again."""
-    places = ("cache_tags", "cache_marks", "cache_sets", "cache_set_starts", "cache_ways")
-    return {name: a for name, a in given.items() if name not in places}
+    return {name: a for name, a in given.items() if name not in ("cache_tags", "cache_marks")}
 
 
 def _call(op: str, given: dict[str, object]) -> Call:
     """By name, with tensors of its own: calls change theirs."""
-    names = [a.name for a in getattr(torch.ops.rec_kernels, op).default._schema.arguments]
-    return (), {name: _own(given[name]) for name in names if name in given}
+    return (), {name: _own(given[name]) for name in taken(op) if name in given}
 
 
 def _own(argument: object) -> object:

@@ -1,8 +1,9 @@
 """Calls every CUDA op on small, odd shapes and compares with the CPU's bits; `--sanitizer` does so within NVIDIA's.
 
 `--fuzz N` needs no GPU: N calls of embedding_bag and its backward ops with wrong offsets and ids, without and with a
-row cache, and N of the ops on jagged rows go to the emulated kernels, built with AddressSanitizer and
-UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py and jagged_fuzz.py make and check them).
+row cache, N of the ops on jagged rows and N with forged layouts go to the emulated kernels, built with AddressSanitizer
+and UndefinedBehaviorSanitizer (embedding_bag_fuzz.py, row_cache_fuzz.py, jagged_fuzz.py and layout_fuzz.py make and
+check them).
 
 compute-sanitizer makes a process many times slower: this is a selection for it, not a substitute for the tests. `make
 test-gpu` runs it under every tool of ``TOOLS``; `--sanitizer memcheck` under this one. Every op is called twice: with
@@ -23,6 +24,7 @@ from subprocess import PIPE, STDOUT
 
 import embedding_bag_fuzz
 import jagged_fuzz
+import layout_fuzz
 import row_cache_fuzz
 import torch
 from backends import Backend, OnCuda, OnDevice, build, emulated, sanitized_environment, unaligned
@@ -30,7 +32,8 @@ from embedding_bag_cases import EPS, LR, Case, make_case
 from embedding_bag_format_cases import EncodedCase, every_format_once
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase
 from jagged_cases import make_batch
-from row_cache_cases import Batch, CacheCase, CacheSample, call, settled
+from layout_calls import OPS, InLists
+from row_cache_cases import Batch, CacheCase, CacheSample, call, layout_of, layout_of_floats, settled
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
@@ -50,8 +53,8 @@ def ops_with_kernels(namespace: str, key: str) -> set[str]:
     """Public ops of a namespace with a kernel for a dispatch key."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (n.removeprefix(f"{namespace}::") for n in torch._C._dispatch_get_all_op_names() if has_kernel(n, key))
-    # What is left with a namespace is another one's; an underscore in front is for tests, an overload name is not ours.
-    return {name for name in names if "::" not in name and "." not in name and not name.startswith("_")}
+    # What is left with a namespace is another one's; an underscore in front is for tests.
+    return {name for name in names if "::" not in name and not name.startswith("_")}
 
 
 def _cases() -> Iterator[Case]:
@@ -94,14 +97,7 @@ def _one_table(ops) -> object:
 def _tables(ops) -> object:
     weights = torch.arange(16.0 * 6)
     tables = [weights[:15].view(5, 3), weights[16:].view(5, 16)]
-    numbers = {
-        "weight_offsets": [0, 16],
-        "row_offsets": [0, 5],
-        "num_embeddings": [5, 5],
-        "embedding_dims": [3, 16],
-        "output_offsets": [0, 3],
-    }
-    layout = {name: torch.tensor(n) for name, n in numbers.items()} | {"output_dim": 19}
+    layout = rk.table_layout([5, 5], [3, 16], weight_offsets=[0, 16])._asdict()
     return ops.embedding_bag_tables(weights, tables, torch.tensor([4, 0, 2]), torch.tensor([0, 2, 3]), **layout)
 
 
@@ -113,23 +109,31 @@ def _shared(ops) -> Iterator[object]:
     encoded = every_format_once(case)
     of_feature = case.offsets.diff().view(4, 300)
     lengths = torch.cat([each[:size] for each, size in zip(of_feature, sizes, strict=True)])
-    layout = encoded.layout | {
-        "bag_starts": torch.tensor([0, *sizes]).cumsum(0),
-        "inverse": inverse,
-        "groups": groups,
-    }
+    shared = {"bag_starts": torch.tensor([0, *sizes]).cumsum(0), "inverse": inverse, "groups": groups}
+    layout = layout_of(encoded)._asdict() | shared
     bags = case.values[: int(lengths.sum())], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    factors, grad = case.per_sample_weights[: len(bags[0])], case.grad
+    factors, grad = {"per_sample_weights": case.per_sample_weights[: len(bags[0])]}, case.grad
     for dtype in (torch.float32, torch.bfloat16):
-        yield ops.embedding_bag(encoded.flat, *bags, factors, **layout, output_dtype=dtype)
+        yield ops.embedding_bag(encoded.flat, *bags, **layout, **factors, output_dtype=dtype)
     yield ops.embedding_bag_backward_per_sample_weights(grad, encoded.flat, *bags, **layout)
     weights, step = encoded.flat.clone(), torch.tensor(6)
-    state = (weights, None, step, torch.tensor(LR))
-    ops.embedding_bag_backward_fused_(*state, grad, *bags, factors, **layout, optimizer="sgd", rounding="nearest")
+    state, how = (weights, None, step, torch.tensor(LR)), {"optimizer": "sgd", "rounding": "nearest"}
+    ops.embedding_bag_backward_fused_(*state, grad, *bags, **layout, **factors, **how)
     yield weights, step
-    floats = {name: value for name, value in layout.items() if name not in ("formats", "format_of")} | case.layout
+    floats = layout_of_floats(case)._asdict() | shared
     for op in (ops.embedding_bag_backward_dense, ops.embedding_bag_backward_sparse):
-        yield op(grad, list(case.weights.shape), *bags, factors, **floats)
+        yield op(grad=grad, weights=case.weights, values=bags[0], offsets=bags[1], **floats, **factors)
+
+
+def _one_table_backward(ops) -> Iterator[object]:
+    """The gradients of one table without a layout, of floats and of bytes."""
+    weights, bags = torch.arange(7 * 5).view(7, 5).float(), (torch.tensor([3, 6, 0, 6]), torch.tensor([0, 1, 4]))
+    grad, factors = torch.linspace(-1, 2, 10).view(2, 5), torch.linspace(0, 1, 4)
+    yield ops.embedding_bag_backward_dense(grad, [7, 5], *bags, factors, pooling="mean")
+    yield ops.embedding_bag_backward_sparse(grad, [7, 5], *bags, factors, pooling="mean")
+    yield ops.embedding_bag_backward_per_sample_weights(grad, weights, *bags)
+    rows, _ = ops.quantize_rows(weights, "int8")
+    yield ops.embedding_bag_backward_per_sample_weights(grad, rows, *bags, formats=["int8"], embedding_dim=5)
 
 
 def _row_formats(ops) -> Iterator[Tensor]:
@@ -146,14 +150,15 @@ def _row_formats(ops) -> Iterator[Tensor]:
 
 def _everything(encoded: EncodedCase, ops) -> list[object]:
     case = encoded.case
-    shape, (values, offsets, _) = list(case.weights.shape), case.jagged
-    state, sizes = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0)), {"num_rows": len(case.sum)}
-    layout = case.layout | sizes | {"max_embedding_dim": max(d for _, d in case.tables)}
+    values, offsets, factors = case.jagged
+    state = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0))
+    layout = layout_of_floats(case)._asdict() | {"padding_idx": case.padding_idx}
+    weighted, bags = layout | {"per_sample_weights": factors}, {"values": values, "offsets": offsets}
     return [
-        ops.embedding_bag(case.weights, *case.jagged, **layout),
-        ops.embedding_bag_fused(case.weights, *state, *case.jagged, **layout, eps=EPS),
-        ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **layout, weights=case.weights),
-        ops.embedding_bag_backward_sparse(case.grad, shape, *case.jagged, **layout, weights=case.weights),
+        ops.embedding_bag(case.weights, values, offsets, **weighted),
+        ops.embedding_bag_fused(case.weights, *state, values, offsets, **weighted, eps=EPS),
+        ops.embedding_bag_backward_dense(grad=case.grad, weights=case.weights, **bags, **weighted),
+        ops.embedding_bag_backward_sparse(grad=case.grad, weights=case.weights, **bags, **weighted),
         ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, values, offsets, **layout),
         case.update("sgd", ops),
         case.update("rowwise_adagrad", ops, grad_scale=torch.tensor(2.0), found_inf=torch.tensor(0.0)),
@@ -177,7 +182,7 @@ def _row_cache(ops, policy: str) -> Iterator[object]:
         yield (pooled, given["cache_slots"], call("embedding_bag_backward_per_sample_weights", given, ops))
         call("embedding_bag_backward_fused_", given, ops)
         yield call("row_cache_lookup", given, ops)
-    yield call("row_cache_stats", given | {name: given[name][:3] for name in ("row_offsets", "num_embeddings")}, ops)
+    yield call("row_cache_stats", given, ops)
     call("row_cache_flush_", given, ops)
     yield settled(state)
 
@@ -216,6 +221,7 @@ def calls() -> dict[str, Callable]:
     return {
         "scale_rows and row_dot": _simple,
         "one table": _one_table,
+        "one table, backward": _one_table_backward,
         "tables": _tables,
         "row formats": _row_formats,
         # Calls change their case: each makes its own.
@@ -229,15 +235,30 @@ def calls() -> dict[str, Callable]:
 
 
 class Recorder:
-    """Passes calls on to ``ops`` and remembers their names."""
+    """Passes calls on to ``ops`` and remembers their names: "scale_rows", or "embedding_bag.layout"."""
 
     def __init__(self, ops) -> None:
         self._ops, self.called, self.last = ops, set(), None
 
     def __getattr__(self, name: str) -> Callable:
-        self.called.add(name)
         self.last = name
-        return getattr(self._ops, name)
+        op, recorder = getattr(self._ops, name), self
+
+        class Recorded:
+            def __call__(self, *args, **kwargs) -> object:
+                recorder.note(name)
+                return op(*args, **kwargs)
+
+            def __getattr__(self, overload: str) -> Callable:
+                recorder.note(f"{name}.{overload}")
+                return getattr(op, overload)
+
+        return Recorded()
+
+    def note(self, name: str) -> None:
+        """A call."""
+        self.last = name
+        self.called.add(name)
 
 
 def _tensors(found: object) -> list[Tensor]:
@@ -257,11 +278,11 @@ def check(ops, wanted: set[str], say: Callable[[str], None] = lambda line: None)
     Raises:
         AssertionError: other bits than the CPU's, an error, or an op is missing.
     """
-    recorder, faults, compared = Recorder(ops), [], 0
+    recorder, faults, compared = Recorder(ops.ops if isinstance(ops, InLists) else ops), [], 0
     for name, call_some in calls().items():
-        expected = _tensors(call_some(torch.ops.rec_kernels))
+        expected = _tensors(call_some(OPS))
         try:
-            found = _tensors(call_some(recorder))
+            found = _tensors(call_some(InLists(recorder)))
         except Exception as error:
             faults.append(f"{name}: {recorder.last} raises {type(error).__name__}: {error}"[:1000])
             say(faults[-1])
@@ -321,6 +342,7 @@ def fuzz(count: int, first: int) -> int:
     for seed, each in calls.items():
         embedding_bag_fuzz.check(each, backend)
         row_cache_fuzz.check(each, seed, backend)
+        layout_fuzz.check(seed, backend)
     wrong = sum(each.complaint is not None for each in calls.values())
     wrong += sum(jagged_fuzz.check(seed, backend) for seed in calls)
     print(f"{2 * count} calls, {wrong} of them wrong: every result is right, every fault is noted")
@@ -359,7 +381,7 @@ def main() -> int:
     if options.sanitizer is not None:
         return run_under_sanitizer(options.sanitizer or TOOLS, *(["--emulated"] if options.emulated else []))
     if options.emulated:
-        ways = {"aligned": emulated(), "not aligned": OnDevice(emulated(), unaligned, torch.Tensor.clone)}
+        ways = {"aligned": emulated(), "not aligned": OnDevice(emulated().ops, unaligned, torch.Tensor.clone)}
         return compare(ways, ops_with_kernels("rec_kernels_emulated", "CPU"))
     missing = rk.build_info()["cuda_unavailable"]
     if missing or not torch.cuda.is_available():

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from process_cases import run_script
-from test_opcheck import ops, registered, samples
+from test_opcheck import registered, samples
+
+from rec_kernels.ops.autograd import overload_of
 
 CALLS, ROUNDS = 40, 4
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -69,13 +71,13 @@ def test_calls_keep_nothing(op: str) -> None:
     """Every sample of the op."""
     for args, kwargs in samples(op):
         with torch.no_grad():
-            assert bytes_kept(lambda args=args, kwargs=kwargs: getattr(ops, op)(*args, **kwargs)) < 1
+            assert bytes_kept(lambda args=args, kwargs=kwargs: overload_of(op)(*args, **kwargs)) < 1
 
 
 def wrong_calls(op: str) -> Iterator[tuple[str, dict]]:
     """A sample with one argument at a time that the op refuses: of every kind that needs to be freed."""
     args, kwargs = samples(op)[0]
-    arguments = getattr(ops, op).default._schema.arguments
+    arguments = overload_of(op)._schema.arguments
     given = {a.name: value for a, value in zip(arguments, args, strict=False)} | kwargs
     large = torch.zeros(1, 1, 1, 2500, dtype=torch.complex64)
     for a in arguments:
@@ -96,11 +98,11 @@ def test_calls_that_raise_keep_nothing(op: str) -> None:
     for name, given in wrong_calls(op):
         with torch.no_grad():
             try:
-                getattr(ops, op)(**given)
+                overload_of(op)(**given)
                 continue  # an argument that this call does not read
             except (RuntimeError, ValueError, IndexError, NotImplementedError):
                 found += 1
-            kept = bytes_kept(raising(lambda given=given: getattr(ops, op)(**given)))
+            kept = bytes_kept(raising(lambda given=given: overload_of(op)(**given)))
             assert kept < 1, (name, kept)
     assert found
 
@@ -111,17 +113,17 @@ ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8
 
 @needs_glibc
 @pytest.mark.parametrize("dtype", ODD_DTYPES, ids=str)
-@pytest.mark.parametrize("op", ["embedding_bag", "embedding_bag_fused", "embedding_bag_tables", "dequantize_rows"])
+@pytest.mark.parametrize("op", [*(f"embedding_bag{name}.layout" for name in ("", "_fused", "_tables")), "dequantize_rows"])
 def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
     """Also where torch refuses a dtype on its way to the op, after which it frees nothing it has converted before."""
     args, kwargs = samples(op)[0]
     if op == "dequantize_rows":
-        call = raising(lambda: ops.dequantize_rows(*args[:-1], dtype))
-    elif op == "embedding_bag_tables":
-        call = raising(lambda: getattr(ops, op)(*args, **kwargs, output_dtype=dtype))
+        call = raising(lambda: overload_of(op)(*args[:-1], dtype))
+    elif op == "embedding_bag_tables.layout":
+        call = raising(lambda: overload_of(op)(*args, **kwargs, output_dtype=dtype))
     else:
         cache = {"cache_rows": torch.zeros(10_000)}
-        call = raising(lambda: getattr(ops, op)(*args, **kwargs, **cache, output_dtype=dtype))
+        call = raising(lambda: overload_of(op)(*args, **kwargs, **cache, output_dtype=dtype))
     with torch.no_grad():
         assert bytes_kept(call) < 1
 
@@ -129,7 +131,7 @@ def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
 def test_dtypes_are_last() -> None:
     """torch converts the last argument first; a dtype that it cannot convert has it forget those converted before."""
     for op in registered():
-        kinds = ["ScalarType" in str(a.real_type) for a in getattr(ops, op).default._schema.arguments]
+        kinds = ["ScalarType" in str(a.real_type) for a in overload_of(op)._schema.arguments]
         assert not any(kinds[:-1]), op
 
 

@@ -88,7 +88,7 @@ def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
     valid = op_fuzz.Samples()  # that know nothing of the other faults
     op = torch.ops.rec_kernels.scale_rows.default
     broken = Broken(op, WRONG[fault](op))
-    monkeypatch.setattr(op_fuzz, "_op", lambda name: broken)
+    monkeypatch.setattr(op_fuzz, "overload_of", lambda name: broken)
     found = []
     for number in range(200):
         try:

@@ -12,33 +12,32 @@ import torch
 from row_cache_samples import cached_calls
 
 import rec_kernels as rk
+from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits
 
 RECORDED = Path(__file__).with_name("schemas.json")
-ops = torch.ops.rec_kernels
 
 B, TABLES, FEATURE_TABLES = 3, ((11, 4), (7, 6)), (0, 1, 1)
 DIMS = [TABLES[t][1] for t in FEATURE_TABLES]
 
 
 def registered() -> dict[str, str]:
-    """Public op name -> schema."""
+    """Public op, such as "scale_rows" or "embedding_bag.layout" -> schema."""
     names = [n.split("::")[1] for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
-    return {n: str(getattr(ops, n).default._schema) for n in sorted(names) if not n.startswith("_")}
+    return {n: str(overload_of(n)._schema) for n in sorted(names) if not n.startswith("_")}
 
 
-def layout() -> dict[str, object]:
+def layout(**options) -> dict[str, object]:
     """Two tables, the second shared by two features, one of them mean."""
     starts, rows = [0, 48], [0, 11]
-    return {
-        "weight_offsets": torch.tensor([starts[t] for t in FEATURE_TABLES]),
-        "row_offsets": torch.tensor([rows[t] for t in FEATURE_TABLES]),
-        "num_embeddings": torch.tensor([TABLES[t][0] for t in FEATURE_TABLES]),
-        "embedding_dims": torch.tensor(DIMS),
-        "output_offsets": torch.tensor([sum(DIMS[:f]) for f in range(len(DIMS))]),
-        "mean": torch.tensor([False, True, False]),
-        "output_dim": sum(DIMS),
-    }
+    return rk.table_layout(
+        [TABLES[t][0] for t in FEATURE_TABLES],
+        DIMS,
+        weight_offsets=[starts[t] for t in FEATURE_TABLES],
+        row_offsets=[rows[t] for t in FEATURE_TABLES],
+        mean=[False, True, False],
+        **options,
+    )._asdict()
 
 
 STEP = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "clip_grad_value": 1.0, "clip_grad_norm": 2.0}
@@ -50,12 +49,7 @@ PROJECTION = ([2, 5, 3], [5, 4], [0, 0, 1])
 
 def strides() -> dict[str, object]:
     """The layout with batch sizes of the features' own, one of which is frozen."""
-    return layout() | {
-        "output_offsets": torch.zeros(3, dtype=torch.int64),
-        "output_dim": max(DIMS),
-        "bag_starts": torch.tensor([0, 2, 5, 9]),
-        "frozen": torch.tensor([False, True, False]),
-    }
+    return layout(frozen=[False, True, False]) | {"bag_starts": torch.tensor([0, 2, 5, 9])}
 
 
 def shared() -> dict[str, object]:
@@ -69,19 +63,17 @@ def shared() -> dict[str, object]:
 
 def partitions() -> dict[str, object]:
     """Three features over both tables: plain, a product of both, hashed."""
-    return {
-        "weight_offsets": torch.tensor([48, 0, 48, 0]),
-        "row_offsets": torch.tensor([11, 0, 11, 0]),
-        "num_embeddings": torch.tensor([7, 11, 7, 11]),
-        "embedding_dims": torch.full((4,), 4),
-        "output_offsets": torch.tensor([0, 4, 4, 8]),
-        "output_dim": 12,
-        "partition_starts": torch.tensor([0, 1, 3, 4]),
-        "divisors": torch.tensor([1, 1, 11, 1]),
-        "moduli": torch.tensor([7, 11, 7, 3]),
-        "id_limits": torch.tensor([7, 77, 50]),
-        "combine": torch.tensor([0, 2, 0]),
-    }
+    return rk.table_layout(
+        [7, 11, 7, 11],
+        [4] * 4,
+        weight_offsets=[48, 0, 48, 0],
+        row_offsets=[11, 0, 11, 0],
+        partition_starts=[0, 1, 3, 4],
+        divisors=[1, 1, 11, 1],
+        moduli=[7, 11, 7, 3],
+        id_limits=[7, 77, 50],
+        combine=["concat", "mult", "concat"],
+    )._asdict()
 
 
 def _parts() -> list[torch.Tensor]:
@@ -101,15 +93,15 @@ def weights(requires_grad: bool = False) -> torch.Tensor:
     return torch.randn(96, requires_grad=requires_grad)
 
 
-def _fused(values, offsets, factors) -> tuple[tuple, dict]:
+def _fused(values, offsets, factors, **given) -> tuple[tuple, dict]:
     state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
     token = torch.empty(0, requires_grad=True)
-    return (*state, token, values, offsets, factors.requires_grad_()), layout()
+    return (*state, token, values, offsets), given | {"per_sample_weights": factors.clone().requires_grad_()}
 
 
 def _moments(optimizer: str) -> dict:
     """The arguments of an optimizer with state for every element; its places are those of the weights."""
-    arguments = {"optimizer": optimizer, "moment_offsets": layout()["weight_offsets"]}
+    arguments = layout(state_offsets=[0, 48, 48]) | {"optimizer": optimizer}
     if optimizer == "adagrad":
         return arguments
     return arguments | {"exp_avg": torch.zeros(96), "exp_avg_sq": torch.zeros(96), "beta_powers": torch.ones(2)}
@@ -199,61 +191,83 @@ def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
     }
 
 
-def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Of the embedding_bag family."""
+def _one_table_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Of the embedding_bag family without a layout."""
     values, offsets, factors = jagged()
-    grad, shape = torch.randn(B, sum(DIMS)), [96]
-    single = (torch.randn(9, 5, requires_grad=True), values, offsets)
-    tables = [torch.randn(t, requires_grad=True) for t in TABLES]
-    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
+    table, encoded = torch.randn(9, 5, requires_grad=True), torch.zeros(9, rk.row_bytes("int8", 5), dtype=torch.uint8)
+    of_bytes = {"format": "int8", "embedding_dim": 5}
+    grad, shape = torch.randn(9, 5), [9, 5]
     return {
-        "embedding_bag": [
-            ((weights(True), values, offsets, factors.clone().requires_grad_()), layout()),
-            (single, {"pooling": "mean", "padding_idx": 2}),
-            ((*single[:2], offsets[:-1]), {"include_last_offset": False}),
-            (single, {"output_dtype": torch.bfloat16}),
-            ((weights(True), values, offsets, factors.clone().requires_grad_()), strides()),
-            ((weights(True), values, offsets, factors.clone().requires_grad_()), shared()),
-            ((weights(True), values, offsets, factors.clone().requires_grad_()), partitions()),
-            ((weights(True), values, offsets), partitions() | {"max_parts": 2, "multiplies": True}),
+        "embedding_bag.table": [
+            ((table, values, offsets), {"pooling": "mean", "padding_idx": 2}),
+            ((table, values, offsets[:-1], factors.clone().requires_grad_()), {"include_last_offset": False}),
+            ((table, values, offsets), {"output_dtype": torch.bfloat16}),
+            ((encoded, values, offsets, factors.clone().requires_grad_()), of_bytes),
         ],
-        "embedding_bag_tables": [
-            ((weights(), tables, values, offsets, factors.clone().requires_grad_()), layout()),
-            ((torch.randn(80), _parts(), values, offsets, factors.clone().requires_grad_()), partitions()),
-        ],
-        "embedding_bag_fused": [
-            _fused(values, offsets, factors.clone()),
-            (_fused(values, offsets, factors.clone())[0], partitions()),
-            (_fused(values, offsets, factors.clone())[0], layout() | {"grad_scale": torch.tensor([4.0])}),
-        ],
-        "embedding_bag_backward_fused_": [
-            ((*state, grad, values, offsets, factors), layout()),
-            ((state[0], None, *state[2:], grad, values, offsets), layout() | {"optimizer": "sgd"}),
-            ((state[0], torch.zeros(96), *state[2:], grad, values, offsets), layout() | _moments("adagrad")),
-            ((state[0], None, *state[2:], grad, values, offsets), layout() | _moments("adam")),
-            ((*state, torch.randn(9, 6), values, offsets, factors), strides() | STEP),
-            ((*state, torch.randn(5, sum(DIMS)), values, offsets, factors), shared()),
-            ((*state, torch.randn(B, 12), values, offsets, factors), partitions()),
-        ],
-        "embedding_bag_backward_dense": [
-            ((grad, shape, values, offsets, factors), layout()),
-            ((torch.randn(5, sum(DIMS)), shape, values, offsets, factors), shared()),
-            ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
-        ],
-        "embedding_bag_backward_sparse": [
-            ((grad, shape, values, offsets, factors), layout()),
-            ((torch.randn(B, 12), shape, values, offsets, factors), partitions() | {"weights": weights()}),
-        ],
-        "embedding_bag_backward_per_sample_weights": [
-            ((grad, weights(), values, offsets), layout()),
-            ((torch.randn(B, 12), weights(), values, offsets), partitions()),
+        "embedding_bag_backward_dense.table": [((grad, shape, values, offsets, factors), {"pooling": "mean"})],
+        "embedding_bag_backward_sparse.table": [((grad, shape, values, offsets, factors), {"pooling": "mean"})],
+        "embedding_bag_backward_per_sample_weights.table": [
+            ((grad, table.detach(), values, offsets), {}),
+            ((grad, encoded, values, offsets), of_bytes),
         ],
     }
 
 
+def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    """Of the embedding_bag family with a layout."""
+    values, offsets, factors = jagged()
+    grad = torch.randn(B, sum(DIMS))
+    tables = [torch.randn(t, requires_grad=True) for t in TABLES]
+    state = (weights(), torch.zeros(18), torch.zeros((), dtype=torch.int64), torch.tensor(0.1))
+    bags, weighted = (values, offsets), {"per_sample_weights": factors}
+
+    def trained() -> dict:
+        return {"per_sample_weights": factors.clone().requires_grad_()}
+
+    gradients = [
+        ((grad, weights(), *bags), layout() | weighted),
+        ((torch.randn(5, sum(DIMS)), weights(), *bags), shared() | weighted),
+        ((torch.randn(B, 12), weights(), *bags), partitions() | weighted),
+    ]
+    return {
+        "embedding_bag.layout": [
+            *(((weights(True), *bags), of() | trained()) for of in (layout, strides, shared, partitions)),
+            ((weights(True), *bags), partitions() | {"output_dtype": torch.bfloat16}),
+        ],
+        "embedding_bag_tables.layout": [
+            ((weights(), tables, *bags), layout() | trained()),
+            ((torch.randn(80), _parts(), *bags), partitions() | trained()),
+        ],
+        "embedding_bag_fused.layout": [
+            _fused(values, offsets, factors, **layout()),
+            _fused(values, offsets, factors, **partitions()),
+            _fused(values, offsets, factors, **layout(), grad_scale=torch.tensor([4.0])),
+        ],
+        "embedding_bag_backward_fused_.layout": [
+            ((*state, grad, *bags), layout() | weighted),
+            ((state[0], None, *state[2:], grad, *bags), layout() | {"optimizer": "sgd"}),
+            ((state[0], torch.zeros(96), *state[2:], grad, *bags), _moments("adagrad")),
+            ((state[0], None, *state[2:], grad, *bags), _moments("adam")),
+            ((*state, torch.randn(9, 6), *bags), strides() | STEP | weighted),
+            ((*state, torch.randn(5, sum(DIMS)), *bags), shared() | weighted),
+            ((*state, torch.randn(B, 12), *bags), partitions() | weighted),
+        ],
+        "embedding_bag_backward_dense.layout": gradients,
+        "embedding_bag_backward_sparse.layout": gradients,
+        "embedding_bag_backward_per_sample_weights.layout": [
+            ((grad, weights(), *bags), layout()),
+            ((torch.randn(B, 12), weights(), *bags), partitions()),
+        ],
+    }
+
+
+def _all_samples() -> dict[str, list[tuple[tuple, dict]]]:
+    return _row_samples() | _jagged_samples() | _one_table_samples() | _bag_samples()
+
+
 def samples(op: str) -> list[tuple[tuple, dict]]:
     """Arguments to check an op with. A new op without an entry here fails its test."""
-    calls = (_row_samples() | _jagged_samples() | _bag_samples()).get(op, []) + cached_calls().get(op, [])
+    calls = _all_samples().get(op, []) + cached_calls().get(op, [])
     assert calls, f"no sample of {op}"
     return calls
 
@@ -262,7 +276,7 @@ def samples(op: str) -> list[tuple[tuple, dict]]:
 def test_opcheck(op: str) -> None:
     """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
     for args, kwargs in samples(op):
-        torch.library.opcheck(getattr(ops, op).default, args, kwargs)
+        torch.library.opcheck(overload_of(op), args, kwargs)
 
 
 def with_autograd() -> list[str]:
@@ -278,7 +292,7 @@ def test_no_forward_mode_derivative(op: str) -> None:
     def refused(t: torch.Tensor, args: list, place: int, kwargs: dict) -> None:
         def call(t: torch.Tensor) -> object:
             given = [t] if isinstance(args[place], list) else t
-            return getattr(ops, op)(*args[:place], given, *args[place + 1 :], **kwargs)
+            return overload_of(op)(*args[:place], given, *args[place + 1 :], **kwargs)
 
         for requires_grad in (False, True):
             t = t.detach().requires_grad_(requires_grad)

@@ -15,6 +15,7 @@ import resource, sys
 import torch
 import rec_kernels as rk
 from process_cases import address_space, batch, collection, limit_address_space, state, step
+from rec_kernels.nn import row_cache as caches
 from rec_kernels.testing import same_bits
 
 optimizer, cached, threads = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])
@@ -30,17 +31,19 @@ def differing(a, b):
     return [name for name in a if not same_bits(a[name], b[name])]
 
 # A row cache takes the batch's rows in before it is looked up: done is done, by each op.
-insert, insertions = torch.ops.rec_kernels.row_cache_insert_, 0
-def insert_and_note(*arguments, **named):
+call, insertions = caches.call_uncounted, 0
+def call_and_note(op, *arguments, **named):
     global before, insertions
-    result = insert(*arguments, **named)
+    result = call(op, *arguments, **named)
+    if op != "row_cache_insert_.layout":
+        return result
     now = resource.getrlimit(resource.RLIMIT_AS)[0]
     limit_address_space(None)
     before, insertions = state(short), insertions + 1
     limit_address_space(now)
     return result
 if cached:
-    torch.ops.rec_kernels.row_cache_insert_ = insert_and_note
+    caches.call_uncounted = call_and_note
 
 failed, messages, before, base = 0, set(), state(short), address_space()
 for extra in range(0, 400):
@@ -58,7 +61,7 @@ for extra in range(0, 400):
 else:
     sys.exit("the step never found memory enough")
 if cached:
-    torch.ops.rec_kernels.row_cache_insert_ = insert
+    caches.call_uncounted = call
     assert state(short)["row_cache.clock"] == 1 + insertions
 else:
     assert same_bits(found, step(enough, large))
@@ -73,6 +76,7 @@ import sys
 import torch
 import rec_kernels as rk
 from process_cases import KEYS, ROWS, address_space, collection, limit_address_space, state
+from rec_kernels.ops import version_counters
 from rec_kernels.testing import same_bits
 
 optimizer, threads = sys.argv[1], int(sys.argv[2])
@@ -81,7 +85,7 @@ tables, enough = (collection(getattr(rk, optimizer)(lr=0.01)) for _ in range(2))
 ids, per_bag = torch.randint(ROWS, (len(KEYS) * 300_000,)), torch.arange(len(KEYS) + 1) * 300_000
 long_bags = rk.KeyedJaggedTensor(KEYS, ids, offsets=per_bag)
 short = rk.KeyedJaggedTensor(KEYS, ids[: len(KEYS)], offsets=torch.arange(len(KEYS) + 1))
-update, extra = torch.ops.rec_kernels.embedding_bag_backward_fused_, None
+update, extra = version_counters.call_uncounted, None
 
 def update_with_little(*arguments, **named):
     if extra is not None:
@@ -91,7 +95,7 @@ def update_with_little(*arguments, **named):
     finally:
         limit_address_space(None)
 
-torch.ops.rec_kernels.embedding_bag_backward_fused_ = update_with_little
+version_counters.call_uncounted = update_with_little
 
 def train(tables, batch):
     tables(batch).values().square().sum().backward()

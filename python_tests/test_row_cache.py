@@ -25,6 +25,8 @@ from row_cache_cases import (
     sequences,
 )
 
+import rec_kernels as rk
+from rec_kernels.ops.table_layout import Column
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.reference.row_cache import POLICIES, fmix64, uses_of
 from rec_kernels.testing import same_bits, use_threads
@@ -58,11 +60,14 @@ def test_stats_of_any_ranges(slots: int, more: int) -> None:
     for first, rows in ranges:
         held = [d != 0 for t, d in zip(tags, dirty, strict=True) if t >= 0 and first <= t < first + rows]
         expected.append([len(held), sum(held)])
-    given = [torch.tensor(numbers, dtype=torch.int64) for numbers in (tags, *zip(*ranges, strict=True))]
+    given = {"cache_tags": torch.tensor(tags, dtype=torch.int64), "cache_dirty": torch.tensor(dirty, dtype=torch.uint8)}
+    parts = rk.table_layout([1] * len(ranges), [1] * len(ranges))
+    for column, numbers in zip((Column.row_offset, Column.num_embeddings), zip(*ranges, strict=True), strict=True):
+        parts.layout[:, column] = torch.tensor(numbers)
     for backend in every_backend():
-        op = backend.ops.row_cache_stats
-        assert op(given[0], torch.tensor(dirty, dtype=torch.uint8), *given[1:]).tolist() == expected, backend.name
-        assert not op(given[0], torch.tensor(dirty, dtype=torch.uint8), given[1][:0], given[2][:0]).numel()
+        found = call("row_cache_stats", given | parts._asdict(), backend.ops)
+        assert found.tolist() == expected, backend.name
+        assert not call("row_cache_stats", given | rk.table_layout([], [])._asdict(), backend.ops).numel()
 
 
 @settings(max_examples=200)
@@ -191,7 +196,7 @@ def test_counts_are_means() -> None:
 
 
 def test_optional_arguments() -> None:
-    """Statistics by part without table numbers; none at all; a missing seed is 0, as in an update."""
+    """Statistics by the tables' numbers; none at all; a missing seed is 0, as in an update."""
     case = CacheCase(CacheSample([(9, 4, "int4"), (9, 4, "int8")], [(0, "sum"), (1, "sum")], {4: 1}, policy="lfu"))
     batches = [case.batch(Batch([[4, 2], [1, 3]], seed=i)) for i in range(3)]
 
@@ -207,7 +212,8 @@ def test_optional_arguments() -> None:
         bare = run(backend.ops, cache_stats=None)
         assert same_bits(bare["cache_stats"], case.first_stats), backend.name
         assert not case.differing(bare | {"cache_stats": plain["cache_stats"]}, plain), backend.name
-        by_part = run(backend.ops, table_ids=None, state={"cache_stats": torch.zeros(2, 6, dtype=torch.int64)})
+        numbered = case.layout(table_ids=[0, 1])._asdict()
+        by_part = run(backend.ops, **numbered, state={"cache_stats": torch.zeros(2, 6, dtype=torch.int64)})
         ids = [case.table_id(t) for t in (0, 1)]
         assert torch.equal(by_part["cache_stats"], (plain["cache_stats"] - case.first_stats)[ids]), backend.name
         options = {"rounding": "stochastic"}

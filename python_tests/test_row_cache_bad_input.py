@@ -7,9 +7,11 @@ import re
 import pytest
 import torch
 from backends import cpu_backends, emulated, every_backend
-from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of
+from row_cache_cases import Action, Batch, CacheCase, CacheSample, Update, apply, call, expected_of, taken
 from torch import Tensor
 
+import rec_kernels as rk
+from rec_kernels.ops.table_layout import Column, Size
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
@@ -20,12 +22,17 @@ WRITTEN = ["weights", "cache_rows", "cache_tags", "cache_marks", "cache_stamps",
 WRITTEN += ["cache_stats", "cache_counts", "row_counts"]
 
 
-def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
-    """A good call by argument name: two tables of width 4 in three sets of two ways, one of width 8 in two, parts."""
+def good_case(policy: str = "lfu") -> CacheCase:
+    """Two tables of width 4 in three sets of two ways, one of width 8 in two, parts."""
     tables = [(9, 4, "int8"), (7, 4, "bf16"), (5, 8, "int4"), (5, 2, "int8"), (6, 2, "mx6")]
     parts = Parts([3, 4], [(1, 5), (5, 6)], 30, "concat")
     features = [(0, "sum"), (1, "sum"), (2, "mean"), (parts, "sum")]
-    case = CacheCase(CacheSample(tables, features, {4: 3, 8: 2}, policy=policy, rounding="stochastic"))
+    return CacheCase(CacheSample(tables, features, {4: 3, 8: 2}, policy=policy, rounding="stochastic"))
+
+
+def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
+    """A good call by argument name."""
+    case = good_case(policy)
     state, batch = case.state(), Batch([[2, 1]] * 4)
     for done in expected_of(case, [Action("insert", batch), Action("update", Update(3))]):
         apply(case, done, state, ops)
@@ -35,7 +42,7 @@ def arguments(policy: str = "lfu", ops: object = ops) -> dict[str, object]:
 
 def takers(name: str) -> list[str]:
     """The ops of the cache that have an argument."""
-    return [op for op in TAKE_CACHE if name in [a.name for a in getattr(ops, op).default._schema.arguments]]
+    return [op for op in TAKE_CACHE if name in taken(op)]
 
 
 def check_refused(op: str, given: dict[str, object], message: str, namespace: object = ops, error=ValueError) -> None:
@@ -68,9 +75,9 @@ WRONG_TENSORS = [
     *((name, strided, f"{name} must be contiguous") for name in SLOTS),
     *((name, lambda t: t[:-2], rf"{name} must have shape \[10\], got \[8\]") for name in SLOTS[1:]),
     ("cache_tags", lambda t: t[:-1], "cache_tags must have a multiple of cache_ways = 2 elements, got 9"),
-    *((name, lambda t: t.int(), f"{name} must be int64, got int32") for name in ("cache_sets", "cache_set_starts")),
-    *((name, lambda t: t[1:], rf"{name} must have shape \[5\], got \[4\]") for name in ("cache_sets", "cache_offsets")),
-    *((name, strided, f"{name} must be contiguous") for name in ("cache_sets", "cache_set_starts", "cache_offsets")),
+    ("layout", lambda t: t.int(), "layout must be int64, got int32"),
+    ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 25\], got \[5, 24\]"),
+    ("layout", lambda t: t.t().contiguous().t(), "layout must be contiguous"),
     ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
     ("cache_rows", lambda t: t[None], r"cache_rows must have 1 dimension\(s\), got shape \[1, 56\]"),
     ("cache_rows", strided, "cache_rows must be contiguous"),
@@ -86,9 +93,7 @@ WRONG_TENSORS = [
     ("offsets", lambda t: t[:-1], "offsets must have num_features"),
 ]
 WRONG_OPTIONS = [
-    ("cache_ways", 0, r"cache_ways = 0 must be in \[1, 1024\]"),
-    ("cache_ways", -1, r"cache_ways = -1 must be in \[1, 1024\]"),
-    ("cache_ways", 1025, r"cache_ways = 1025 must be in \[1, 1024\]"),
+    ("layout_sizes", [4, 26], "layout_sizes must have 9 elements, got 2"),
     ("policy", "fifo", 'policy must be "lru" or "lfu", got "fifo"'),
     ("policy", "lru", 'cache_counts and row_counts must not be given for policy "lru"'),
     ("cache_counts", None, 'cache_counts and row_counts must be given for policy "lfu"'),
@@ -97,22 +102,33 @@ WRONG_OPTIONS = [
     ("rounding", "up", 'rounding must be "nearest" or "stochastic", got "up"'),
     ("bounds_check", "warn", "bounds_check must be"),
 ]
-# Numbers of tensors, which a GPU does not read before the kernels do.
-WRONG_NUMBERS = [
-    ("cache_sets", 0, -1, r"cache_sets\[0\] = -1"),
-    ("cache_sets", 2, 3, r"cache_set(s|_starts)\[2\] = 3"),  # from 3: behind the last slot
-    ("cache_sets", 3, 1, r"cache_sets\[3\] = 1"),  # of a feature with two parts
-    ("cache_sets", 4, 1, r"cache_sets\[4\] = 1"),
-    ("cache_set_starts", 0, -1, r"cache_set_starts\[0\] = -1"),
-    ("cache_set_starts", 2, 4, r"cache_set(s|_starts)\[2\]"),
-    ("cache_set_starts", 2, 2**62, r"cache_set(s|_starts)\[2\]"),
-    ("cache_offsets", 0, -1, r"cache_offsets\[0\] = -1"),
-    ("cache_offsets", 2, 2**62, r"cache_offsets\[2\] = 4611686018427387904"),
-    ("cache_offsets", 2, -23, r"cache_offsets\[2\] = -23"),  # rows of width 8 end at 56: at most -24
-    ("table_ids", 1, -1, r"table_ids\[1\] = -1"),
-    ("table_ids", 1, 65536, r"table_ids\[1\] = 65536"),
-    ("table_ids", 1, 1000, r"(table_ids\[1\] = 1000|cache_stats)"),  # behind the last row of cache_stats
-    ("offsets", 1, -1, r"offsets\[1\] = -1"),
+# Of places, what rk.table_layout refuses.
+WRONG_PLACES = [
+    *(("cache_ways", None, n, rf"cache.ways = {n} must be in \[1, 1024\]") for n in (0, -1, 1025)),
+    ("cache_sets", 0, -1, r"cache.sets\[0\] = -1 must not be negative"),
+    ("cache_sets", 3, 1, r"cache.sets\[3\] = 1 must be 0: feature 3 has several parts"),
+    ("cache_sets", 4, 1, r"cache.sets\[4\] = 1 must be 0: feature 3 has several parts"),
+    ("cache_first_sets", 0, -1, r"cache.first_sets\[0\] = -1 must not be negative"),
+    ("cache_row_offsets", 0, -1, r"cache.row_offsets\[0\]: its first slot starts at element -1"),
+    ("cache_row_offsets", 2, -49, r"cache.row_offsets\[2\]: its first slot starts at element -1"),
+    ("cache_row_offsets", 2, -25, r"cache.row_offsets\[2\]: its slots lie in the memory of those of part [01]"),
+    ("table_ids", 1, -1, r"table_ids\[1\] = -1 must be in \[0, 65536\)"),
+    ("table_ids", 1, 65536, r"table_ids\[1\] = 65536 must be in \[0, 65536\)"),
+]
+# Of records, which a GPU does not read before the kernels do: the column, the part, and its forged number.
+FORGED = [
+    ("cache_sets", 0, -1),
+    ("cache_sets", 2, 3),  # from 3: behind the last slot
+    ("cache_sets", 3, 1),  # of a feature with two parts
+    ("cache_sets", 4, 1),
+    ("cache_first_set", 0, -1),
+    ("cache_first_set", 2, 4),
+    ("cache_first_set", 2, 2**62),
+    ("table_id", 1, -1),
+    ("table_id", 1, 65536),
+    ("cache_row_offset", 0, -1),
+    ("cache_row_offset", 2, 2**62),
+    ("cache_row_offset", 2, -23),  # rows of width 8 end at 56: at most -24
 ]
 
 
@@ -135,36 +151,61 @@ def test_bad_option(name: str, value: object, message: str) -> None:
             check_refused(op, arguments(ops=namespace) | {name: value}, message, namespace)
 
 
-@pytest.mark.parametrize(("name", "place", "number", "message"), WRONG_NUMBERS)
-def test_bad_number(name: str, place: int, number: int, message: str) -> None:
-    """The host says which, with its place, before anything is read or written there."""
-    for op in takers(name):
-        if "1000" in message and op != INSERT:
-            continue  # a good number where there are no statistics
-        given = arguments()
-        changed = given[name].clone()
+@pytest.mark.parametrize(("name", "place", "number", "message"), WRONG_PLACES)
+def test_bad_place(name: str, place: int | None, number: int, message: str) -> None:
+    """No layout has it."""
+    case, changed = good_case(), number
+    if place is not None:
+        column = {"table_ids": "table_id", "cache_sets": "cache_sets"}.get(name, name.removesuffix("s"))
+        changed = case.layout().column(Column[column]).tolist()
         changed[place] = number
+    with pytest.raises(ValueError, match=message):
+        case.layout(**{name: changed})
+
+
+@pytest.mark.parametrize(("column", "part", "number"), FORGED)
+def test_forged_place(column: str, part: int, number: int) -> None:
+    """The host says which record is wrong before anything is read or written there."""
+    for op in (INSERT, FLUSH) if column == "cache_row_offset" else TAKE_CACHE:
+        given = arguments()
+        given["layout"] = given["layout"].clone()
+        given["layout"][part, Column[column]] = number
         for _ in cpu_backends():
-            check_refused(op, given | {name: changed}, message)
+            check_refused(op, given, rf"layout\[{part}\]: .*{column}")
+
+
+def test_bad_number() -> None:
+    """Of a table whose row of statistics there is not, and of offsets."""
+    wrong = arguments() | good_case().layout(table_ids=[0, 1000, 2, 3, 4])._asdict()
+    offsets = arguments()["offsets"].clone()
+    offsets[1] = -1
+    for _ in cpu_backends():
+        check_refused(INSERT, wrong, "cache_stats")
+        for op in (INSERT, LOOKUP):
+            check_refused(op, arguments() | {"offsets": offsets}, r"offsets\[1\] = -1")
 
 
 def test_tables_of_two_widths_share_no_sets() -> None:
     """Their rows would overlap."""
-    given = arguments()
-    given["cache_set_starts"][2], given["cache_offsets"][2] = 1, 0  # rows of width 8 lie inside of cache_rows
-    for op in (INSERT, FLUSH):
-        check_refused(op, given, r"cache_set(s|_starts)\[\d\]")
+    case = good_case()
+    with pytest.raises(ValueError, match=r"cache.first_sets\[\d\]: its sets are some of those of part \d"):
+        case.layout(cache_first_sets=[0, 0, 1, 0, 0], cache_row_offsets=[0, 0, 16, 0, 0])
 
 
-def test_features_of_a_table_agree() -> None:
+@pytest.mark.parametrize(
+    ("name", "number"), [("sets", 2), ("sets", 0), ("first_sets", 1), ("row_offsets", 4)], ids=lambda a: str(a)
+)
+def test_features_of_a_table_agree(name: str, number: int) -> None:
     """Where rows of one table lie does not depend on the feature: another place would be a second copy."""
     case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum"), (0, "sum")], {4: 3}))
-    batch = case.batch(Batch([[2], [2]]))
-    for name, number in (("cache_sets", 2), ("cache_sets", 0), ("cache_set_starts", 1), ("cache_offsets", 4)):
-        given = case.arguments | case.state() | {"values": batch.values, "offsets": batch.offsets}
-        given[name] = given[name].clone()
-        given[name][1] = number
-        check_refused(INSERT, given, rf"{name}\[1\] = {number}")
+    good = {"sets": 3, "first_sets": 0, "row_offsets": 0}[name]
+    with pytest.raises(ValueError, match=r"cache\.\w+\[\d\]"):
+        case.layout(**{f"cache_{name}": [good, number]})
+    batch, column = case.batch(Batch([[2], [2]])), {"sets": "cache_sets", "first_sets": "cache_first_set"}
+    given = case.arguments | case.state() | {"values": batch.values, "offsets": batch.offsets}
+    given["layout"] = given["layout"].clone()
+    given["layout"][1, Column[column.get(name, "cache_row_offset")]] = number
+    check_refused(INSERT, given, r"layout\[1\]: ")
 
 
 @pytest.mark.parametrize("bad", [-1, 9, 2**40])
@@ -184,7 +225,7 @@ def test_bad_id(bad: int) -> None:
                 check_refused(op, given, re.escape(message), error=IndexError)
 
 
-@pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "cache_sets", "cache_clock", "row_counts", "cache_stats"])
+@pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "layout", "cache_clock", "row_counts", "cache_stats"])
 def test_other_device(name: str) -> None:
     """Not answered with memory that nobody wrote."""
     for op in takers(name):
@@ -197,12 +238,12 @@ def test_other_device(name: str) -> None:
     [
         ("cache_tags", lambda t: t[:-1], r"cache_dirty must have shape \[9\], got \[10\]"),
         ("cache_dirty", lambda t: t.bool(), "cache_dirty must be uint8, got bool"),
-        ("row_offsets", lambda t: t.int(), "row_offsets must be int64, got int32"),
-        ("num_embeddings", lambda t: t[1:], r"num_embeddings must have shape \[5\], got \[4\]"),
+        ("layout", lambda t: t.int(), "layout must be int64, got int32"),
+        ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 25\], got \[5, 24\]"),
     ],
 )
 def test_bad_stats(name: str, change, message: str) -> None:
-    """row_cache_stats reads four tensors that belong together."""
+    """row_cache_stats reads three tensors that belong together."""
     for namespace in (ops, emulated()):
         given = arguments(ops=namespace)
         check_refused("row_cache_stats", given | {name: change(given[name])}, message, namespace)
@@ -226,9 +267,9 @@ UPDATE = "embedding_bag_backward_fused_"
 def training(namespace: object = ops) -> dict[str, object]:
     """A good call of the ops of embedding_bag that read and update cached rows."""
     given = arguments(ops=namespace)
-    slots, num_rows = call(LOOKUP, given, namespace), given["num_rows"]
+    slots, num_rows = call(LOOKUP, given, namespace), given["layout_sizes"][Size.num_rows]
     state = {"sum": torch.ones(num_rows), "step": torch.tensor(3), "lr": torch.tensor(0.1), "token": torch.empty(0)}
-    return given | state | {"cache_slots": slots, "grad": torch.ones(2, given["output_dim"])}
+    return given | state | {"cache_slots": slots, "grad": torch.ones(2, given["layout_sizes"][Size.output_dim])}
 
 
 WRONG_LOOKUPS = [
@@ -238,21 +279,16 @@ WRONG_LOOKUPS = [
     ("cache_slots", lambda _: None, "cache_slots is missing"),
     ("cache_rows", lambda _: None, "cache_rows is missing"),
     ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
-    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
 ]
 WRONG_UPDATES = [
-    ("cache_ways", lambda _: 0, r"cache_ways = 0 must be in \[1, 1024\]"),
     ("cache_tags", lambda t: t.int(), "cache_tags must be int64, got int32"),
     ("cache_tags", lambda _: None, "cache_tags is missing"),
     ("cache_marks", lambda _: None, "cache_marks is missing"),
     ("cache_marks", lambda t: t[:-2], r"cache_marks must have shape \[10\], got \[8\]"),
     ("cache_dirty", lambda t: t[:-2], r"cache_dirty must have shape \[10\], got \[8\]"),
     ("cache_dirty", lambda _: None, "cache_dirty is missing"),
-    ("cache_sets", lambda _: None, "cache_sets is missing"),
-    ("cache_set_starts", lambda t: t.int(), "cache_set_starts must be int64, got int32"),
     ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
     ("cache_rows", lambda _: None, "cache_rows is missing"),
-    ("cache_offsets", lambda t: t[1:], r"cache_offsets must have shape \[5\], got \[4\]"),
 ]
 
 
@@ -324,13 +360,13 @@ def test_rows_in_slots_of_other_tables() -> None:
 @pytest.mark.parametrize("combine", [0, 1, 2], ids=["concat", "add", "mult"])
 def test_slots_of_features_with_several_parts_are_not_read(combine: int) -> None:
     """No cache holds their rows: whatever stands there, rows come from the tables."""
-    numbers = {"num_embeddings": [4, 4], "embedding_dims": [4, 4], "weight_offsets": [0, 16], "row_offsets": [0, 4]}
-    numbers |= {"output_offsets": [0, 0 if combine else 4], "divisors": [1, 4], "moduli": [4, 4], "id_limits": [16]}
-    numbers |= {"partition_starts": [0, 2], "combine": [combine]}
-    layout = {name: torch.tensor(value) for name, value in numbers.items()} | {"output_dim": 4 if combine else 8}
+    places = rk.CachePlaces(1, [0, 0], [0, 0], [0, 0])
+    parts = {"partition_starts": [0, 2], "divisors": [1, 4], "moduli": [4, 4], "id_limits": [16], "combine": [combine]}
+    made = rk.table_layout([4, 4], [4, 4], **parts, cache=places)
+    layout = made._asdict()
     bags = torch.arange(32.0), torch.tensor([3, 7]), torch.tensor([0, 1, 2])
-    grad = torch.ones(2, layout["output_dim"])
-    cache = {"cache_rows": torch.full((64,), -1.0), "cache_offsets": torch.tensor([0, 0])}
+    grad = torch.ones(2, made.layout_sizes[Size.output_dim])
+    cache = {"cache_rows": torch.full((64,), -1.0)}
     for namespace in (ops, emulated()):
         plain = namespace.embedding_bag(*bags, **layout)[0]
         weighted = namespace.embedding_bag_backward_per_sample_weights(grad, *bags, **layout)

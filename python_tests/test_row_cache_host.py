@@ -10,11 +10,13 @@ import torch
 from backends import emulated
 from row_cache_collections import FORMATS, OPTIMIZERS, SMALL, batch, differing, everything, make, read, train
 from row_cache_host_cases import in_host, train_ahead
+from row_cache_cases import call, taken
 from row_cache_samples import arguments, cached_calls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
 from rec_kernels.nn import host_memory
+from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits
 
 HOST = in_host(SMALL)
@@ -164,9 +166,8 @@ def test_fake_collections() -> None:
 def test_fake_ops() -> None:
     """Outputs are where the ids are; weights may be in host memory, nothing else may."""
     for name, calls in cached_calls().items():
-        op = getattr(torch.ops.rec_kernels, name)
-        for positional, named in calls:
-            given = dict(zip((a.name for a in op.default._schema.arguments), positional, strict=False)) | named
+        op = overload_of(name)
+        for _, given in calls:
             if "weights" not in given:
                 continue
             with FakeTensorMode():
@@ -175,7 +176,7 @@ def test_fake_ops() -> None:
                 outputs = found if isinstance(found, (tuple, list)) else (found,)
                 assert all(t.is_cuda for t in outputs if t is not None), name
                 with pytest.raises(ValueError, match="same device"):
-                    op(**there | {"embedding_dims": _fake(given["embedding_dims"], "cpu")})
+                    op(**there | {"layout": _fake(given["layout"], "cpu")})
 
 
 def _fake(value: object, device: str) -> object:
@@ -188,8 +189,7 @@ def _fake(value: object, device: str) -> object:
 def test_memory_that_is_not_pinned(op: str) -> None:
     """ValueError from the CUDA kernels, before anything is written."""
     ops, given = emulated(), arguments("lru")
-    wanted = {a.name for a in getattr(ops, op).default._schema.arguments}
-    given = {name: value for name, value in given.items() if name in wanted}
+    given = {name: given[name] for name in taken(op) if name in given}
     before = copy.deepcopy(given)
     ops._set_pinned(False)
     try:
@@ -237,6 +237,5 @@ def test_gpu_refuses_pageable_memory() -> None:
     """And says so."""
     given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in arguments("lru").items()}
     given["weights"] = given["weights"].cpu()
-    wanted = {a.name for a in torch.ops.rec_kernels.row_cache_insert_.default._schema.arguments}
     with pytest.raises(ValueError, match="weights is on cpu and not pinned: with values on cuda:0 it must be there"):
-        torch.ops.rec_kernels.row_cache_insert_(**{n: v for n, v in given.items() if n in wanted})
+        call("row_cache_insert_", given)

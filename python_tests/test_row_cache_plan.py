@@ -133,7 +133,7 @@ def plan_arguments() -> dict[str, object]:
         ({"cache_stamps": torch.zeros(3, dtype=torch.int64)}, ValueError, "cache_stamps"),
         ({"policy": "mru"}, ValueError, "policy.*mru"),
         ({"policy": "lfu"}, ValueError, "cache_counts"),
-        ({"cache_ways": 0}, ValueError, "cache_ways"),
+        ({"cache_tags": torch.zeros(3, dtype=torch.int64)}, ValueError, "cache_tags .*cache_ways = 2"),
     ],
 )
 def test_bad_input(change: dict, error: type, message: str) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from row_cache_cases import Batch, CacheCase, CacheSample, State, batches, call, samples
 from torch import Tensor
 
+from rec_kernels.ops.table_layout import Size
 from rec_kernels.reference import embedding_bag as reference
 from rec_kernels.reference.embedding_bag import Bags, Parts
 from rec_kernels.reference.row_cache import POLICIES, RowCache
@@ -29,7 +30,7 @@ def sums_of(case: CacheCase) -> Tensor:
 
 def grad_of(case: CacheCase, batch: Case, seed: int) -> Tensor:
     """Gradient of the output of a batch, float32 [B, columns]."""
-    return wide_floats(batch.batch, case.encoded.layout["output_dim"], seed=seed)
+    return wide_floats(batch.batch, case.arguments["layout_sizes"][Size.output_dim], seed=seed)
 
 
 class Model:
@@ -199,7 +200,9 @@ def test_all_rows_cached_is_float32(optimizer: str, policy: str) -> None:
     tables = [(21, 5, "int8"), (17, 8, "int4"), (13, 16, "bf16"), (9, 33, "mx6")]
     features = [(t, pooling) for t in range(4) for pooling in ("sum", "mean")]
     sample = CacheSample(tables, features, {5: 11, 8: 17, 16: 7, 33: 5}, 2, policy=policy)
-    case, layout = CacheCase(sample), CacheCase(sample).encoded.case.layout
+    case = CacheCase(sample)
+    starts = [case.encoded.case.starts[t] for t, _ in features]
+    layout = case.layout(weight_offsets=starts, formats=None, cache=None)._asdict()
     every = whole_tables(case)
     for backend in every_backend():
         run, weights = Trained(case, optimizer, backend.ops), case.encoded.case.weights.clone()
@@ -279,7 +282,7 @@ def test_skipped_updates_and_frozen_features(optimizer: str) -> None:
         run.update(batch, grad, found_inf=torch.tensor(1.0))
         run.update(batch, grad, status=torch.tensor([0, 1]))
         check_same(case, run, model, backend.name)
-        run.update(batch, grad, frozen=torch.tensor([True, True]))
+        run.update(batch, grad, **case.layout(frozen=[True, True])._asdict())
         run.step.sub_(1)
         check_same(case, run, model, backend.name)
 

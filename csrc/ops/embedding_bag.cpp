@@ -126,7 +126,7 @@ void throw_layout_fault(LayoutFault fault, int64_t i) {
       "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
       "the table must lie in weights, at weight_offset",
       "column and part_column must be those behind the part before, and end where layout_sizes says",
-      "id_limit, divisor and modulus must lead to rows of the table",
+      "id_limit, divisor and modulus must lead to rows of the table, and be known to layout_sizes where they map ids",
       "id_limit, combine, mean and frozen must be those of the feature's first part, and known to layout_sizes",
       "table_id must be in [0, 65536)",
       "first_row and first_column must lie in the whole table",

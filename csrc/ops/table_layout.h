@@ -169,17 +169,17 @@ RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const La
   int64_t column = 0, part_column = 0;
   if (i > 0) {
     const TablePart& before = parts[i - 1];
-    const bool same = before.feature == p.feature;
-    if (before.column < 0 || before.column > sizes.output_dim || before.part_column < 0 ||
-        before.part_column > sizes.widest_feature)
+    const bool same = before.feature == p.feature, fits = is_fraction(before.embedding_dim, sizes.max_embedding_dim);
+    if (!fits || !lies_in(before.column, before.embedding_dim, sizes.output_dim) ||
+        !lies_in(before.part_column, before.embedding_dim, sizes.widest_feature))
       return false;
     const bool shared = same && p.combine != static_cast<int64_t>(Combine::kConcat);
     column = before.column + (shared ? 0 : before.embedding_dim);
     if (same) part_column = before.part_column + (shared ? 0 : before.embedding_dim);
   }
-  const int64_t end = p.column + p.embedding_dim;
-  return p.column == column && p.part_column == part_column && end <= sizes.output_dim &&
-         p.part_column + p.embedding_dim <= sizes.widest_feature && (i + 1 < num_parts || end == sizes.output_dim);
+  return p.column == column && p.part_column == part_column && lies_in(column, p.embedding_dim, sizes.output_dim) &&
+         lies_in(part_column, p.embedding_dim, sizes.widest_feature) &&
+         (i + 1 < num_parts || column + p.embedding_dim == sizes.output_dim);
 }
 
 // Whether what is said of a feature is said of all its parts, and rows that become one have one shape.
@@ -210,7 +210,7 @@ RK_HOST_DEVICE bool follows_in_rows(const TablePart* parts, int64_t i, int64_t n
   const bool full = b.num_embeddings > 0;
   if ((a.num_embeddings > 0) != full) return full;
   if (a.row_offset == b.row_offset) return before < here && (!full || share_table(a, b));
-  return a.row_offset < b.row_offset && (!full || a.num_embeddings <= b.row_offset - a.row_offset);
+  return a.row_offset >= 0 && a.row_offset < b.row_offset && (!full || a.num_embeddings <= b.row_offset - a.row_offset);
 }
 
 RK_HOST_DEVICE LayoutFault cache_fault_of(const TablePart& p, bool alone, const LayoutSizes& sizes,
@@ -242,6 +242,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
     return LayoutFault::kWeights;
   if (!are_next_columns(parts, i, sizes, limits.num_parts)) return LayoutFault::kColumns;
   if (p.id_limit < 0 || p.divisor < 1 || p.modulus < 1) return LayoutFault::kIds;
+  if (!(sizes.flags & kMapsIds) && (p.divisor != 1 || p.modulus < p.id_limit)) return LayoutFault::kIds;
   const int64_t quotients = Partition::quotients(p.id_limit, p.divisor);
   if ((quotients < p.modulus ? quotients : p.modulus) > p.num_embeddings) return LayoutFault::kIds;
   const int64_t first = parts[p.feature].part_start;

@@ -96,10 +96,11 @@ class Layout(nn.Module):
             frozen=[f in self._frozen_features for f in self.feature_names],
             cache=self._cache_places(),
             num_rows=self._places.rows[-1],
+            device=device,
             **(partitions(self._features, self._stored) if is_partitioned else {}),
         )
         self._layout_sizes = made.layout_sizes
-        self.register_buffer("_layout_records", made.layout.to(device), persistent=False)
+        self.register_buffer("_layout_records", made.layout, persistent=False)
         for name, number in (("_seed", self.seed), ("_bad_position", bounds.NOTHING_BAD)):
             self.register_buffer(name, torch.tensor(number, device=device), persistent=False)
         self._made = ["_layout_records", "_seed", "_bad_position"]

@@ -153,8 +153,8 @@ def table_layout(
     build.check_shared()
     build.order_by_row()
     sizes = build.sizes(widest_feature, num_rows, cache)
-    records = torch.tensor(build.records, dtype=torch.int64).reshape(-1, len(Column))
-    return TableLayout(records.to(device), sizes)
+    records = torch.tensor(build.records, dtype=torch.int64, device=device).reshape(-1, len(Column))
+    return TableLayout(records, sizes)
 
 
 def set_frozen(layout: Tensor, frozen: Sequence[bool]) -> None:
