@@ -41,12 +41,17 @@ struct StoredGradients {
 
 // Clips the gradient g of a row w, and adds the decay that goes through it.
 inline void take_step(const GradientStep& step, const float* w, int64_t D, float* g) {
-  if (step.clip_value < __builtin_inff())
-    for (int64_t c = 0; c < D; ++c) g[c] = step.clipped(g[c]);
-  const float factor = step.clips_norm() ? clip_factor(step, row_dot(g, g, D)) : 1.0f;
-  if (factor != 1.0f)
-    for (int64_t c = 0; c < D; ++c) g[c] *= factor;
-  if (step.adds_decay()) add_scaled(step.weight_decay, w, D, g);
+  const GradientStep own = step;  // no store to g changes it
+  RowStep row(own);
+  const auto clip = [&] {
+    for (int64_t c = 0; c < D; ++c) g[c] = row.clipped(g[c]);
+  };
+  if (own.clips_norm()) {
+    clip();
+    row.clip_norm(row_dot(g, g, D));
+  }
+  if (own.clip_value < __builtin_inff() || row.factor != 1.0f) clip();
+  if (row.adds_decay()) add_scaled(own.weight_decay, w, D, g);
 }
 
 // Rows to be updated, of a table whose rows are floats and in no cache: their number is what sorts runs. open(row)

@@ -76,35 +76,26 @@ struct StepOf {
 
 template <class Target>
 struct StepOf<Target, true> {
-  const GradientStep& step;
-  float factor = 1.0f;
-  bool norm_known;
+  RowStep row;
 
-  __device__ __forceinline__ explicit StepOf(const Target& target)
-      : step(target.u.gradient_step), norm_known(!step.clips_norm()) {}
-  __device__ __forceinline__ bool clips_norm() const { return step.clips_norm(); }
-  __device__ __forceinline__ void clip(float square_sum) {
-    factor = clip_factor(step, square_sum);
-    norm_known = true;
-  }
+  __device__ __forceinline__ explicit StepOf(const Target& target) : row(target.u.gradient_step) {}
+  __device__ __forceinline__ bool clips_norm() const { return row.step.clips_norm(); }
+  __device__ __forceinline__ void clip(float square_sum) { row.clip_norm(square_sum); }
 
   // Of the columns from `column` on: the clipped gradient and, when the norm is known, the decay through it.
   template <int G, int kBlocks, class Read>
   __device__ __forceinline__ void take(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
                                        const Read& read) const {
-    if (!step.is_active()) return;
+    if (!row.step.is_active()) return;
     for (int k = 0; k < kBlocks; ++k)
-      for (int j = 0; j < 4; ++j) {
-        const float clipped = step.clipped(g[k].v[j]);
-        g[k].v[j] = factor != 1.0f ? clipped * factor : clipped;
-      }
-    if (norm_known && step.adds_decay()) add_weights(column, D, group, g, read);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = row.clipped(g[k].v[j]);
+    if (row.adds_decay()) add_weights(column, D, group, g, read);
   }
   // The decay of an optimizer that turns gradients into directions.
   template <int G, int kBlocks, class Read>
   __device__ __forceinline__ void decay_direction(int64_t column, int64_t D, const Group<G>& group, Vec4 (&r)[kBlocks],
                                                   const Read& read) const {
-    if (step.decays_weights()) add_weights(column, D, group, r, read);
+    if (row.step.decays_weights()) add_weights(column, D, group, r, read);
   }
 
  private:
@@ -115,7 +106,7 @@ struct StepOf<Target, true> {
       const int64_t c = column + (k * G + group.lane) * 4;
       if (c >= D) continue;
       const Vec4 w = read(c);
-      for (int j = 0; j < 4; ++j) g[k].v[j] = fused_multiply_add(step.weight_decay, w.v[j], g[k].v[j]);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = row.decayed(g[k].v[j], w.v[j]);
     }
   }
 };

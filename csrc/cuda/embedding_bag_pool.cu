@@ -68,28 +68,135 @@ template <class Format, int kBlocks>
 constexpr int kResident = kBlocks == 1 ? 3 : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
 
 template <class Format, int G, int kBlocks, bool kWeighted>
+__device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
+  const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+  if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) return;
+  const Feature f = a.features[part];
+  const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+  const Range ids = range_of(a.bags, bag, a.status);
+  const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+  for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
+    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
+    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
+  }
+  store_zeros_behind(a, bag, f.embedding_dim, group);
+}
+
+template <class Format, int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
-  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
-    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
-    const Feature f = a.features[part];
-    const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
-    const Range ids = range_of(a.bags, bag, a.status);
-    const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
-    for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
-      if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
-      else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride())
+    pool_bag<Format, G, kBlocks, kWeighted>(a, group, bag);
+}
+
+// Bags that a group of pool_short_kernel takes together: finding a feature, and waiting for ids, costs as much as for
+// one, and four rows are on their way where each bag has a single one.
+constexpr int kShortBags = 4;
+
+// The bags from `first` on that a group takes together; each lane below `count` has one.
+struct ShortBags {
+  int64_t first, begin;  // the first of them, and of their ids
+  int count, stop;       // of this lane's bag: the first id behind it, from `begin` on
+
+  // Behind the ids of a bag.
+  template <int G>
+  __device__ __forceinline__ int stop_of(const Group<G>& group, int bag) const {
+    return group.broadcast(stop, bag);
+  }
+};
+
+// One block of columns of bags whose ids, at most G of them, lie side by side. Rows are added, bag by bag, as in
+// pool_columns: the sums have the same bits.
+template <class Source, int G, bool kWeighted>
+__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Feature& f,
+                                                int64_t feature, const Group<G>& group, const ShortBags& bags) {
+  constexpr int kRows = kShortBags < G ? kShortBags : G;
+  const int64_t first = 4 * group.lane;
+  const int total = bags.stop_of(group, bags.count - 1);
+  const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
+  Vec4 sum[1] = {};
+  int bag = 0, from = 0, stop = bags.stop_of(group, 0);
+  // Stores the sums of all bags whose last id is before number `row`, the empty ones behind them among these.
+  const auto store_until = [&](int row) {
+    while (bag < bags.count && stop <= row) {
+      const uint64_t own = uint64_t{mine.counting} >> from & ((uint64_t{1} << (stop - from)) - 1);
+      const int64_t number = bags.first + bag;
+      store_sums<G>(a, f, count_bits(static_cast<uint32_t>(own)),
+                    a.bags.output_row(number, feature) * a.output_dim + f.output_offset, first, sum);
+      store_zeros_behind(a, number, f.embedding_dim, group);
+      sum[0] = {};
+      from = stop;
+      ++bag;
+      stop = bags.stop_of(group, bag < kShortBags ? bag : 0);
     }
-    store_zeros_behind(a, bag, f.embedding_dim, group);
+  };
+  store_until(0);
+  if (mine.counting == 0) return store_until(total);
+#pragma unroll 1
+  for (int next = 0; next < total; next += kRows) {
+    typename Source::Row row[kRows];
+    float factor[kRows];
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) row[u].load(source, group, mine.place, next + u, first);
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f;
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      Vec4 x[1];
+      row[u].decode(source, group, mine.place, next + u, first, x);
+      const bool counts = mine.counting >> (next + u) & 1u;
+      for (int j = 0; j < 4; ++j)
+        if (counts)
+          sum[0].v[j] = kWeighted ? fused_multiply_add(factor[u], x[0].v[j], sum[0].v[j]) : sum[0].v[j] + x[0].v[j];
+      if (next + u < total) store_until(next + u + 1);
+    }
   }
 }
+
+// The same of calls whose bags have at most two ids on average.
+template <class Format, int G, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
+  const Group<G> group;
+  const int64_t items = ceil_div(a.bags.num_bags, kShortBags);
+  for (int64_t item = Group<G>::first(); item < items; item += Group<G>::stride()) {
+    const int64_t first = item * kShortBags, left = a.bags.num_bags - first;
+    const int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
+    const int64_t feature = a.bags.feature_of(first), part = a.bags.first_part(feature);
+    const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
+    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
+    // Of one feature, with offsets that rise and lie among the ids, and no more ids than lanes.
+    const bool good = bag < a.bags.first_bag(feature + 1) && begin >= 0 && start >= begin && stop >= start &&
+                      stop <= a.bags.num_ids && stop - begin <= G;
+    const unsigned bad = group.ballot(!good);
+    const Feature f = a.features[part];
+    if (bad != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
+      for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
+      continue;
+    }
+    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
+    using Rows = TableRows<Format, G, 1, true>;
+    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, feature, group,
+                                        {first, begin, count, static_cast<int>(stop - begin)});
+  }
+}
+
+// Formats for which there are kernels for short bags: rows of floats, which are what their time is spent on.
+template <class Format>
+constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
 
 template <class Format, bool kWeighted>
 void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_widths(max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    if constexpr (kShort<Format> && kBlocks == 1) {
+      if (a.bags.num_ids <= 2 * a.bags.num_bags) {
+        launch(pool_short_kernel<Format, G, kWeighted>, blocks_for_bags(ceil_div(a.bags.num_bags, kShortBags), G),
+               dim3(kThreads), 0, stream, a);
+        return;
+      }
+    }
     launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
            a);
   });

@@ -26,11 +26,30 @@ struct GradientStep {
 
 inline namespace RK_ISA {
 
-// What a row's gradient is multiplied by, from its square sum after clipping by value.
-RK_HOST_DEVICE float clip_factor(const GradientStep& step, float square_sum) {
-  const float norm = square_root(square_sum);
-  return norm > step.clip_norm ? step.clip_norm / norm : 1.0f;
-}
+// The order of a step for a row: its gradient is clipped by value, then by the norm of what that leaves; then comes the
+// decay that acts through the gradient. A norm to be clipped takes two passes: the first one's squares go to
+// clip_norm(), and clipping by value again changes nothing.
+struct RowStep {
+  const GradientStep& step;
+  float factor = 1.0f;  // of the gradient, from its norm
+  bool norm_known;
+
+  RK_HOST_DEVICE explicit RowStep(const GradientStep& step) : step(step), norm_known(!step.clips_norm()) {}
+  RK_HOST_DEVICE void clip_norm(float square_sum) {
+    const float norm = square_root(square_sum);
+    factor = norm > step.clip_norm ? step.clip_norm / norm : 1.0f;
+    norm_known = true;
+  }
+  // What becomes of a gradient, and then of that and its weight once the norm is known.
+  RK_HOST_DEVICE float clipped(float g) const {
+    const float clipped = step.clipped(g);
+    return factor != 1.0f ? clipped * factor : clipped;
+  }
+  RK_HOST_DEVICE bool adds_decay() const { return norm_known && step.adds_decay(); }
+  RK_HOST_DEVICE float decayed(float clipped, float w) const {
+    return fused_multiply_add(step.weight_decay, w, clipped);
+  }
+};
 
 }  // namespace RK_ISA
 }  // namespace rec_kernels
