@@ -301,7 +301,6 @@ class Run:
             self.machines = list(state.get("machines", [None]))
             self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
-            self.records.read()
         except DataError:
             raise
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
