@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from dlrm_stops import stopped_run
+from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
-from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report
+from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.runs import Records
+from rec_kernels.dlrm.runs import PARTS, Records
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -139,7 +140,11 @@ def spoilt(line: str, **changes) -> str:
         (lambda line: "[]", "is no record: its kind is None, allowed are train, eval, failed, test"),
         (lambda line: spoilt(line, kind="more"), "is no record: its kind is 'more', allowed are"),
         (lambda line: spoilt(line, examples="many"), "is no record: examples is 'many', allowed is a whole number"),
-        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'forward'"),
+        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'data'"),
+        (lambda line: spoilt(line, loss="low"), "is no record: loss is 'low', allowed is a number"),
+        (lambda line: '{"kind": "train"}', "is no record: it has no 'step'"),
+        (lambda line: '{"kind": "eval", "step": 1}', "is no record: it has no 'split'"),
+        (lambda line: '{"kind": "failed", "error": "x"}', "is no record: it has no 'step'"),
     ],
 )
 def test_records(change, message, run, capsys):
@@ -167,8 +172,23 @@ def test_positions_between_records(run, capsys):
 def test_reports_of_other_records(run):
     records = Records(run).read()
     (run / "metrics.jsonl").write_text(json.dumps({k: v for k, v in records[0].items() if k != "loss"}) + "\n")
-    with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: KeyError"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is no record: it has no 'loss'"):
         report.write(run)
+    (run / "metrics.jsonl").write_text(json.dumps(records[0] | {"seconds": dict.fromkeys(PARTS, 0)}) + "\n")
+    with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: ZeroDiv"):
+        report.write(run)
+
+
+@pytest.mark.parametrize("error", [DataError("no numbers"), OSError("disk is full")])
+def test_reports_that_fail_take_the_place_of_no_outcome(error, run, tmp_path, monkeypatch):
+    def write(directory):
+        raise error
+
+    monkeypatch.setattr(report, "write", write)
+    with pytest.warns(UserWarning, match=f"there is no report of .*: {error}"):
+        assert train(TrainConfig.read(run), TinyData(), resume=run, progress=False)["step"] == 8
+    with pytest.warns(UserWarning, match="there is no report"):
+        stopped_run(tmp_path / "other")  # RunInterruptedError
 
 
 def test_reports_of_paths_that_are_no_text(run):

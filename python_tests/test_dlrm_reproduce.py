@@ -56,11 +56,14 @@ def quick_train(config: TrainConfig, data, **options) -> None:
     """What a run leaves behind, and nothing of how it comes about."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
     runs.write_config(directory, dataclasses.asdict(config))
-    record = {"kind": "failed", "cause": "NotFiniteError", "error": "loss is nan"}
+    record = {"kind": "failed", "step": 1, "cause": "NotFiniteError", "error": "loss is nan"}
     if config.dense_lr < 1:
-        table = {"num_embeddings": 20, "embedding_dim": 16, "weight_bytes": 1280, "state_bytes": 80}
+        table = {"name": "id", "format": "fp32", "num_embeddings": 20, "embedding_dim": 16}
+        table |= {"weight_bytes": 1280, "state_bytes": 80}
         score = 0.5 + config.lr / 10 + config.seed / 100
         record = {"kind": "test", "auc": score, "log_loss": 0.6, "examples": 200, "base_rate": 0.5}
+        record |= {"normalized_entropy": 0.9, "calibration": 1.0, "accuracy": 0.7, "step": 2, "stopped_early": False}
+        record |= {"train_examples": 400, "train_seconds": 0.4, "peak_memory_bytes": 1 << 30}
         record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
     runs.Records(directory).append(record)
     if record["kind"] == "failed":

@@ -28,10 +28,10 @@ from rec_kernels.dlrm import (
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError, HeldOut
 from rec_kernels.dlrm.dedup import DedupReader, decide
+from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
 from rec_kernels.dlrm.train import WINDOWS, Run, predict
-from rec_kernels.dlrm.window import PARTS
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 WEEKS = 3

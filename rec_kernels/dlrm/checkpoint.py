@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, number, whole
-from rec_kernels.dlrm.window import PARTS
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections

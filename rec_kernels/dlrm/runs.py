@@ -12,27 +12,45 @@ from pathlib import Path
 
 from rec_kernels.dlrm import files, machines
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.shapes import TEXT, Each, Maybe, mismatch, number, shown, whole
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
 
 RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
-_SIZES = dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole())
+#: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
+PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
+
+_TABLE = {
+    **dict.fromkeys(("name", "format"), TEXT),
+    **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
+}
 _MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
-# What is computed with, by kind of record; others of their fields are only shown.
+_SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
+# What is read, by kind of record; the report's tiers and profile aside.
 _RECORDS = {
     "train": {
-        "examples": whole(),
-        "seconds": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), number()),
+        **dict.fromkeys(("step", "examples"), whole()),
+        **dict.fromkeys(("loss", "auc"), Maybe(number())),
+        "lr": number(),
+        "seconds": dict.fromkeys(PARTS, number()),
+        "hit_rates?": Each(Maybe(number())),
     },
-    "eval": {},
-    "failed": {"error": TEXT},
+    "eval": {"step": whole(), "split": TEXT, **_SCORES},
+    "failed": {"step": whole(), "error": TEXT},
     "test": {
-        **dict.fromkeys(("auc", "log_loss"), Maybe(number())),
-        **dict.fromkeys(("base_rate", "examples_per_second"), number()),
-        **dict.fromkeys(("examples", "dense_parameters"), whole()),
-        "tables": Each(_SIZES),
+        **_SCORES,
+        **dict.fromkeys(("normalized_entropy", "calibration"), Maybe(number())),
+        **dict.fromkeys(("accuracy", "base_rate", "examples_per_second", "train_seconds"), number()),
+        **dict.fromkeys(("step", "examples", "train_examples", "peak_memory_bytes", "dense_parameters"), whole()),
+        "flops_per_example?": whole(),
+        "stopped_early": FLAG,
+        "device?": TEXT,
+        "tables": Each(_TABLE),
         "machines?": Maybe(Each(_MACHINE)),
+        "dedup?": FLAG,
+        "windows?": FLAG,
+        "dedup_factors?": Each(number()),
+        "dedup_seconds?": number(),
     },
 }
 

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shutil
 import threading
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext, suppress
@@ -57,6 +58,8 @@ def train(
         resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
         progress: show a progress bar.
 
+    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
+
     Returns:
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
 
@@ -77,7 +80,7 @@ def train(
             run.fit(stop)
         test = run.test()
     except RunInterruptedError:
-        report.write(run.directory)
+        _report(run.directory)
         raise
     except Exception as error:
         _record_failure(run, error)
@@ -86,7 +89,7 @@ def train(
         raise
     finally:
         run.model.close()
-    report.write(run.directory)
+    _report(run.directory)
     return test | {"directory": str(run.directory)}
 
 
@@ -132,6 +135,13 @@ def _record_failure(run: Run, error: Exception) -> None:
     with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
         run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
         report.write(run.directory)
+
+
+def _report(directory: Path) -> None:
+    try:
+        report.write(directory)
+    except (OSError, DataError) as error:
+        warnings.warn(f"there is no report of {directory}: {error}", stacklevel=3)
 
 
 def _refuse_differences(config: TrainConfig, resume: Path) -> None:
