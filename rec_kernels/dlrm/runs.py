@@ -24,7 +24,7 @@ _TABLE = {
     **dict.fromkeys(("name", "format"), TEXT),
     **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
 }
-_MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
+MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
 _SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
 # What is read, by kind of record; the report's tiers and profile aside.
 _RECORDS = {
@@ -46,7 +46,7 @@ _RECORDS = {
         "stopped_early": FLAG,
         "device?": TEXT,
         "tables": Each(_TABLE),
-        "machines?": Maybe(Each(_MACHINE)),
+        "machines?": Maybe(Each(MACHINE)),
         "dedup?": FLAG,
         "windows?": FLAG,
         "dedup_factors?": Each(number()),
