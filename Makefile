@@ -13,6 +13,7 @@ INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|t
 
 # All tests: in JOBS processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
 JOBS ?= 2
+TRITON_3_6 := $(VENV)/triton-3.6.0
 WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
 .PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
@@ -21,7 +22,7 @@ WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built build/triton-3.6.0 lint
+test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built $(TRITON_3_6) lint
 	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
 
 build: $(VENV)/.built
@@ -120,8 +121,9 @@ $(VENV)/.peers: bench/requirements-peers.txt $(VENV)/.env
 	  echo "FBGEMM and TorchRec cannot be installed here: their tests and columns are left out"
 
 # The oldest supported Triton, of which test_triton.py compiles the kernels, too. It stands apart from the environment's.
-build/triton-3.6.0: | $(VENV)/.env
-	@echo "Downloading Triton 3.6.0 for a test (about 190 MB, 640 MB in build/)."
+# A folder for each Python: the wheel is compiled for one.
+$(TRITON_3_6): | $(VENV)/.env
+	@echo "Downloading Triton 3.6.0 for a test (about 190 MB, 640 MB on disk)."
 	rm -rf $@.part && $(PIP) install -q --no-deps --target $@.part triton==3.6.0 && mv $@.part $@ || \
 	  echo "Triton 3.6.0 cannot be installed here: its test is left out"
 

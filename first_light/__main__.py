@@ -21,7 +21,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from first_light import CARRY, ROOT, carried, limited, page
-from first_light.carried import commit
+from first_light.carried import commit, sources
 from first_light.limited import Ended
 from first_light.plan import PART_SECONDS, PARTS, Step, steps
 
@@ -90,7 +90,8 @@ class Run:
         site = ROOT / "build" / "first-light-site"
         if added := carried.add_packages(site):
             self.environment["PYTHONPATH"] += os.pathsep + str(site)
-        about = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "commit": commit()}
+        about = {"date": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+        about |= {"commit": commit(), "sources": sources()}
         self.about(**about, rehearsal=self.rehearse, packages_added=", ".join(added) or "none")
         if not self.rehearse:
             placed = carried.place_libraries(carried.capability())
@@ -113,7 +114,9 @@ class Run:
         print(f"{step.name}: at most {seconds:.0f} s", flush=True)
         done = self._run(step.command, step.seconds, step.environment)
         states = {0: "passed", None: "stopped" if seconds == step.seconds else "cut"}
-        state = "left out" if LEFT_OUT.search(done.tail) else states.get(done.status, "failed")
+        state = states.get(done.status, "failed")
+        if done.status == 0 and LEFT_OUT.search(done.tail):
+            state = "left out"
         known |= {"state": state, "seconds": round(done.seconds, 1), "status": done.status}
         known |= {"summary": page.summary(done.tail), "tail": done.tail[-page.SHOWN :]}
         save(self.state, self.output)
@@ -160,7 +163,7 @@ def main(given: list[str] | None = None) -> int:
         print(args.output / PAGE)
         return 0
     known = [] if args.again else [read(f) for f in (*(args.earlier or [CARRY / "earlier"]), args.output)]
-    same = {"commit": commit(), "rehearsal": args.rehearse}
+    same = {"commit": commit(), "sources": sources(), "rehearsal": args.rehearse}
     known = [state for state in known if same.items() <= state.get("about", {}).items()]
     seconds = args.seconds or (PART_SECONDS if args.part else None)
     run = Run(args.output, known, seconds, args.rehearse)

@@ -98,6 +98,7 @@ def run(
             in_time = _read(process, output, start + max(seconds - grace, 1.0), start + seconds)
         finally:
             _kill(process)
+            process.stdout.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits for a device cannot be killed
             process.wait(3)
         return Ended(process.returncode if in_time else None, time.monotonic() - start, output.close())

@@ -119,9 +119,15 @@ def main() -> int:
     parser.add_argument("--architectures", default=wanted, help="its GPU's (default: TORCH_CUDA_ARCH_LIST, else 9.0)")
     options = parser.parse_args()
     architectures = re.split(r"[;,\s]+", options.architectures.strip())
-    for name in ("lib", "wheels", "earlier"):
+    try:
+        for architecture in architectures:
+            cmake_architecture(architecture)
+    except ValueError as error:
+        parser.error(str(error))
+    for name in ("lib", "wheels"):
         shutil.rmtree(CARRY / name, ignore_errors=True)
         (CARRY / name).mkdir(parents=True)
+    (CARRY / "earlier").mkdir(exist_ok=True)
     python = find_python(options.python)
     if python is None:
         print(f"_host is left out: there is no python{options.python} with its headers here")

@@ -191,7 +191,7 @@ def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {operation: p["held"] for operation, p in found.items()} == {"forward": True, "backward, sgd": False}
     assert found["backward, sgd"]["measured_ms"] == update / 1.41
     assert recorded.beside(case, "NVIDIA A100-SXM4-40GB") == recorded.beside(case, None) == {}
-    others = ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA H200 NVL")
+    others = ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA H100 80GB HBM3 MIG 3g.40gb")
     assert [recorded.gpu_of(name) for name in ("NVIDIA H200", *others)] == ["H200", None, None, None, None]
     json.dumps(found)
 

@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 from dlrm_stops import stopped_run
+from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
-from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report
+from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.runs import Records
+from rec_kernels.dlrm.runs import PARTS, Records
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -139,23 +140,55 @@ def spoilt(line: str, **changes) -> str:
         (lambda line: "[]", "is no record: its kind is None, allowed are train, eval, failed, test"),
         (lambda line: spoilt(line, kind="more"), "is no record: its kind is 'more', allowed are"),
         (lambda line: spoilt(line, examples="many"), "is no record: examples is 'many', allowed is a whole number"),
-        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'forward'"),
+        (lambda line: spoilt(line, seconds={}), "is no record: seconds has no 'data'"),
+        (lambda line: spoilt(line, loss="low"), "is no record: loss is 'low', allowed is a number"),
+        (lambda line: '{"kind": "train"}', "is no record: it has no 'step'"),
+        (lambda line: '{"kind": "eval", "step": 1}', "is no record: it has no 'split'"),
+        (lambda line: '{"kind": "failed", "error": "x"}', "is no record: it has no 'step'"),
     ],
 )
 def test_records(change, message, run, capsys):
-    """Told before the run goes on."""
+    """Told before the run goes on, and before a byte of them is dropped."""
     first, second, *more = (run / "metrics.jsonl").read_text().splitlines()
     lines = [first, change(second), *more]
-    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n" * 5000)  # no shorter than it was
+    text = "\n".join(lines) + "\n"
+    checkpoint.save(run, checkpoint.load(run) | {"records": len(text)})
+    text += first + "\n"  # of steps after the checkpoint
+    (run / "metrics.jsonl").write_text(text)
     line = resumed(run, capsys)
     assert f"error: {run / 'metrics.jsonl'}, line 2 {message}" in line
+    assert (run / "metrics.jsonl").read_text() == text
+
+
+def test_positions_between_records(run, capsys):
+    """The records of the steps after it would be added to half a line."""
+    state, before = checkpoint.load(run), (run / "metrics.jsonl").read_bytes()
+    checkpoint.save(run, state | {"records": state["records"] - 40})
+    line = resumed(run, capsys)
+    assert f"records is {state['records'] - 40}, where no line of {run / 'metrics.jsonl'} ends" in line
+    assert (run / "metrics.jsonl").read_bytes() == before
 
 
 def test_reports_of_other_records(run):
     records = Records(run).read()
     (run / "metrics.jsonl").write_text(json.dumps({k: v for k, v in records[0].items() if k != "loss"}) + "\n")
-    with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: KeyError"):
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 1 is no record: it has no 'loss'"):
         report.write(run)
+    (run / "metrics.jsonl").write_text(json.dumps(records[0] | {"seconds": dict.fromkeys(PARTS, 0)}) + "\n")
+    with pytest.raises(DataError, match=r"config\.json or metrics\.jsonl of .*run is not what a run writes: ZeroDiv"):
+        report.write(run)
+
+
+@pytest.mark.parametrize("error", [DataError("no numbers"), OSError("disk is full")])
+def test_reports_that_fail_take_the_place_of_no_outcome(error, run, tmp_path, monkeypatch):
+    def write(directory):
+        raise error
+
+    monkeypatch.setattr(report, "write", write)
+    with pytest.warns(UserWarning, match=f"there is no report of .*: {error}"):
+        assert train(TrainConfig.read(run), TinyData(), resume=run, progress=False)["step"] == 8
+    with pytest.warns(UserWarning, match="there is no report"):
+        stopped_run(tmp_path / "other")  # RunInterruptedError
 
 
 def test_reports_of_paths_that_are_no_text(run):
@@ -166,13 +199,23 @@ def test_reports_of_paths_that_are_no_text(run):
     assert "data_dir" in (run / "report.html").read_text()
 
 
-def test_comparisons_begin_a_run_with_other_records_anew(tmp_path):
+def test_comparisons_delete_no_run_that_is_not_understood(tmp_path):
     base = TrainConfig(data="dlrm_tiny:tiny", batch_size=200, runs_dir=str(tmp_path))
     plan = compare.plan(["a", "b:lr=0.1"], base, "1", "both")
     first = compare.run(plan)
-    (plan.folder / "a-seed0" / "metrics.jsonl").write_text('{"kind": "test"}\n')
-    (plan.folder / "a-seed0" / checkpoint.NAME).unlink()
-    assert compare.run(plan)["a"][0]["auc"] == first["a"][0]["auc"]
+    run, elsewhere = plan.folder / "b-seed0", tmp_path / "checkpoint"
+    before = (run / "metrics.jsonl").read_text()
+    (run / checkpoint.NAME).rename(elsewhere)
+    (run / "metrics.jsonl").write_text(before + '{"kind": "test"}\n')
+    with pytest.raises(DataError, match=r"line \d is no record: .*; there is no checkpoint\.pt, so delete"):
+        compare.run(plan)
+    (run / checkpoint.NAME).symlink_to(tmp_path / "unmounted")
+    with pytest.raises(DataError, match=r"b-seed0 has no checkpoint\.pt: nothing to go on from"):
+        compare.run(plan)
+    assert (run / "metrics.jsonl").read_text() == before + '{"kind": "test"}\n'
+    (run / checkpoint.NAME).unlink()
+    elsewhere.rename(run / checkpoint.NAME)  # from before the test, which is done again
+    assert compare.run(plan)["b"][0]["auc"] == first["b"][0]["auc"]
 
 
 def test_seeds_of_comparisons_have_a_limit():

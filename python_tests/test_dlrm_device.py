@@ -140,7 +140,7 @@ def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
     data = Synthetic(3000, 200)
     wrong = Changed(data, lambda batches: (batch._replace(label=batch.label + 2) for batch in batches))
-    with pytest.raises(DataError, match=r"label 2\.0 at row .* of a batch of step 1, allowed are 0 and 1"):
+    with pytest.raises(DataError, match=r"batch 0 of split .train.: label\[\d+\] is 2\.0, must be 0 or 1"):
         train(config(tmp_path, data="synthetic"), wrong, progress=False)
     assert not pinned
 

@@ -69,6 +69,12 @@ WRONG = {
     "columns": (lambda b: b._replace(dense=b.dense[:, :1]), r"dense has shape \[50, 1\], must be \[50, 2\]: \[rows"),
     "labels": (lambda b: b._replace(label=b.label.repeat(2, 1).T), r"label has shape \[50, 2\], must be \[B\] or"),
     "array": (lambda b: b._replace(dense=b.dense.numpy()), "dense is ndarray, must be a tensor"),
+    "label": (
+        lambda b: b._replace(label=b.label.index_fill(0, torch.tensor([7]), 3)),
+        r"label\[7\] is 3\.0, must be 0",
+    ),
+    "sparse": (lambda b: b._replace(dense=b.dense.to_sparse()), "dense has layout torch.sparse_coo, must be torch.str"),
+    "shared bags": (lambda b: b._replace(shared=bags(b.features.values()[1:], "s")), "shared has 49 bags for each key"),
     "complex": (lambda b: b._replace(dense=b.dense + 0j), "dense is torch.complex64, must be float32"),
     "nan": (spoilt(np.nan), r"dense\[3, 1\] is nan, must be a finite number of float32"),
     "too large": (spoilt(1e300), r"dense\[3, 1\] is 1e\+300, must be a finite number of float32"),
@@ -105,6 +111,20 @@ def test_wrong_batches_are_told_in_one_line(name, tmp_path, monkeypatch, capsys)
     assert line.startswith("error: data set 'tiny', batch 1 of split 'train'")
     with pytest.raises(DataError, match=message):
         raise DataError(line)
+
+
+@pytest.mark.parametrize(
+    ("batches", "message"),
+    [
+        (lambda *_: None, r"batch 0 of split 'train': batches\(\) gave NoneType, must be an iterator of Batch"),
+        (lambda *_: int("x"), r"batch 0 of split 'train', made in test_dlrm_own_data\.py, line \d+: invalid literal"),
+    ],
+)
+def test_batches_that_are_none_are_told(batches, message, tmp_path):
+    data = changed(None)
+    data.batches = batches
+    with pytest.raises(DataError, match=message):
+        train(config(tmp_path), data, progress=False)
 
 
 def test_wrong_test_rows_are_told(tmp_path):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import json
+import operator
 import re
 import shlex
 from pathlib import Path
@@ -56,11 +59,14 @@ def quick_train(config: TrainConfig, data, **options) -> None:
     """What a run leaves behind, and nothing of how it comes about."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
     runs.write_config(directory, dataclasses.asdict(config))
-    record = {"kind": "failed", "cause": "NotFiniteError", "error": "loss is nan"}
+    record = {"kind": "failed", "step": 1, "cause": "NotFiniteError", "error": "loss is nan"}
     if config.dense_lr < 1:
-        table = {"num_embeddings": 20, "embedding_dim": 16, "weight_bytes": 1280, "state_bytes": 80}
+        table = {"name": "id", "format": "fp32", "num_embeddings": 20, "embedding_dim": 16}
+        table |= {"weight_bytes": 1280, "state_bytes": 80}
         score = 0.5 + config.lr / 10 + config.seed / 100
         record = {"kind": "test", "auc": score, "log_loss": 0.6, "examples": 200, "base_rate": 0.5}
+        record |= {"normalized_entropy": 0.9, "calibration": 1.0, "accuracy": 0.7, "step": 2, "stopped_early": False}
+        record |= {"train_examples": 400, "train_seconds": 0.4, "peak_memory_bytes": 1 << 30}
         record |= {"examples_per_second": 1000.0, "dense_parameters": 10, "tables": [table]}
     runs.Records(directory).append(record)
     if record["kind"] == "failed":
@@ -225,6 +231,34 @@ def test_what_is_of_another_list_is_not_shown(command, tmp_path, monkeypatch):
     (tmp_path / "reproduce" / "results.json").write_text("[")
     assert command("--only", "one") == 0
     assert len(entries(tmp_path / "reproduce")["one"]["result"]["seeds"]) == 3
+
+
+def places(value, path=()):
+    """Every place in nested lists and dicts."""
+    for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+        yield (*path, key)
+        if isinstance(part, (dict, list)):
+            yield from places(part, (*path, key))
+
+
+def test_results_that_no_comparison_wrote_are_not_shown(command, tmp_path, monkeypatch):
+    """Whatever is missing or other in ``compare.json``: a page is written, of the same claims or without them."""
+    assert command("--only", "one") == 0
+    monkeypatch.setattr(reproduce.reproduce_report.page, "save", lambda *_, **how: None)
+    request = reproduce.Request(TrainConfig(runs_dir=str(tmp_path)), only=("one",))
+    path = request.folder / "one" / "compare.json"
+    whole, shown = json.loads(path.read_text()), []
+    for at in places(whole):
+        for forge in (lambda holder, key: holder.pop(key), lambda holder, key: operator.setitem(holder, key, "x")):
+            forged = copy.deepcopy(whole)
+            forge(functools.reduce(operator.getitem, at[:-1], forged), at[-1])
+            path.write_text(json.dumps(forged))
+            results = reproduce.gather(request, {})
+            if results["experiments"][0]["result"] is not None and at[-1] not in shown:
+                shown.append(at[-1])
+                reproduce.reproduce_report.write(request.folder, results)
+    assert "std" in shown  # which is in no page
+    assert not {"runs", "outcome", "examples_per_second", "table_bytes", "reference"}.intersection(shown)
 
 
 def test_an_experiment_that_fails_is_told_and_the_others_go_on(command, tmp_path, trained, capsys):

@@ -112,3 +112,20 @@ def test_bad_rows(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
     """The same of row_dot."""
     with pytest.raises(ValueError, match=message):
         ops.row_dot(a, b)
+
+
+@pytest.mark.parametrize("op", [rk.scale_rows, rk.expand, rk.factorization_machine], ids=lambda op: op.__name__)
+def test_gradients_inside_vmap(op) -> None:
+    """Tensors in torch.vmap do not say that they require a gradient: the wrappers must not go below autograd there."""
+    x = torch.randn(3, 4, 5, requires_grad=True)
+    other = {"scale_rows": torch.randn(4), "expand": torch.tensor([2, 0, 3]), "factorization_machine": None}[
+        op.__name__
+    ]
+    if other is None:
+        other, x = torch.randn(4, 6, 5), torch.randn(3, 4, 6, 5, requires_grad=True)
+    grads = []
+    for call in (torch.vmap(lambda one: op(one, other)), lambda all: torch.stack([op(one, other) for one in all])):
+        output = call(x)
+        assert output.requires_grad
+        grads.append(torch.autograd.grad(output, x, torch.ones_like(output))[0])
+    assert torch.allclose(*grads)

@@ -75,11 +75,9 @@ def installed_beside(version: str) -> Path | None:
     """The folder of a Triton version; None of the installed one."""
     if version in ("installed", importlib.metadata.version("triton")):
         return None
-    folder = ROOT / "build" / f"triton-{version}"
+    folder = Path(sys.prefix) / f"triton-{version}"
     if not folder.exists():
-        pytest.skip(
-            f"Triton {version} is not there: `make {folder.relative_to(ROOT)}` installs it where a wheel is found"
-        )
+        pytest.skip(f"Triton {version} is not in {folder}: `make test` installs it where a wheel is found")
     return folder
 
 

@@ -1,7 +1,7 @@
 """Measures the CUDA kernels beside Triton's, torch and FBGEMM: time, bytes, and the share of a plain copy's rate.
 
 Every shape is checked before it is timed. Times are medians of single calls between CUDA events, the L2 cache
-emptied before each; calls below a millisecond are also timed as replays of a CUDA graph, which leave out what
+emptied before each; calls below two milliseconds are also timed as replays of a CUDA graph, which leave out what
 launching costs. A case that fails is recorded with its message. The JSON file is whole after every case.
 """
 

@@ -20,10 +20,11 @@ def load(path: Path = PATH) -> dict:
 def gpu_of(device: str) -> str | None:
     """The name that predictions have of a device: "NVIDIA H100 80GB HBM3" -> "H100".
 
-    None: there are none, as of the PCIe and NVL cards of these names, which have other memory, and of GH200.
+    None: there are none, as of the PCIe and NVL cards of these names, which have other memory, of a slice (MIG) of a
+    card, and of GH200.
     """
     words = set(device.split())
-    return None if words & {"PCIe", "NVL"} else next((name for name in GPUS if name in words), None)
+    return None if words & {"PCIe", "NVL", "MIG"} else next((name for name in GPUS if name in words), None)
 
 
 def find(device: str | None, case: str, operation: str) -> dict | None:

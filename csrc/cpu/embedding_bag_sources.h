@@ -173,7 +173,7 @@ struct CachedRows : Block {
   RK_HOST_DEVICE const uint8_t* place(int64_t i) const { return places[i - first_id]; }
   RK_HOST_DEVICE int64_t ahead() const { return prefetch_distance(row_bytes); }
   RK_HOST_DEVICE void prefetch(int64_t i) const {
-    Block::prefetch(reinterpret_cast<uintptr_t>(Block::in_row(place(i))), row_bytes);
+    if (counts(i)) Block::prefetch(reinterpret_cast<uintptr_t>(Block::in_row(place(i))), row_bytes);
   }
   RK_HOST_DEVICE static bool out_of_range(int64_t) { return false; }  // noted when the places were found
   RK_HOST_DEVICE bool counts(int64_t i) const { return place(i) != nullptr; }

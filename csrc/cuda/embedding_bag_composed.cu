@@ -90,8 +90,8 @@ struct PartRows {
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
 __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
                                            const Group<G>& group, Range ids, int64_t out, int64_t column, bool report) {
-  // Ids: of one row, as many as a plain feature has on its way; else half of them, of two rows each or more.
-  constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kMostInFlight / 2 : 1);
+  // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
+  constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
   using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
   pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, out,

@@ -48,8 +48,8 @@ template <class Format, bool kWeighted>
 constexpr bool kTwice = kHalves<Format> || (!kWeighted && (kIntegers<Format> || std::is_same<Format, Mx9>::value));
 template <class Format, int kBlocks, bool kWeighted>
 constexpr int kRowsOf =
-    kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kMostInFlight : kRowsInFlight<kBlocks>)
-                          : (kBlocks == 1 && kTwice<Format, kWeighted> ? 2 * kMostInFlight : kMostInFlight);
+    kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kFewInFlight : kRowsInFlight<kBlocks>)
+                          : (kBlocks == 1 && kTwice<Format, kWeighted> ? 2 * kFewInFlight : kFewInFlight);
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,

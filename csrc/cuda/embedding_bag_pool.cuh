@@ -8,12 +8,13 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Rows a group has on their way. A multiprocessor holds 768 threads at the up to 85 registers that four rows of up to
-// 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows would take the registers of a third of these threads.
-constexpr int kMostInFlight = 4;
+// Rows that a group has on their way at least. A multiprocessor holds 768 threads at the up to 85 registers that four
+// rows of up to 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows of floats would take the registers of a
+// third of these threads; some formats have them (embedding_bag_pool.cu).
+constexpr int kFewInFlight = 4;
 // Of wider rows two are as many bytes, or twice as many.
 template <int kBlocks>
-constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kMostInFlight;
+constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
 
 // Columns c .. c+3 of D, of the output's elements from `row` on.
 __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {

@@ -29,7 +29,7 @@ struct CachedRows {
   // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
   static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
   static constexpr int kInFlight =
-      !kAligned || kBlocks == kMaxBlocks ? 1 : (kEncoded ? kMostInFlight / 2 : kMostInFlight);
+      !kAligned || kBlocks == kMaxBlocks ? 1 : (kEncoded ? kFewInFlight / 2 : kFewInFlight);
 
   struct Row {
     bool cached;

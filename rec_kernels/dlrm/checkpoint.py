@@ -13,8 +13,8 @@ from torch import Tensor
 
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, number, whole
-from rec_kernels.dlrm.window import PARTS
+from rec_kernels.dlrm.runs import MACHINE, PARTS
+from rec_kernels.dlrm.shapes import FLAG, Check, Each, Maybe, mismatch, number, whole
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
@@ -39,7 +39,7 @@ def check_position(state: dict[str, Any], steps: int) -> None:
         "best": number(0, math.inf),
         "worse": whole(),
         "stopped_early": FLAG,
-        "machines?": Each(Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})),
+        "machines?": Each(MACHINE),
         "records": whole(),
         "dedup?": _DEDUP,
         "window": _WINDOW,

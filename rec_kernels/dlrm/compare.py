@@ -7,6 +7,7 @@ import dataclasses
 import fcntl
 import gc
 import itertools
+import os
 import shutil
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -235,7 +236,8 @@ def run(comparison: Comparison) -> dict[str, dict[int, dict]]:
 
     Raises:
         RunExistsError: a run is there with another config, the folder is itself a run, or another process is at it.
-        DataError: the data is missing or not what it should be, or a run's folder is a link.
+        DataError: the data is missing or not what it should be, a run's folder is a link, or its records are not what
+            a run writes and there is no checkpoint to go on from.
         TrainingError: a batch is too large for the memory budget. IndexError: the data has a wrong id.
         RunInterruptedError: Ctrl-C or SIGTERM; called again, ``run`` goes on.
     """
@@ -283,17 +285,24 @@ def _check(config: TrainConfig) -> None:
         raise RunExistsError(
             f"{directory} has another config: {'; '.join(differences)}: choose another --name or delete it"
         )
+    _outcome(directory)
 
 
 def _outcome(directory: Path) -> dict | None:
     """The record that ends a run, or None: what fails for another reason than its loss may go better next time."""
     try:
         records = Records(directory).read()
-    except DataError:  # not what a run writes: resuming says so, and without a checkpoint it begins anew
-        return None
+    except DataError as error:
+        if _has_checkpoint(directory):  # resuming tells it, or drops what comes after the checkpoint
+            return None
+        raise DataError(f"{error}; there is no {checkpoint.NAME}, so delete {directory} to train it anew") from error
     last = records[-1] if records else {"kind": "none"}
     ended = last["kind"] == "test" or (last["kind"] == "failed" and last.get("cause") == NotFiniteError.__name__)
     return last if ended else None
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    return os.path.lexists(directory / checkpoint.NAME)  # of a link that leads nowhere, too: nothing is deleted then
 
 
 def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
@@ -302,7 +311,7 @@ def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
     if key not in opened:
         opened[key] = datasets.open_data(config)
     directory = Path(config.runs_dir) / config.run
-    resume = directory if (directory / checkpoint.NAME).exists() else None
+    resume = directory if _has_checkpoint(directory) else None
     if resume is None and directory.exists():
         shutil.rmtree(directory)  # killed before its first checkpoint: nothing to go on from
     try:

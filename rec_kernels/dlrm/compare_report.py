@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import colormaps
@@ -18,11 +19,24 @@ from rec_kernels.dlrm import files, machines, page
 from rec_kernels.dlrm.compare import Comparison, comparable_defaults
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.page import number
+from rec_kernels.dlrm.runs import MACHINE
+from rec_kernels.dlrm.shapes import TEXT, Check, Each, Maybe, mismatch, whole
+from rec_kernels.dlrm.shapes import number as a_number
 
 ENOUGH = 8  # pairs; the AUC's standard deviation over seeds is as large as the differences that one looks for
 CONFIDENCE = 0.95
 COLORS = [colormaps["tab20"](i) for i in (*range(0, 20, 2), *range(1, 20, 2))]  # the usual ten, then their light kin
 SCORES = (("auc", "test AUC", 1), ("log_loss", "test log loss", -1))  # 1: more is better
+
+_RATE, _NONE = a_number(1e-9), Check("null", lambda value: value is None)
+_RUNS: dict[str, dict[str, Any]] = {
+    "test": {"auc": Maybe(a_number()), "examples_per_second": _RATE, "machines?": Maybe(Each(MACHINE))},
+    "failed": {"error": TEXT},
+}
+_MEANS = [(_NONE, _NONE), (a_number(), _NONE), (a_number(), a_number())]  # of no pair, of one, of more
+_DIFFERENCES = [{"mean": mean, "low": bound, "high": bound} for mean, bound in _MEANS]
+_DIFFERENCE = Check("a difference", lambda value: any(mismatch(value, shape, "") is None for shape in _DIFFERENCES))
+_SIZES = dict.fromkeys(("parameters", "weight_bytes", "table_bytes"), Maybe(whole(1)))
 
 
 def half_width(values: Sequence[float]) -> float | None:
@@ -93,6 +107,26 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
             for name, config in comparison.configs.items()
         ],
     }
+
+
+def is_result(value: dict) -> bool:
+    """Whether a result of the right configurations, as read from a file, has what is computed with and shown of it."""
+    first, *others = value["configurations"]
+    common: dict[str, Any] = {"auc": {"mean": Maybe(a_number())}, **_SIZES, "examples_per_second": Maybe(_RATE)}
+    compared = common | {"auc": common["auc"] | {"difference": _DIFFERENCE}}
+    runs = [run for c in (first, *others) for run in c["runs"]]
+    return (
+        value["reference"] == first["name"]
+        and first["auc"]["difference"] is None
+        and mismatch(first, common, "") is None
+        and all(mismatch(other, compared, "") is None for other in others)
+        and all(_is_run(run) for run in runs)
+    )
+
+
+def _is_run(run: dict) -> bool:
+    shape = {"seed": whole(0, 2**64 - 1), "run": TEXT} | _RUNS[run["outcome"]]
+    return mismatch(run, shape, "") is None
 
 
 def changed_options(config: TrainConfig) -> dict:

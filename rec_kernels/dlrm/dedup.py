@@ -111,26 +111,15 @@ class DedupReader:
         A batch's tally is appended to ``tallies`` before the batch is there.
 
         Raises:
-            DataError: a batch's shared features have not a bag for every row, or weights, of which there are no
-                windows.
+            DataError: a batch's shared features have weights, of which there are no windows.
         """
         for batch in self.data.batches(split, batch_size, start):
-            check_shared(batch, self.name)
             if self.windows:
                 _refuse_weights(batch, self.name)
             batch, tally = dedup_batch(batch, self.windows) if self.on else expanded(batch)
             if tallies is not None:
                 tallies.append(tally)
             yield batch if self.windows else batch.joined()  # windows are smaller to move than the bags they become
-
-
-def check_shared(batch: Batch, name: str) -> None:
-    """Raise DataError unless the shared features of a batch of data set ``name`` have a bag for every row."""
-    if batch.shared is not None and batch.shared.stride() != len(batch.label):
-        raise DataError(
-            f"data set {name!r} gave a batch of {len(batch.label)} rows whose shared features have "
-            f"{batch.shared.stride()} bags: allowed is a bag for every row"
-        )
 
 
 def _refuse_weights(batch: Batch, name: str) -> None:
@@ -222,7 +211,6 @@ def _measured(data: HeldOut) -> Decision:
         return Decision(False)
     total, counted = Tally(), 0
     for batch in islice(data.batches("train", data.batch_size), LOOKED_AT):
-        check_shared(batch, data.name)
         _, tally = dedup_batch(batch)
         total.add(tally)
         counted += any(before for before, _ in tally.ids.values())

@@ -1,7 +1,8 @@
 """The files of a run's folder, which may have come from somebody else: what is written stays in the folder.
 
-A file is replaced by a new one, whatever was there under its name. One that is added to, or changed in place, must be
-an ordinary file without other names. Links are followed for reading only.
+A file is replaced by a new one, whatever was there under its name. One that is added to must be an ordinary file, and
+is replaced by a copy first if it has other names (hard links), as backups make them. Links are followed for reading
+only.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,21 +44,33 @@ def write_text(path: Path, text: str) -> None:
 
 
 def opened(path: Path, mode: str) -> IO[bytes]:
-    """``open(path, mode)``, "ab" or "r+b", of an ordinary file that has no other names.
+    """``open(path, mode)`` of an ordinary file.
 
     Raises:
-        DataError: it is a link, has several names, or is a pipe, a device or the like. OSError: it cannot be opened.
+        DataError: it is a symbolic link, a pipe, a device or the like. OSError: it cannot be opened.
     """
-    return open(path, mode, opener=_open_own)
+    return open(path, mode, opener=_open_ordinary)
 
 
-def _open_own(path: str, flags: int) -> int:
+def opened_to_change(path: Path, mode: str) -> IO[bytes]:
+    """The same, "ab" or "r+b", of a file that no other name (hard link) leads to: if one does, of a copy."""
+    file = opened(path, mode)
+    if os.fstat(file.fileno()).st_nlink < 2:
+        return file
+    with file, replacing(path) as copy, opened(path, "rb") as before:
+        shutil.copyfileobj(before, copy)
+        copy.flush()
+        os.fsync(copy.fileno())
+    return opened(path, mode)
+
+
+def _open_ordinary(path: str, flags: int) -> int:
     try:
         # Without waiting for the other end of a pipe.
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
-            refuse_foreign(Path(path))
+            _refuse(path, os.lstat(path))
         raise
     try:
         _refuse(path, os.fstat(handle))
@@ -68,8 +82,15 @@ def _open_own(path: str, flags: int) -> int:
 
 def refuse_foreign(path: Path, *, folder: bool = False) -> None:
     """Raise DataError if ``path`` is there and not an ordinary file that has no other names, or not a real folder."""
-    with contextlib.suppress(FileNotFoundError):
-        _refuse(path, path.lstat(), folder)
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return
+    _refuse(path, found, folder)
+    if not folder and found.st_nlink > 1:
+        raise DataError(
+            f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
+        )
 
 
 def _refuse(path: str | Path, found: os.stat_result, folder: bool = False) -> None:
@@ -78,21 +99,18 @@ def _refuse(path: str | Path, found: os.stat_result, folder: bool = False) -> No
         raise DataError(f"{path} is a symbolic link, and what it leads to would be changed: put the file itself there")
     if kind != (stat.S_IFDIR if folder else stat.S_IFREG):
         raise DataError(f"{path} is not {'a folder' if folder else 'an ordinary file'}: move it away")
-    if not folder and found.st_nlink > 1:
-        raise DataError(
-            f"{path} has {found.st_nlink} names (hard links), and would be changed under each: put a copy there"
-        )
 
 
-def read_text(path: Path) -> str:
-    """The text of a file.
+def read_text(path: Path, size: int = -1) -> str:
+    """The text of a file, or of its first ``size`` bytes.
 
     Raises:
         DataError: it is a pipe, a device or the like, or not UTF-8. OSError: it cannot be read.
     """
     refuse_special(path)
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            return file.read(size).decode()
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a text: {error}") from error
 

@@ -58,20 +58,26 @@ class CheckedData:
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
         """As ``DataSet.batches``."""
-        batches, end = iter(self.data.batches(split, batch_size, start)), object()
+        batches, end = self._given(split, batch_size, start), object()
         for number in itertools.count(start):
             where = f"data set {self.name!r}, batch {number} of split {split!r}"
             try:
                 batch: Any = next(batches, end)
-            except (ValueError, TypeError) as error:  # as those of the jagged containers
-                raise DataError(f"{where}, made in {_place(error)}: {error}") from error
-            if batch is end:
-                return
-            try:
+                if batch is end:
+                    return
                 batch = self._checked(batch)
             except _WrongError as error:
                 raise DataError(f"{where}: {error}") from error
+            except (ValueError, TypeError) as error:  # as those of the jagged containers
+                raise DataError(f"{where}, made in {_place(error)}: {error}") from error
             yield batch
+
+    def _given(self, split: str, batch_size: int, start: int) -> Iterator[Any]:
+        """The batches as they are given; asking for them is part of the first ``next``, and so are its errors."""
+        batches = self.data.batches(split, batch_size, start)
+        if not hasattr(batches, "__iter__"):
+            raise _WrongError(f"batches() gave {type(batches).__name__}, must be an iterator of Batch")
+        yield from batches
 
     def _checked(self, batch: Any) -> Batch:
         if not isinstance(batch, Batch):
@@ -80,6 +86,10 @@ class CheckedData:
         label = label.squeeze(1) if label.ndim == 2 and label.shape[1] == 1 else label
         if label.ndim != 1:
             raise _WrongError(f"label has shape {list(label.shape)}, must be [B] or [B, 1]")
+        wrong = (label != 0) & (label != 1)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            raise _WrongError(f"label[{row}] is {label[row].item()}, must be 0 or 1")
         dense, expected = _floats(batch.dense, "dense"), [len(label), self.num_dense]
         if list(dense.shape) != expected:
             raise _WrongError(f"dense has shape {list(dense.shape)}, must be {expected}: [rows of label, num_dense]")
@@ -96,7 +106,7 @@ class CheckedData:
         for name, jagged in given.items():
             if not hasattr(jagged, "keys") or not hasattr(jagged, "stride"):
                 raise _WrongError(f"{name} is {type(jagged).__name__}, must be a KeyedJaggedTensor")
-            if name == "features" and jagged.keys() and jagged.stride() != rows:
+            if (jagged.keys() or name == "shared") and jagged.stride() != rows:
                 raise _WrongError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
             _check_weights(name, jagged)
         have = list(itertools.chain(*(jagged.keys() for jagged in given.values())))
@@ -115,6 +125,8 @@ def _floats(value: Any, name: str) -> Tensor:
         raise _WrongError(f"{name} is {type(value).__name__}, must be a tensor")
     if value.is_complex():
         raise _WrongError(f"{name} is {value.dtype}, must be float32 or what becomes it")
+    if value.layout != torch.strided:
+        raise _WrongError(f"{name} has layout {value.layout}, must be {torch.strided}, that of a dense tensor")
     return value.float()
 
 

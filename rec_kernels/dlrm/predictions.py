@@ -17,7 +17,7 @@ def predict(model: DLRM, data: Sized, split: str) -> tuple[np.ndarray, np.ndarra
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:
-        DataError: a label is not 0 or 1, or there are none. NotFiniteError: a logit is not finite. IndexError: an id
+        DataError: there are no rows. NotFiniteError: a logit is not finite. IndexError: an id
         is out of range.
     """
     size = TEST_BATCH_SIZE if split == "test" else data.batch_size
@@ -29,7 +29,6 @@ def predict(model: DLRM, data: Sized, split: str) -> tuple[np.ndarray, np.ndarra
     if not labels:
         raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
     label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()
-    check_labels(label, split)
     if not logit.isfinite().all():
         row = int((~logit.isfinite()).nonzero()[0])
         raise NotFiniteError(f"the prediction of row {row} of split {split!r} is {logit[row]}, must be finite")
@@ -43,11 +42,3 @@ def _predict(model: DLRM, data: DataSet, split: str, size: int) -> tuple[list[to
             labels.append(batch.label)
             logits.append(model(batch))
     return labels, logits
-
-
-def check_labels(labels: torch.Tensor, where: str) -> None:
-    """Raise DataError if a label is not 0 or 1; ``where`` it is, for the message."""
-    wrong = ((labels != 0) & (labels != 1)).nonzero()
-    if len(wrong):
-        row = int(wrong[0])
-        raise DataError(f"label {labels[row].item()} at row {row} of {where}, allowed are 0 and 1")

@@ -171,15 +171,16 @@ def gather(request: Request, states: dict[str, dict]) -> dict:
 
 
 def _result(request: Request, experiment: Experiment) -> dict | None:
-    """The result that the comparison left; None if it is not of this plan, wherever its data is."""
+    """The result that the comparison left; None if it is none, or not of this plan, wherever its data is."""
     plan = request.plan(experiment)
     try:
         result = files.read_json(plan.folder / "compare.json")
-        options = {c["name"]: c["options"] | {"path": None} for c in result["configurations"]}
-    except (OSError, DataError, LookupError, TypeError):
+        found = [(c["name"], c["options"] | {"path": None}) for c in result["configurations"]]
+        expected = [(name, compare_report.changed_options(c) | {"path": None}) for name, c in plan.configs.items()]
+        same = (found, result["seeds"]) == (expected, list(plan.seeds))
+        return result if same and compare_report.is_result(result) else None
+    except (OSError, DataError, LookupError, TypeError, ValueError):
         return None
-    expected = {name: compare_report.changed_options(c) | {"path": None} for name, c in plan.configs.items()}
-    return result if (options, result["seeds"]) == (expected, list(plan.seeds)) else None
 
 
 def _machine() -> dict:

@@ -12,27 +12,45 @@ from pathlib import Path
 
 from rec_kernels.dlrm import files, machines
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.shapes import TEXT, Each, Maybe, mismatch, number, shown, whole
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
 
 RUN_NAMES = "letters, digits, '.', '_' and '-', starting with a letter or digit"
 CONFIG, METRICS = "config.json", "metrics.jsonl"
 
-_SIZES = dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole())
-_MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
-# What is computed with, by kind of record; others of their fields are only shown.
+#: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
+PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
+
+_TABLE = {
+    **dict.fromkeys(("name", "format"), TEXT),
+    **dict.fromkeys(("num_embeddings", "embedding_dim", "weight_bytes", "state_bytes", "cache_bytes?"), whole()),
+}
+MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
+_SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
+# What is read, by kind of record; the report's tiers and profile aside.
 _RECORDS = {
     "train": {
-        "examples": whole(),
-        "seconds": dict.fromkeys(("forward", "backward", "optimizer", "evaluation"), number()),
+        **dict.fromkeys(("step", "examples"), whole()),
+        **dict.fromkeys(("loss", "auc"), Maybe(number())),
+        "lr": number(),
+        "seconds": dict.fromkeys(PARTS, number()),
+        "hit_rates?": Each(Maybe(number())),
     },
-    "eval": {},
-    "failed": {"error": TEXT},
+    "eval": {"step": whole(), "split": TEXT, **_SCORES},
+    "failed": {"step": whole(), "error": TEXT},
     "test": {
-        **dict.fromkeys(("auc", "log_loss"), Maybe(number())),
-        **dict.fromkeys(("base_rate", "examples_per_second"), number()),
-        **dict.fromkeys(("examples", "dense_parameters"), whole()),
-        "tables": Each(_SIZES),
-        "machines?": Maybe(Each(_MACHINE)),
+        **_SCORES,
+        **dict.fromkeys(("normalized_entropy", "calibration"), Maybe(number())),
+        **dict.fromkeys(("accuracy", "base_rate", "examples_per_second", "train_seconds"), number()),
+        **dict.fromkeys(("step", "examples", "train_examples", "peak_memory_bytes", "dense_parameters"), whole()),
+        "flops_per_example?": whole(),
+        "stopped_early": FLAG,
+        "device?": TEXT,
+        "tables": Each(_TABLE),
+        "machines?": Maybe(Each(MACHINE)),
+        "dedup?": FLAG,
+        "windows?": FLAG,
+        "dedup_factors?": Each(number()),
+        "dedup_seconds?": number(),
     },
 }
 
@@ -86,7 +104,7 @@ class Records:
 
     Raises:
         ModuleNotFoundError: ``tensorboard`` without the package of that name.
-        DataError: of all members, the file or the folder ``tensorboard`` is a link, or not what it should be.
+        DataError: of all members, the file or the folder ``tensorboard`` is a symbolic link, or not what it should be.
     """
 
     def __init__(self, directory: Path, *, tensorboard: bool = False):
@@ -95,7 +113,7 @@ class Records:
 
     def append(self, record: dict) -> None:
         """Appends a record; it is on its way to the disk when this returns."""
-        with files.opened(self.path, "ab") as file:
+        with files.opened_to_change(self.path, "ab") as file:
             file.write(json.dumps(record).encode() + b"\n")
         if self._board is not None:
             for name, value in record.items():
@@ -116,19 +134,26 @@ class Records:
         """Drops what was appended after ``mark``: a resumed run records it again.
 
         Raises:
-            ValueError: the file is shorter than that.
+            ValueError: the file is shorter than that, or no record ends there. DataError: as ``read``, of the records
+                before; of all errors, the file is as it was.
         """
-        if mark > self.mark():
-            raise ValueError(f"{self.path} has {self.mark()} bytes, expected {mark} or more")
-        if mark < self.mark():
-            with files.opened(self.path, "r+b") as file:
+        end = self.mark()
+        if mark > end:
+            raise ValueError(f"{self.path} has {end} bytes, expected {mark} or more")
+        self._parsed(text := files.read_text(self.path, mark) if mark else "")
+        if mark and not text.endswith("\n"):
+            raise ValueError(f"records is {mark}, where no line of {self.path} ends")
+        if mark < end:
+            with files.opened_to_change(self.path, "r+b") as file:
                 file.truncate(mark)
 
     def read(self) -> list[dict]:
         """All records; not a last one that was cut short. DataError names the line that is no record."""
-        lines = files.read_text(self.path).splitlines(keepends=True) if self.path.exists() else []
-        whole_lines = (line for line in lines if line.endswith("\n"))
-        return [_record(line, f"{self.path}, line {at}") for at, line in enumerate(whole_lines, 1)]
+        return self._parsed(files.read_text(self.path) if self.path.exists() else "")
+
+    def _parsed(self, text: str) -> list[dict]:
+        lines = text.split("\n")[:-1]  # after the last "\n" there is nothing, or what was cut short
+        return [_record(line, f"{self.path}, line {at}") for at, line in enumerate(lines, 1)]
 
 
 def _record(line: str, where: str) -> dict:

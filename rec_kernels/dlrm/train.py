@@ -6,6 +6,7 @@ import dataclasses
 import math
 import shutil
 import threading
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator
 from contextlib import closing, nullcontext, suppress
@@ -25,7 +26,7 @@ from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
 from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.own_data import CheckedData
-from rec_kernels.dlrm.predictions import check_labels, predict
+from rec_kernels.dlrm.predictions import predict
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
@@ -57,6 +58,8 @@ def train(
         resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
         progress: show a progress bar.
 
+    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
+
     Returns:
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
 
@@ -77,7 +80,7 @@ def train(
             run.fit(stop)
         test = run.test()
     except RunInterruptedError:
-        report.write(run.directory)
+        _report(run.directory)
         raise
     except Exception as error:
         _record_failure(run, error)
@@ -86,7 +89,7 @@ def train(
         raise
     finally:
         run.model.close()
-    report.write(run.directory)
+    _report(run.directory)
     return test | {"directory": str(run.directory)}
 
 
@@ -132,6 +135,13 @@ def _record_failure(run: Run, error: Exception) -> None:
     with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
         run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
         report.write(run.directory)
+
+
+def _report(directory: Path) -> None:
+    try:
+        report.write(directory)
+    except (OSError, DataError) as error:
+        warnings.warn(f"there is no report of {directory}: {error}", stacklevel=3)
 
 
 def _refuse_differences(config: TrainConfig, resume: Path) -> None:
@@ -301,7 +311,6 @@ class Run:
             self.machines = list(state.get("machines", [None]))
             self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
             self.records.rewind(state["records"])
-            self.records.read()
         except DataError:
             raise
         except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
@@ -334,14 +343,13 @@ class Run:
                 batch = following
 
     def _checked(self, batches: Iterator[Batch], first: int, step: int) -> Iterator[Batch]:
-        """The same from number ``first`` on, looked at on the reader's thread: no step waits for a GPU's answer."""
+        """The same from number ``first`` on, counted on the reader's thread."""
         c, rows = self.config, self.data.num_rows("train")
         for number, batch in enumerate(batches, first):
             where = f"a batch of step {step + (number - first) // c.accumulate + 1}"
             expected, found = min(c.batch_size, rows - number * c.batch_size), len(batch.label)
             if found != expected:
                 raise DataError(f"data set {self.data.name!r} gave {found} rows in {where}, must be {expected}")
-            check_labels(batch.label, where)
             yield batch
 
     def _step(self, batches: Iterator[tuple[Batch, Batch | None]]) -> tuple[int, Batch | None]:

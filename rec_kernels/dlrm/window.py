@@ -8,10 +8,8 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from rec_kernels.dlrm.dedup import Tally
+from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc
-
-#: The parts of a step whose seconds are told apart; "other" is what no part accounts for.
-PARTS = ("data", "forward", "backward", "optimizer", "evaluation", "other")
 
 AT_ONCE = 256  # batches
 

@@ -45,9 +45,10 @@ def below_autograd(overload: Any, *args: Any, **kwargs: Any) -> Any:
     """Calls an op, below its autograd kernel where no gradient can be asked for.
 
     That kernel is Python, and takes longer than the rest of a small call. It is needed while torch compiles, for
-    tangents, and where an argument requires a gradient.
+    tangents, inside transforms of torch.func and torch.vmap, whose tensors do not say that they require a gradient, and
+    where an argument requires one.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return overload(*args, **kwargs)
     if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
         return overload(*args, **kwargs)
