@@ -13,7 +13,7 @@ namespace {
 // Ids at once: as many decoded rows stay close to the core.
 constexpr int64_t kIdsAtOnce = 512;
 
-// Memory for decoded rows.
+// Memory for decoded rows. It has no destructor: unwinding would need a symbol that all instruction sets share.
 struct Decoded {
   float* memory = nullptr;
   int64_t reserved = 0;
@@ -99,7 +99,7 @@ bool pool_cached(const PoolArgs& a, const Feature& f, const PooledBags& k) {
     return true;
   }
   Decoded decoded;
-  for_few_bags<const uint8_t*>(k, kMapped / kIdsAtOnce, [&](const PooledBags& few, const uint8_t** places) {
+  for_few_bags<const uint8_t*>(k, kIdsAtOnce, 1, [&](const PooledBags& few, const uint8_t** places) {
     find_rows(a, f, few, &decoded, places);
     for_blocks(f.embedding_dim, PoolPlaces{few, places, floats.row_bytes});
   });

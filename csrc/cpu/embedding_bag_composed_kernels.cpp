@@ -118,7 +118,7 @@ void combine_rows(Combine how, const float* y, int64_t D, const float* x, float*
 }  // namespace
 
 void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k) {
-  for_few_bags<int64_t>(k, 1, [&](const PooledBags& few, int64_t* rows) {
+  for_few_bags<int64_t>(k, kMapped, 1, [&](const PooledBags& few, int64_t* rows) {
     const PartRows part = rows_of_part(few, f, a.weights, rows, k.bounds);
     pool_table(few, f, part.rows, RowNumbers::found(few, part.numbers));
   });
@@ -126,7 +126,7 @@ void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k) 
 
 void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const PooledBags& k) {
   const bool multiplies = parts->combine == Combine::kMult;
-  for_few_bags<int64_t>(k, count, [&](const PooledBags& few, int64_t* rows) {
+  for_few_bags<int64_t>(k, kMapped / count, count, [&](const PooledBags& few, int64_t* rows) {
     Composition c{{}, count, few.first_id(), parts->row_bytes};
     Bounds repeated;  // of ids that the first part has noted
     for (int64_t p = 0; p < count; ++p)

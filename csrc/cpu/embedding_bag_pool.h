@@ -31,13 +31,13 @@ struct PooledBags {
   }
 };
 
-// Ids whose rows are found at once, of all parts; a longer bag has memory of its own.
+// Rows that are found at once, of all parts of some ids; a longer bag has memory of its own.
 constexpr int64_t kMapped = 4096;
 
-// A few bags at a time: body(these bags, `parts` times the room for an Item of each of their ids).
+// A few bags at a time, of `most` ids unless one alone has more: body(these bags, room for `parts` Items of each id).
+// `most` times `parts` is at most kMapped.
 template <class Item, class Body>
-void for_few_bags(const PooledBags& k, int64_t parts, const Body& body) {
-  const int64_t most = kMapped / parts;
+void for_few_bags(const PooledBags& k, int64_t most, int64_t parts, const Body& body) {
   Item reserved[kMapped];
   for (int64_t begin = k.begin; begin < k.end;) {
     int64_t end = k.end - begin < most ? k.end : begin + most;
