@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -73,7 +74,7 @@ def lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
     return features
 
 
-def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> dict[str, list[int]]:
+def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> dict[str, Any]:
     """How ids find rows, as ``table_layout`` takes it."""
     starts = [0]
     for feature in features:

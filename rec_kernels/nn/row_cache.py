@@ -285,12 +285,12 @@ class CacheState(nn.Module):
                 tensor.fill_(-1 if name == "tags" else 0)
         self.geometry.copy_(torch.tensor(self._geometry(), device="cpu"))
 
-    def arguments(self, slots: Tensor) -> dict[str, object]:
+    def arguments(self, slots: Tensor) -> dict[str, Tensor]:
         """Of a lookup whose ids' rows are in ``slots``."""
         own = {"cache_rows": self.rows, "cache_slots": slots}
         return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
-    def update_arguments(self) -> dict[str, object]:
+    def update_arguments(self) -> dict[str, Tensor]:
         """Of an update."""
         own = {"cache_rows": self.rows, "cache_dirty": self.dirty}
         return own | {"cache_tags": self.tags, "cache_marks": self.marks}

@@ -217,8 +217,8 @@ def _(grad, weights_shape, *inputs, **given):
 def _sparse_gradient(grad: Tensor, parts: int) -> tuple[Tensor, Tensor, Tensor]:
     context = torch.library.get_ctx()
     rows, floats = context.new_dynamic_size(), context.new_dynamic_size()
-    index = {"dtype": torch.int64, "device": grad.device}
-    return torch.empty(rows, **index), grad.new_empty(floats), torch.empty(parts, **index)
+    row_ids, starts = (grad.new_empty(n, dtype=torch.int64) for n in (rows, parts))
+    return row_ids, grad.new_empty(floats), starts
 
 
 @torch.library.register_fake("rec_kernels::embedding_bag_backward_sparse.layout")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def register_stand_ins(library: torch.library.Library, key: str) -> None:
 
 def _kernel(module: str, op: str) -> Callable[..., object]:
     def kernel(*inputs, **options):
-        found = importlib.import_module(f"rec_kernels.triton.{module}")
+        found: Any = importlib.import_module(f"rec_kernels.triton.{module}")
         for name in op.split("."):  # an op, and its overload
             found = getattr(found, name)
         return found(*inputs, **options)

@@ -1,0 +1,294 @@
+"""How ``table_layout`` writes the records of a layout, column by column."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from rec_kernels.ops.layout_overlaps import check_cache_apart, check_tables
+from rec_kernels.ops.layout_records import (
+    BAG_FORMATS,
+    COMBINE,
+    LARGEST,
+    MAX_PARTS,
+    MAX_TABLE_ID,
+    MAX_WAYS,
+    CachePlaces,
+    Column,
+    Flag,
+    Size,
+    check,
+    sized,
+)
+from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
+
+
+class Builder:
+    """The records of a layout under way, by their columns."""
+
+    def __init__(
+        self, rows: list[int], dims: list[int], starts: Sequence[int] | None, formats: Sequence[str] | None
+    ) -> None:
+        count = len(dims)
+        sized(rows, count, "num_embeddings", "embedding_dims")
+        self.records = [[0] * len(Column) for _ in range(count)]
+        self.is_bytes = formats is not None
+        self.formats = sized(formats, count, "formats", "parts") or ["fp32"] * count
+        self.starts = self._part_starts(starts, count)
+        self.partitioned = starts is not None
+        for i, record in enumerate(self.records):
+            check(1 <= dims[i] < 2**31, f"embedding_dims[{i}] = {dims[i]} must be in [1, 2^31)")
+            check(rows[i] >= 0, f"num_embeddings[{i}] = {rows[i]} must not be negative")
+            name = self.formats[i]
+            known = ", ".join(BAG_FORMATS)
+            check(name in BAG_FORMATS, f'formats[{i}]: tables cannot have format "{name}"; it must be one of {known}')
+            record[Column.num_embeddings], record[Column.embedding_dim] = rows[i], dims[i]
+            record[Column.format] = ROW_FORMATS.index(name)
+        for f, (first, last) in enumerate(itertools.pairwise(self.starts)):
+            for record in self.records[first:last]:
+                record[Column.feature] = f
+            self.records[f][Column.part_start] = first
+        for record in self.records[len(self.starts) - 1 :]:
+            record[Column.part_start] = count
+
+    @property
+    def num_features(self) -> int:
+        return len(self.starts) - 1
+
+    @staticmethod
+    def _part_starts(starts: Sequence[int] | None, count: int) -> list[int]:
+        if starts is None:
+            return list(range(count + 1))
+        starts = list(starts)
+        check(len(starts) > 0, "partition_starts must have num_features + 1 elements, got none")
+        check(starts[0] == 0, f"partition_starts[0] = {starts[0]} must be 0")
+        for f, (before, here) in enumerate(itertools.pairwise(starts), 1):
+            good = before < here <= before + MAX_PARTS
+            limits = f"1 to {MAX_PARTS} above the one before it, {before}"
+            check(good, f"partition_starts[{f}] = {here} must be {limits}")
+        last = f"partition_starts[{len(starts) - 1}] = {starts[-1]}"
+        check(starts[-1] == count, f"{last} must be {count}, the number of elements of embedding_dims")
+        return starts
+
+    def _name(self, i: int) -> str:
+        feature = self.records[i][Column.feature]
+        part = f"part {i - self.starts[feature]} of " if self.partitioned else ""
+        return f"{part}feature {feature}"
+
+    def _row_bytes(self, i: int) -> int:
+        return row_bytes(self.formats[i], self.records[i][Column.embedding_dim])
+
+    def place_features(
+        self,
+        id_limits: Sequence[int] | None,
+        divisors: Sequence[int] | None,
+        moduli: Sequence[int] | None,
+        combine: Sequence[str | int] | None,
+    ) -> None:
+        """How the ids of features find rows."""
+        given = {"divisors": divisors, "moduli": moduli, "id_limits": id_limits, "combine": combine}
+        for name, values in given.items():
+            missing = "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it"
+            check(values is None or self.partitioned, missing)
+            asks = f"{name} is missing: partition_starts is given, so divisors, moduli, id_limits and combine must be"
+            check(values is not None or not self.partitioned, asks)
+        if not self.partitioned:
+            for record in self.records:
+                rows = record[Column.num_embeddings]
+                record[Column.id_limit], record[Column.divisor], record[Column.modulus] = rows, 1, max(rows, 1)
+            return
+        by = sized(divisors, len(self.records), "divisors", "parts") or []
+        among = sized(moduli, len(self.records), "moduli", "parts") or []
+        limits = sized(id_limits, self.num_features, "id_limits", "features") or []
+        how = sized(combine, self.num_features, "combine", "features") or []
+        for i, record in enumerate(self.records):
+            f = record[Column.feature]
+            given_how = how[f]
+            number = COMBINE.index(given_how) if given_how in COMBINE else given_how
+            check(number in (0, 1, 2), f"combine[{f}] = {given_how} must be 0 (concat), 1 (add) or 2 (mult)")
+            record[Column.divisor], record[Column.modulus] = by[i], among[i]
+            record[Column.id_limit] = limits[f]
+            self._check_rows(i, record)
+            record[Column.combine] = int(number) if self.starts[f + 1] - self.starts[f] > 1 else 0
+        for record in self.records:
+            self._check_parts(record[Column.feature])
+
+    def _check_rows(self, i: int, record: list[int]) -> None:
+        f, divisor, modulus, limit = (
+            record[c] for c in (Column.feature, Column.divisor, Column.modulus, Column.id_limit)
+        )
+        check(divisor >= 1, f"divisors[{i}] = {divisor} must be at least 1")
+        check(modulus >= 1, f"moduli[{i}] = {modulus} must be at least 1, for a table without rows, too")
+        check(limit >= 0, f"id_limits[{f}] = {limit} must not be negative")
+        rows, have = min(modulus, -(-limit // divisor)), record[Column.num_embeddings]
+        lead = f"divisors[{i}] = {divisor} and moduli[{i}] = {modulus} lead to from ids below {limit}"
+        check(rows <= have, f"num_embeddings[{i}] = {have} must be {rows} or more, the rows that {lead}")
+
+    def _check_parts(self, f: int) -> None:
+        first, *others = range(self.starts[f], self.starts[f + 1])
+        a = self.records[first]
+        for i in others:
+            b = self.records[i]
+            shape, of_first = ((r[Column.embedding_dim], ROW_FORMATS[r[Column.format]]) for r in (b, a))
+            here = f"embedding_dims[{i}] = {shape[0]} and format {shape[1]}, of {self._name(i)},"
+            there = f"those of its part 0, {of_first[0]} and {of_first[1]}: combine[{f}] adds or multiplies them"
+            check(a[Column.combine] == 0 or shape == of_first, f"{here} must be {there}")
+
+    def place_tables(
+        self,
+        weight_offsets: Sequence[int] | None,
+        row_offsets: Sequence[int] | None,
+        state_offsets: Sequence[int] | None,
+        table_ids: Sequence[int] | None,
+    ) -> None:
+        """Where tables lie in weights, rows and state."""
+        size, element = len(self.records), 1 if self.is_bytes else 4
+        rows = [r[Column.num_embeddings] for r in self.records]
+        elements = [r[Column.num_embeddings] * r[Column.embedding_dim] for r in self.records]
+        widths = [self._row_bytes(i) // element for i in range(size)]
+        places = {
+            Column.weight_offset: (
+                weight_offsets,
+                "weight_offsets",
+                [r * w for r, w in zip(rows, widths, strict=True)],
+            ),
+            Column.row_offset: (row_offsets, "row_offsets", rows),
+            Column.state_offset: (state_offsets, "state_offsets", elements),
+        }
+        for column, (given, name, lengths) in places.items():
+            starts = sized(given, size, name, "parts") or self._one_after_another(lengths, column)
+            for i, record in enumerate(self.records):
+                here = starts[i]
+                most = f"[0, 2^63 - num_embeddings[{i}])" if column == Column.row_offset else "[0, 2^62)"
+                last = LARGEST - lengths[i] if column == Column.row_offset else LARGEST // 2
+                check(0 <= here <= last, f"{name}[{i}] = {here} must be in {most}")
+                record[column] = here
+        for i, record in enumerate(self.records):
+            record[Column.weight_offset] *= element
+            odd = self.formats[i] == "fp32" and record[Column.weight_offset] % 4
+            at = f"weight_offsets[{i}] = {record[Column.weight_offset] // element}"
+            check(not odd, f'{at} must be a multiple of 4 for format "fp32"')
+        ids = sized(table_ids, size, "table_ids", "parts") or [0] * size
+        for i, record in enumerate(self.records):
+            check(0 <= ids[i] < MAX_TABLE_ID, f"table_ids[{i}] = {ids[i]} must be in [0, {MAX_TABLE_ID})")
+            record[Column.table_id] = ids[i]
+
+    def _one_after_another(self, lengths: list[int], column: Column) -> list[int]:
+        """Where parts start that lie one after the other; those of one table, which has one state, together."""
+        tables: dict[int, int] = {}
+        starts, end = [], 0
+        for i, length in enumerate(lengths):
+            table = self.records[i][Column.row_offset] if column == Column.state_offset else i
+            start = tables.setdefault(table, end) if length else end
+            starts.append(start)
+            end = max(end, start + length)
+        return starts
+
+    def place_shards(
+        self,
+        table_rows: Sequence[int] | None,
+        first_rows: Sequence[int] | None,
+        first_columns: Sequence[int] | None,
+    ) -> None:
+        """Where the parts are in whole tables."""
+        size = len(self.records)
+        firsts = sized(first_rows, size, "first_rows", "parts") or [0] * size
+        columns = sized(first_columns, size, "first_columns", "parts") or [0] * size
+        least = [first + r[Column.num_embeddings] for first, r in zip(firsts, self.records, strict=True)]
+        whole = sized(table_rows, size, "table_rows", "parts") or least
+        for i, record in enumerate(self.records):
+            check(firsts[i] >= 0, f"first_rows[{i}] = {firsts[i]} must not be negative")
+            good = whole[i] >= least[i]
+            check(good, f"table_rows[{i}] = {whole[i]} must be at least {least[i]}, where the shard's rows end")
+            block = 16 if self.formats[i].startswith("mx") else 4
+            good = 0 <= columns[i] < 2**31 and columns[i] % block == 0
+            check(good, f"first_columns[{i}] = {columns[i]} must be a multiple of {block} in [0, 2^31)")
+            record[Column.first_row], record[Column.first_column] = firsts[i], columns[i]
+            record[Column.table_rows] = whole[i]
+
+    def place_columns(self) -> None:
+        """Columns of the output, which follow one another; parts that are added or multiplied share them."""
+        column = 0
+        self.widths = []
+        for first, last in itertools.pairwise(self.starts):
+            start = column
+            for record in self.records[first:last]:
+                record[Column.column], record[Column.part_column] = column, column - start
+                if record[Column.combine] == 0:
+                    column += record[Column.embedding_dim]
+            if self.records[first][Column.combine] != 0:
+                column += self.records[first][Column.embedding_dim]
+            self.widths.append(column - start)
+        self.output_dim = column
+
+    def say_of_features(self, name: str, flags: Sequence[bool] | None) -> None:
+        """``mean`` or ``frozen``, of features."""
+        given = sized(flags, self.num_features, name, "features") or [False] * self.num_features
+        for record in self.records:
+            record[Column[name]] = int(bool(given[record[Column.feature]]))
+
+    def place_cache(self, cache: CachePlaces | None) -> None:
+        """Places of rows in a row cache."""
+        if cache is None:
+            return
+        check(1 <= cache.ways <= MAX_WAYS, f"cache.ways = {cache.ways} must be in [1, {MAX_WAYS}]")
+        for name, column in (
+            ("sets", Column.cache_sets),
+            ("first_sets", Column.cache_first_set),
+            ("row_offsets", Column.cache_row_offset),
+        ):
+            numbers = sized(getattr(cache, name), len(self.records), f"cache.{name}", "parts") or []
+            for record, number in zip(self.records, numbers, strict=True):
+                record[column] = number
+        for i, record in enumerate(self.records):
+            sets, first, f = (record[c] for c in (Column.cache_sets, Column.cache_first_set, Column.feature))
+            check(sets >= 0, f"cache.sets[{i}] = {sets} must not be negative")
+            check(sets == 0 or first >= 0, f"cache.first_sets[{i}] = {first} must not be negative")
+            alone = self.starts[f + 1] - self.starts[f] == 1
+            several = f"feature {f} has several parts, whose rows are not cached"
+            check(sets == 0 or alone, f"cache.sets[{i}] = {sets} must be 0: {several}")
+        check_cache_apart(self.records, cache.ways)
+
+    def check_tables(self) -> None:
+        """What parts share; and which of them a feature multiplies by another's rows, which every user must know."""
+        check_tables(self.records, self._name, 1 if self.is_bytes else 4)
+        multiplied = {r[Column.row_offset] for r in self.records if r[Column.combine] == 2 and r[Column.num_embeddings]}
+        for record in self.records:
+            record[Column.multiplied] = int(record[Column.row_offset] in multiplied)
+
+    def order_by_row(self) -> None:
+        """``by_row``: the parts by their rows; those of empty tables, which occupy nothing, come first."""
+
+        def key(i: int) -> tuple[bool, int, int]:
+            return self.records[i][Column.num_embeddings] > 0, self.records[i][Column.row_offset], i
+
+        for record, part in zip(self.records, sorted(range(len(self.records)), key=key), strict=True):
+            record[Column.by_row] = part
+
+    def sizes(self, widest: int | None, num_rows: int | None, cache: CachePlaces | None) -> list[int]:
+        """layout_sizes."""
+        least = max(self.widths, default=0)
+        wide = least if widest is None else widest
+        check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")
+        rows = max((r[Column.row_offset] + r[Column.num_embeddings] for r in self.records), default=0)
+        above = rows if num_rows is None else num_rows
+        most = "the most of row_offsets + num_embeddings"
+        check(above >= rows, f"num_rows = {above} must be {rows}, {most}, or more")
+        flags = {
+            Flag.any_mean: any(r[Column.mean] for r in self.records),
+            Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),
+            Flag.bytes: self.is_bytes,
+            Flag.maps_ids: any(r[Column.divisor] != 1 or r[Column.modulus] < r[Column.id_limit] for r in self.records),
+        }
+        sizes = {
+            Size.num_features: self.num_features,
+            Size.output_dim: self.output_dim,
+            Size.widest_feature: wide,
+            Size.num_rows: above,
+            Size.max_embedding_dim: max((r[Column.embedding_dim] for r in self.records), default=0),
+            Size.most_parts: max((b - a for a, b in itertools.pairwise(self.starts)), default=1),
+            Size.cache_ways: 0 if cache is None else cache.ways,
+            Size.formats: sum({1 << r[Column.format] for r in self.records}) or 1,
+            Size.flags: sum(flag for flag, given in flags.items() if given),
+        }
+        return [sizes[size] for size in Size]

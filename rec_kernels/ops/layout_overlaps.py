@@ -1,0 +1,101 @@
+"""Which parts of a layout may share memory."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from rec_kernels.ops.layout_records import Column, Records, check
+from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
+
+#: What a part is called in messages.
+NameOf: TypeAlias = Callable[[int], str]
+
+
+def check_cache_apart(records: Records, ways: int) -> None:
+    """Tables share their sets, and the memory of these, or have none in common."""
+
+    def extent(i: int) -> tuple[int, int, int, int, int]:
+        r = records[i]
+        first, dim = r[Column.cache_first_set] * ways, r[Column.embedding_dim]
+        last = first + r[Column.cache_sets] * ways
+        offset = r[Column.cache_row_offset]
+        return first, last, offset + first * dim, offset + last * dim, dim
+
+    cached = [i for i, r in enumerate(records) if r[Column.cache_sets] > 0]
+    for i in cached:
+        begin = extent(i)[2]
+        check(begin >= 0, f"cache.row_offsets[{i}]: its first slot starts at element {begin} of cache_rows")
+    for a, b in itertools.pairwise(sorted(cached, key=extent)):
+        x, y = extent(a), extent(b)
+        rule = "tables of one width share all of their sets or none, others none"
+        good = x == y or x[1] <= y[0]
+        check(good, f"cache.first_sets[{b}]: its sets are some of those of part {a}: {rule}")
+    for a, b in itertools.pairwise(sorted(cached, key=lambda i: extent(i)[2])):
+        good = extent(a) == extent(b) or extent(a)[3] <= extent(b)[2]
+        check(good, f"cache.row_offsets[{b}]: its slots lie in the memory of those of part {a}")
+
+
+def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
+    """Features share a whole table, or nothing; the parts of a feature read different tables.
+
+    ``element_bytes``: of what weight_offsets were given in.
+    """
+    same = (
+        *(Column.row_offset, Column.weight_offset, Column.num_embeddings, Column.embedding_dim),
+        *(Column.format, Column.table_id),
+    )
+    tables: dict[tuple[int, ...], int] = {}
+    of_feature: dict[tuple[int, int], int] = {}
+    for i, record in enumerate(records):
+        if record[Column.num_embeddings] == 0:
+            continue  # occupies nothing
+        first = tables.setdefault(tuple(record[c] for c in same), i)
+        if first != i:
+            _check_same_table(records, name_of, first, i)
+        feature, row = record[Column.feature], record[Column.row_offset]
+        other = of_feature.setdefault((feature, row), i) - records[feature][Column.part_start]
+        rule = "the parts of a feature must read different tables"
+        of_part = f"row_offsets[{i}] = {row}, of {name_of(i)}, is that of its part {other}"
+        check(of_feature[feature, row] == i, f"{of_part}: {rule}")
+    for column, name, unit in (
+        (Column.row_offset, "row_offsets", 1),
+        (Column.weight_offset, "weight_offsets", element_bytes),
+        (Column.state_offset, "state_offsets", 1),
+    ):
+        for a, b in _overlapping(records, list(tables.values()), column):
+            here = f"{name}[{b}] = {records[b][column] // unit} lies in the table of {name_of(a)}"
+            raise ValueError(f"{here}: features share a whole table or nothing")
+
+
+def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> None:
+    for column, name in (
+        (Column.state_offset, "state_offsets"),
+        (Column.table_rows, "table_rows"),
+        (Column.first_row, "first_rows"),
+        (Column.first_column, "first_columns"),
+        (Column.cache_sets, "cache.sets"),
+        (Column.cache_first_set, "cache.first_sets"),
+        (Column.cache_row_offset, "cache.row_offsets"),
+    ):
+        here, there = records[i][column], records[first][column]
+        rule = f"that of {name_of(first)}, which reads the same table"
+        check(here == there, f"{name}[{i}] = {here} must be {there}, {rule}")
+
+
+def _overlapping(records: Records, tables: list[int], column: Column) -> Iterator[tuple[int, int]]:
+    """Pairs of tables of which the second starts before the end of the first."""
+
+    def end(record: list[int]) -> int:
+        rows, dim = record[Column.num_embeddings], record[Column.embedding_dim]
+        widths = {
+            Column.row_offset: 1,
+            Column.weight_offset: row_bytes(ROW_FORMATS[record[Column.format]], dim),
+            Column.state_offset: dim,
+        }
+        return record[column] + rows * widths[column]
+
+    for a, b in itertools.pairwise(sorted(tables, key=lambda i: (records[i][column], i))):
+        if end(records[a]) > records[b][column]:
+            yield a, b

@@ -1,0 +1,76 @@
+"""The record of a part in a layout: csrc/ops/table_layout.h is the contract."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TypeAlias, TypeVar
+
+T = TypeVar("T")
+#: A record for each part.
+Records: TypeAlias = "list[list[int]]"
+
+#: Formats that tables can have.
+BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
+#: What the rows of an id's parts become, by its number.
+COMBINE = ("concat", "add", "mult")
+MAX_PARTS = 4
+MAX_TABLE_ID = 65536
+MAX_WAYS = 1024
+LARGEST = 2**63 - 1
+
+#: The columns of a layout: csrc/ops/table_layout.h, struct TablePart.
+Column = IntEnum(
+    "Column",
+    "weight_offset row_offset num_embeddings table_rows embedding_dim column part_column table_id state_offset feature "
+    "part_start id_limit divisor modulus combine format first_row first_column mean frozen multiplied cache_sets "
+    "cache_first_set cache_row_offset by_row",
+    start=0,
+)
+#: The elements of layout_sizes: struct LayoutSizes.
+Size = IntEnum(
+    "Size",
+    "num_features output_dim widest_feature num_rows max_embedding_dim most_parts cache_ways formats flags",
+    start=0,
+)
+
+
+class Flag(IntEnum):
+    """Bits of ``layout_sizes[Size.flags]``: enum LayoutFlag."""
+
+    any_mean = 1
+    multiplies = 2
+    bytes = 4
+    maps_ids = 8
+
+
+@dataclass(frozen=True)
+class CachePlaces:
+    """Where rows of the tables may lie in a row cache (docs/numerics.md, "Row cache").
+
+    Attributes:
+        ways: slots of a set.
+        sets: [parts] how many sets the rows of each part's table are spread over; 0: the table is not cached.
+        first_sets: [parts] the first of them.
+        row_offsets: [parts] the element of ``cache_rows`` at which slot 0 would start, were all slots of the width of
+            this table.
+    """
+
+    ways: int
+    sets: Sequence[int]
+    first_sets: Sequence[int]
+    row_offsets: Sequence[int]
+
+
+def check(good: bool, message: str) -> None:
+    if not good:
+        raise ValueError(message)
+
+
+def sized(values: Iterable[T] | None, size: int, name: str, what: str) -> list[T] | None:
+    if values is None:
+        return None
+    found = list(values)
+    check(len(found) == size, f"{name} must have an element for each of the {size} {what}, got {len(found)}")
+    return found
