@@ -30,6 +30,7 @@ _LISTS = {
     "moment_offsets": "state_offsets",
     "state_offsets": "state_offsets",
 }
+_PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
 _CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
 # What said less, or nothing, of a layout.
 _GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
@@ -74,12 +75,26 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
         lists["formats"] = [names[i] for i in of]
     if "mean" not in lists and given.get("pooling", "sum") == "mean":
         lists["mean"] = [True] * count
+    partitions = None
+    if starts is not None:
+        missing = next((n for n in _PARTITIONS[1:] if n not in lists), None)
+        if missing:
+            raise ValueError(f"{missing} is missing: partition_starts is given")
+        partitions = rk.IdPartitions(*(lists[n] for n in _PARTITIONS))
+    lists = {n: t for n, t in lists.items() if n not in _PARTITIONS}
     cache = _cache_places(given, lists["embedding_dims"])
     own_rows = given.get("bag_starts") is not None and given.get("groups") is None
     wide = given.get("output_dim") if own_rows else None
     dims, rows = lists.pop("embedding_dims"), lists.pop("num_embeddings")
     return rk.table_layout(
-        rows, dims, **lists, cache=cache, widest_feature=wide, num_rows=given.get("num_rows") or None, device=device
+        rows,
+        dims,
+        **lists,
+        partitions=partitions,
+        cache=cache,
+        widest_feature=wide,
+        num_rows=given.get("num_rows") or None,
+        device=device,
     )
 
 

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from rec_kernels.testing import same_bits
 
 #: Arguments of the recording that errors name in another way today: name then -> name now.
-RENAMED: dict[str, str] = {"moment_offsets": "state_offsets"}
+RENAMED: dict[str, str] = {"moment_offsets": "state_offsets", "partition_starts": "starts"}
 
 
 def adapt(op: str, arguments: dict[str, object]) -> tuple[str, dict[str, object]]:

@@ -39,16 +39,12 @@ def test_what_is_known_of_all_records(flag: Flag) -> None:
         [7, 7],
         [4, 4],
         mean=[True],
-        partition_starts=[0, 2],
-        divisors=[10, 1],
-        moduli=[7, 7],
-        id_limits=[70],
-        combine=["mult"],
+        partitions=rk.IdPartitions([0, 2], [10, 1], [7, 7], [70], ["mult"]),
         formats=["int8", "int8"],
     )
     if flag == Flag.maps_ids:  # of one part: of several, every id is mapped
-        one = {"partition_starts": [0, 1], "divisors": [10], "moduli": [7], "id_limits": [70], "combine": ["concat"]}
-        made = rk.table_layout([7], [4], **one, formats=["int8"])
+        one = rk.IdPartitions([0, 1], [10], [7], [70], ["concat"])
+        made = rk.table_layout([7], [4], partitions=one, formats=["int8"])
     sizes = list(made.layout_sizes)
     assert sizes[Size.flags] & flag
     sizes[Size.flags] -= flag

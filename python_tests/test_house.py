@@ -17,7 +17,7 @@ SOURCES = [
     for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
 ]
-FILE, FUNCTION, KERNEL = 450, 60, 120
+FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
 # Where a stem has a file of its own, whatever the op is; the CUDA and Triton kernels are not those of every op.
 LAYERS = (
     "csrc/ops/{}.h",
@@ -48,9 +48,20 @@ def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
         elif (brace := re.fullmatch(r"( {0,2})\}", line)) and brace[1] in heads:
             head = lines[heads[brace[1]]].strip()
             if "(" in head and not re.match(r"(if|for|while|switch|do|else|struct|class|enum)\b", head):
-                # An op has as many arguments as its schema: they do not count.
-                first = next(b for b in range(heads[brace[1]], i + 1) if lines[b].endswith(("{", "}")))
-                yield head, i - first + 1, KERNEL if head.startswith("__global__") else FUNCTION
+                yield head, i - heads[brace[1]] + 1, KERNEL if head.startswith("__global__") else FUNCTION
+
+
+def cpp_parameters(text: str) -> Iterator[tuple[str, int]]:
+    """Name and number of parameters of every function that C++ defines; those of templates' types count, too."""
+    text = re.sub(r"//[^\n]*", "", text)
+    for head in re.finditer(r"\b(\w+)\(", text):
+        depth, count, end = 1, 1, head.end()
+        while end < len(text) and depth:
+            depth += (text[end] in "([{") - (text[end] in ")]}")
+            count += depth == 1 and text[end] == ","
+            end += 1
+        if re.match(r"\s*(const)?\s*\{", text[end:]) and text[end - 2] != "(":
+            yield head[1], count
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
@@ -69,6 +80,14 @@ def test_functions_are_short() -> None:
     found = [(path, *function) for path in SOURCES for function in functions(path)]
     assert len(found) > 3000
     assert [f"{path.relative_to(ROOT)}: {name} has {n} lines" for path, name, n, most in found if n > most] == []
+
+
+def test_functions_have_few_parameters() -> None:
+    """Up to 12 in C++, those that ops call among them: an op passes structs on."""
+    assert list(cpp_parameters("int f(int a, int b) const {\n  g(1, 2, 3);\n}\nint h() {\n}\n")) == [("f", 2)]
+    found = [(p, *function) for p in SOURCES if p.suffix != ".py" for function in cpp_parameters(p.read_text())]
+    assert len(found) > 1000
+    assert [f"{p.relative_to(ROOT)}: {name} has {n} parameters" for p, name, n in found if n > PARAMETERS] == []
 
 
 def test_long_functions_are_found() -> None:

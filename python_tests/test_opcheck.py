@@ -27,6 +27,24 @@ def registered() -> dict[str, str]:
     return {n: str(overload_of(n)._schema) for n in sorted(names) if not n.startswith("_")}
 
 
+#: The most arguments of ops that look up, train or cache; all others have at most 12.
+MOST_ARGUMENTS = {
+    "embedding_bag.layout": 17,
+    "embedding_bag_tables.layout": 17,
+    "embedding_bag_fused.layout": 35,
+    "embedding_bag_backward_fused_.layout": 36,
+    "row_cache_insert_.layout": 21,
+    "row_cache_plan.layout": 21,
+}
+
+
+def test_ops_are_short() -> None:
+    """What is a number of each table is in the layout, so that nothing else makes an op wide."""
+    counts = {name: len(overload_of(name)._schema.arguments) for name in registered()}
+    assert len(counts) > 30
+    assert {name: n for name, n in counts.items() if n > MOST_ARGUMENTS.get(name, 12)} == {}
+
+
 def layout(**options) -> dict[str, object]:
     """Two tables, the second shared by two features, one of them mean."""
     starts, rows = [0, 48], [0, 11]
@@ -68,11 +86,13 @@ def partitions() -> dict[str, object]:
         [4] * 4,
         weight_offsets=[48, 0, 48, 0],
         row_offsets=[11, 0, 11, 0],
-        partition_starts=[0, 1, 3, 4],
-        divisors=[1, 1, 11, 1],
-        moduli=[7, 11, 7, 3],
-        id_limits=[7, 77, 50],
-        combine=["concat", "mult", "concat"],
+        partitions=rk.IdPartitions(
+            starts=[0, 1, 3, 4],
+            divisors=[1, 1, 11, 1],
+            moduli=[7, 11, 7, 3],
+            id_limits=[7, 77, 50],
+            combine=["concat", "mult", "concat"],
+        ),
     )._asdict()
 
 

@@ -361,8 +361,8 @@ def test_rows_in_slots_of_other_tables() -> None:
 def test_slots_of_features_with_several_parts_are_not_read(combine: int) -> None:
     """No cache holds their rows: whatever stands there, rows come from the tables."""
     places = rk.CachePlaces(1, [0, 0], [0, 0], [0, 0])
-    parts = {"partition_starts": [0, 2], "divisors": [1, 4], "moduli": [4, 4], "id_limits": [16], "combine": [combine]}
-    made = rk.table_layout([4, 4], [4, 4], **parts, cache=places)
+    parts = rk.IdPartitions([0, 2], [1, 4], [4, 4], [16], [combine])
+    made = rk.table_layout([4, 4], [4, 4], partitions=parts, cache=places)
     layout = made._asdict()
     bags = torch.arange(32.0), torch.tensor([3, 7]), torch.tensor([0, 1, 2])
     grad = torch.ones(2, made.layout_sizes[Size.output_dim])

@@ -35,7 +35,7 @@ from rec_kernels.ops.jagged_windows import jagged_windows
 from rec_kernels.ops.row_formats import ROW_FORMATS, dequantize_rows, quantize_rows, row_bytes
 from rec_kernels.ops.row_formats_fbgemm import rows_from_fbgemm, rows_to_fbgemm
 from rec_kernels.ops.scale_rows import scale_rows
-from rec_kernels.ops.table_layout import CachePlaces, TableLayout, set_frozen, table_layout
+from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, TableLayout, set_frozen, table_layout
 
 use_triton()
 _register_pytrees()
@@ -55,6 +55,7 @@ __all__ = [
     "EmbeddingConfig",
     "FusedOptimizer",
     "Hash",
+    "IdPartitions",
     "InverseKeyedJaggedTensor",
     "JaggedTensor",
     "KeyedJaggedTensor",
@@ -70,6 +71,7 @@ __all__ = [
     "RowCache",
     "RowwiseAdagrad",
     "RowwiseAdam",
+    "Shards",
     "TableLayout",
     "Wukong",
     "WukongLayer",

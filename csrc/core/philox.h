@@ -6,20 +6,30 @@
 
 namespace rec_kernels {
 
+// Whose noise rows have: the rows of a shard have that of the whole table's rows.
+struct TableShard {
+  uint32_t table;        // of the whole model, below 2^16
+  uint32_t first_block;  // of its columns: the first column / 4
+  int64_t first_row;
+
+  RK_HOST_DEVICE bool operator==(const TableShard& o) const {
+    return table == o.table && first_block == o.first_block && first_row == o.first_row;
+  }
+};
+
 // What the noise of a table's rows has in common.
 struct Noise {
   uint32_t seed_low, seed_high, step;
-  uint32_t table;   // of the whole model, below 2^16
   uint32_t stream;  // 0: weights; others: optimizer state kept in low precision
+  TableShard shard;
 };
 
 // Tables have 16 bits of a counter.
 constexpr int64_t kMaxTableId = 65536;
 
-RK_HOST_DEVICE Noise make_noise(int64_t seed, int64_t step, int64_t table = 0) {
+RK_HOST_DEVICE Noise make_noise(int64_t seed, int64_t step, const TableShard& shard = {}) {
   const auto key = static_cast<uint64_t>(seed);
-  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(step),
-          static_cast<uint32_t>(table), 0};
+  return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(step), 0, shard};
 }
 
 // How a row is encoded.
@@ -44,14 +54,16 @@ RK_HOST_DEVICE PhiloxWords philox_round(const PhiloxWords& c, uint32_t key0, uin
            static_cast<uint32_t>(p0 >> 32) ^ c.word[3] ^ key1, static_cast<uint32_t>(p0)}};
 }
 
-// The third word of a row's counters.
-RK_HOST_DEVICE uint32_t noise_place(const Noise& n, int64_t row) {
-  return n.table | n.stream << 16 | static_cast<uint32_t>(static_cast<uint64_t>(row) >> 32) << 20;
+// The counters of columns 4 * block .. 4 * block + 3 of a row of the shard.
+RK_HOST_DEVICE PhiloxWords noise_counters(const Noise& n, int64_t row, uint32_t block) {
+  const auto whole = static_cast<uint64_t>(n.shard.first_row + row);
+  const uint32_t place = n.shard.table | n.stream << 16 | static_cast<uint32_t>(whole >> 32) << 20;
+  return {{n.shard.first_block + block, static_cast<uint32_t>(whole), place, n.step}};
 }
 
-// The words of columns 4 * block .. 4 * block + 3 of a row.
+// The words of these columns.
 RK_HOST_DEVICE PhiloxWords noise_words(const Noise& n, int64_t row, uint32_t block) {
-  PhiloxWords words = {{block, static_cast<uint32_t>(row), noise_place(n, row), n.step}};
+  PhiloxWords words = noise_counters(n, row, block);
   uint32_t key0 = n.seed_low, key1 = n.seed_high;
   for (int round = 0; round < kPhiloxRounds; ++round) {
     words = philox_round(words, key0, key1);

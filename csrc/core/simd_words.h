@@ -342,11 +342,12 @@ RK_HOST_DEVICE void draw_streams(const Noise& n, WidePhilox* streams, uint32_t* 
 // The words of kStreams * kDrawn columns of a row, from column 4 * first_block on.
 template <int kStreams>
 RK_HOST_DEVICE void draw_columns(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
-  const DoubleWords zero = {}, low = zero + static_cast<uint32_t>(row), at = zero + uint64_t{noise_place(n, row)},
+  const PhiloxWords first = noise_counters(n, row, first_block);
+  const DoubleWords zero = {}, low = zero + uint64_t{first.word[1]}, at = zero + uint64_t{first.word[2]},
                     step = zero + uint64_t{n.step};
   WidePhilox streams[kStreams];
   for (int i = 0; i < kStreams; ++i)
-    streams[i] = {{double_word_ramp(1) + uint64_t{first_block + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
+    streams[i] = {{double_word_ramp(1) + uint64_t{first.word[0] + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
   draw_streams<kStreams>(n, streams, out);
 }
 
@@ -357,9 +358,10 @@ RK_HOST_DEVICE void draw_rows(const Noise& n, const int64_t* rows, int columns, 
   uint64_t block[kCounters], low[kCounters], at[kCounters];
   for (int i = 0, row = 0; i < kCounters; ++row)
     for (int b = 0; b < columns / 4; ++b, ++i) {
-      block[i] = static_cast<uint64_t>(b);
-      low[i] = static_cast<uint32_t>(rows[row]);
-      at[i] = noise_place(n, rows[row]);
+      const PhiloxWords counters = noise_counters(n, rows[row], static_cast<uint32_t>(b));
+      block[i] = counters.word[0];
+      low[i] = counters.word[1];
+      at[i] = counters.word[2];
     }
   WidePhilox streams[kStreams];
   for (int i = 0; i < kStreams; ++i) {

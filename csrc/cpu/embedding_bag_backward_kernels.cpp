@@ -321,7 +321,7 @@ void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, f
   if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
-  const MomentRows moments{D, state, t, f.table_id, scratch + scratch_moments(D)};
+  const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
   if (is_plain(a, t, f))
     finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
                 begin, end);

@@ -18,7 +18,7 @@ std::unique_ptr<Feature[]> read_parts(const Layout& layout, const LayoutLimits& 
   std::unique_ptr<Feature[]> parts(new Feature[static_cast<size_t>(layout.num_parts)]);
   for (int64_t i = 0; i < layout.num_parts; ++i) {
     const LayoutFault fault = fault_of(layout.parts, i, layout.sizes, limits);
-    if (fault != LayoutFault::kNone) throw_layout_fault(fault, i);
+    if (fault != LayoutFault::kNone) throw_layout_fault(layout, limits, i, fault);
   }
   for (int64_t i = 0; i < layout.num_parts; ++i) {
     parts[i] = Feature::of(layout.parts[i], is_alone(layout, i));

@@ -13,7 +13,7 @@ constexpr int64_t kAlone = 32768;
 
 bool same_table(const Feature& a, const Feature& b) {
   return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
-         a.embedding_dim == b.embedding_dim && a.format == b.format && a.table_id == b.table_id;
+         a.embedding_dim == b.embedding_dim && a.format == b.format && a.shard == b.shard;
 }
 
 // The parts that read a table, and its slice of the entries.

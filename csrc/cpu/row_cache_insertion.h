@@ -135,7 +135,7 @@ class Insertion {
   int64_t start(int64_t set) const { return starts_[static_cast<size_t>(set)]; }
   int64_t sets() const { return static_cast<int64_t>(starts_.size()) - 1; }
   // Whose statistics are a part's.
-  int64_t table_of(int64_t part) const { return memory_.by_part ? part : in_.features[part].table_id; }
+  int64_t table_of(int64_t part) const { return memory_.by_part ? part : int64_t{in_.features[part].shard.table}; }
   int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
   uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
 

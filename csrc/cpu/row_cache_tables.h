@@ -68,7 +68,7 @@ class CachedTables {
     const Feature& f = in_.features[p];
     const int64_t number = row - f.row_offset;
     RowRounding how = rounding_;
-    how.noise.table = static_cast<uint32_t>(f.table_id);
+    how.noise.shard = f.shard;
     encode_[static_cast<int>(f.format)](slot_row(p, slot), 1, f.embedding_dim, how,
                                         {weights_ + f.weight_offset, 0, &number});
   }

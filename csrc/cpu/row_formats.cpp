@@ -76,7 +76,7 @@ class RowDecoder {
 int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
 
 RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& seed, const OptionalTensor& step) {
-  return {make_noise(value_or_zero(seed), value_or_zero(step), options.table), options.round_up};
+  return {make_noise(value_or_zero(seed), value_or_zero(step), {options.table, 0, 0}), options.round_up};
 }
 
 RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {

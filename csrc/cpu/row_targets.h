@@ -91,7 +91,7 @@ struct EncodedRows {
     const auto format = static_cast<int>(f.format);
     decode = k.decode[format];
     encode = (t.stochastic ? k.stochastic : k.nearest)[format];
-    rounding.noise.table = static_cast<uint32_t>(f.table_id);
+    rounding.noise.shard = f.shard;
   }
   void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
   RK_HOST_DEVICE float* open(int64_t row) const {
@@ -210,9 +210,10 @@ struct MomentRows {
   RowRounding rounding;
   float* held;  // [2, D] for rows that are not floats
 
-  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, int64_t table_id, float* held)
+  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard,
+             float* held)
       : D(D), state(state), stochastic(t.stochastic), rounding(t.rounding), held(held) {
-    rounding.noise.table = static_cast<uint32_t>(table_id);
+    rounding.noise.shard = shard;
   }
   void prefetch(int64_t row, bool second_by_row) const {
     const auto ask = [&](float* moments) {

@@ -94,7 +94,7 @@ struct ElementwiseTarget : Base {
             o.has_first() ? s.moment(s.exp_avg, place) : nullptr,
             o.has_second() ? s.moment(second, place) : nullptr,
             s.bf16,
-            update_rounding(u.seed, u.step, f.table_id, u.stochastic),
+            update_rounding(u.seed, u.step, f.shard, u.stochastic),
             row - f.row_offset};
   }
 

@@ -41,7 +41,7 @@ struct Features {
     out.num_embeddings = r.num_embeddings;
     out.embedding_dim = r.embedding_dim;
     out.output_offset = own_rows ? r.part_column : r.column;
-    out.table_id = r.table_id;
+    out.shard = shard_of(r);
     out.format = static_cast<RowFormat>(r.format);
     out.number = r.feature;
     out.id_limit = r.id_limit;

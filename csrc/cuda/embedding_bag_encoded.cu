@@ -36,7 +36,7 @@ struct EncodedTarget {
     uint8_t* out = place(f, row);
     const bool aligned = columns_aligned<Format>(out, D);
     const ColumnReader<Format> reader(out, D, aligned);
-    const Rounding how = update_rounding(u.seed, u.step, f.table_id, u.stochastic);
+    const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
     ColumnWriter<Format, G> writer{group, how, row - f.row_offset, D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column, bool last) {

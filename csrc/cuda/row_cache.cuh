@@ -116,7 +116,7 @@ __device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensor
   const int64_t D = f.embedding_dim, number = row - f.row_offset;
   const float* from = cache.rows + (features.records[part].cache_row_offset + slot * D);
   uint8_t* to = e.weights + f.weight_offset + number * Format::row_bytes(D);
-  Rounding how = update_rounding(e.seed, e.clock, f.table_id, e.stochastic);
+  Rounding how = update_rounding(e.seed, e.clock, f.shard, e.stochastic);
   how.noise.stream = kEvictionStream;
   const bool aligned = rows_aligned(from, D);
   ColumnWriter<Format, G> writer{group, how, number, D, to, columns_aligned<Format>(e.weights + f.weight_offset, D)};

@@ -32,9 +32,9 @@ struct Rounding {
 };
 
 // Of rows that an update writes back: by chance with its step's noise and scales upwards, or to nearest. No seed is 0.
-__device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step, int64_t table,
-                                                    bool stochastic) {
-  return {make_noise(seed ? *seed : 0, *step, table), stochastic, stochastic};
+__device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step,
+                                                    const TableShard& shard, bool stochastic) {
+  return {make_noise(seed ? *seed : 0, *step, shard), stochastic, stochastic};
 }
 
 __device__ __forceinline__ PhiloxWords words_of(const Rounding& how, int64_t number, int64_t c) {

@@ -18,7 +18,7 @@ struct Feature {
   int64_t num_embeddings;
   int64_t embedding_dim;
   int64_t output_offset;
-  int64_t table_id;   // of stochastic rounding's noise
+  TableShard shard;   // of stochastic rounding's noise; its table is that of statistics, too
   int64_t row_bytes;  // on the CPU; CUDA kernels know their format
   RowFormat format;
   bool mean;
@@ -39,7 +39,7 @@ struct Feature {
     f.num_embeddings = p.num_embeddings;
     f.embedding_dim = p.embedding_dim;
     f.output_offset = p.column;
-    f.table_id = p.table_id;
+    f.shard = shard_of(p);
     f.format = static_cast<RowFormat>(p.format);
     f.row_bytes = rec_kernels::row_bytes(f.format, p.embedding_dim);
     f.mean = p.mean != 0;

@@ -117,20 +117,28 @@ Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, cons
   return out;
 }
 
-void throw_layout_fault(LayoutFault fault, int64_t i) {
+void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i, LayoutFault fault) {
+  const TablePart& p = layout.parts[i];
+  const std::string table = join("a table of ", p.num_embeddings, " x ", p.embedding_dim);
+  if (fault == LayoutFault::kWeights)
+    throw_value_error(join("layout[", i, "]: ", table, " (", row_format_name(static_cast<RowFormat>(p.format)), ") at byte ", p.weight_offset,
+                           " does not fit in weights of ", limits.weight_bytes, " bytes"));
+  if (fault == LayoutFault::kState)
+    throw_value_error(join("layout[", i, "]: the state of ", table, " at state_offset ", p.state_offset,
+                           " does not fit in optimizer state of ", limits.state_elements, " elements"));
   const char* const texts[] = {
       "",
       "feature and part_start must name the features in order, each with its parts side by side",
       "embedding_dim must be at least 1, and at most what layout_sizes says",
       "format must be one of those that layout_sizes names",
       "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
-      "the table must lie in weights, at weight_offset",
+      "",
       "column and part_column must be those behind the part before, and end where layout_sizes says",
       "id_limit, divisor and modulus must lead to rows of the table, and be known to layout_sizes where they map ids",
       "id_limit, combine, mean and frozen must be those of the feature's first part, and known to layout_sizes",
       "table_id must be in [0, 65536)",
       "first_row and first_column must lie in the whole table",
-      "state_offset: the table's state must lie in the optimizer's",
+      "",
       "cache_sets, cache_first_set and cache_row_offset must lie in the cache, and be 0 for a feature of several parts",
       "by_row must name the parts by their rows, and two parts must read one table or have no row in common",
   };

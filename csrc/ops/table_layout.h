@@ -136,6 +136,11 @@ struct LayoutLimits {
 
 inline namespace RK_ISA {
 
+// Whose noise the rows of a record that fault_of() has passed have.
+RK_HOST_DEVICE TableShard shard_of(const TablePart& p) {
+  return {static_cast<uint32_t>(p.table_id), static_cast<uint32_t>(p.first_column / 4), p.first_row};
+}
+
 RK_HOST_DEVICE bool is_fraction(int64_t part, int64_t whole) { return part >= 0 && part <= whole; }
 
 // Whether [first, first + count) lies in [0, whole).
@@ -196,7 +201,8 @@ RK_HOST_DEVICE bool share_table(const TablePart& a, const TablePart& b) {
   return a.row_offset == b.row_offset && a.num_embeddings == b.num_embeddings && a.embedding_dim == b.embedding_dim &&
          a.weight_offset == b.weight_offset && a.format == b.format && a.table_id == b.table_id &&
          a.state_offset == b.state_offset && a.multiplied == b.multiplied && a.cache_sets == b.cache_sets &&
-         a.cache_first_set == b.cache_first_set && a.cache_row_offset == b.cache_row_offset;
+         a.cache_first_set == b.cache_first_set && a.cache_row_offset == b.cache_row_offset &&
+         a.first_row == b.first_row && a.first_column == b.first_column;
 }
 
 // Whether number i by rows is a part of its own, whose rows are all or none of those before: a row has one width.

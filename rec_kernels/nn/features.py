@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
-from rec_kernels.nn.compression import COMBINE
 from rec_kernels.nn.tables import EmbeddingConfig, StoredTable
+from rec_kernels.ops.table_layout import IdPartitions
 
 
 @dataclass(frozen=True)
@@ -74,16 +74,13 @@ def lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
     return features
 
 
-def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> dict[str, Any]:
-    """How ids find rows, as ``table_layout`` takes it."""
-    starts = [0]
-    for feature in features:
-        starts.append(starts[-1] + len(feature.parts))
+def partitions(features: list[FeatureLookup], stored: list[StoredTable]) -> IdPartitions:
+    """How ids find rows."""
     parts = [stored[p.stored] for feature in features for p in feature.parts]
-    return {
-        "partition_starts": starts,
-        "divisors": [t.part.divisor if t.part else 1 for t in parts],
-        "moduli": [t.part.modulus if t.part else t.num_embeddings for t in parts],
-        "id_limits": [feature.table.num_embeddings for feature in features],
-        "combine": [COMBINE.index(feature.combine) for feature in features],
-    }
+    return IdPartitions(
+        starts=list(itertools.accumulate((len(feature.parts) for feature in features), initial=0)),
+        divisors=[t.part.divisor if t.part else 1 for t in parts],
+        moduli=[t.part.modulus if t.part else t.num_embeddings for t in parts],
+        id_limits=[feature.table.num_embeddings for feature in features],
+        combine=[feature.combine for feature in features],
+    )

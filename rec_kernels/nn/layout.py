@@ -97,7 +97,7 @@ class Layout(nn.Module):
             cache=self._cache_places(),
             num_rows=self._places.rows[-1],
             device=device,
-            **(partitions(self._features, self._stored) if is_partitioned else {}),
+            partitions=partitions(self._features, self._stored) if is_partitioned else None,
         )
         self._layout_sizes = made.layout_sizes
         self.register_buffer("_layout_records", made.layout, persistent=False)

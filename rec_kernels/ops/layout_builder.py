@@ -10,12 +10,15 @@ from rec_kernels.ops.layout_records import (
     BAG_FORMATS,
     COMBINE,
     LARGEST,
+    MAX_NOISY_ROWS,
     MAX_PARTS,
     MAX_TABLE_ID,
     MAX_WAYS,
     CachePlaces,
     Column,
     Flag,
+    IdPartitions,
+    Shards,
     Size,
     check,
     sized,
@@ -27,15 +30,15 @@ class Builder:
     """The records of a layout under way, by their columns."""
 
     def __init__(
-        self, rows: list[int], dims: list[int], starts: Sequence[int] | None, formats: Sequence[str] | None
+        self, rows: list[int], dims: list[int], partitions: IdPartitions | None, formats: Sequence[str] | None
     ) -> None:
         count = len(dims)
         sized(rows, count, "num_embeddings", "embedding_dims")
         self.records = [[0] * len(Column) for _ in range(count)]
         self.is_bytes = formats is not None
         self.formats = sized(formats, count, "formats", "parts") or ["fp32"] * count
-        self.starts = self._part_starts(starts, count)
-        self.partitioned = starts is not None
+        self.starts = self._part_starts(None if partitions is None else partitions.starts, count)
+        self.partitioned = partitions is not None
         for i, record in enumerate(self.records):
             check(1 <= dims[i] < 2**31, f"embedding_dims[{i}] = {dims[i]} must be in [1, 2^31)")
             check(rows[i] >= 0, f"num_embeddings[{i}] = {rows[i]} must not be negative")
@@ -60,13 +63,13 @@ class Builder:
         if starts is None:
             return list(range(count + 1))
         starts = list(starts)
-        check(len(starts) > 0, "partition_starts must have num_features + 1 elements, got none")
-        check(starts[0] == 0, f"partition_starts[0] = {starts[0]} must be 0")
+        check(len(starts) > 0, "partitions.starts must have num_features + 1 elements, got none")
+        check(starts[0] == 0, f"partitions.starts[0] = {starts[0]} must be 0")
         for f, (before, here) in enumerate(itertools.pairwise(starts), 1):
             good = before < here <= before + MAX_PARTS
             limits = f"1 to {MAX_PARTS} above the one before it, {before}"
-            check(good, f"partition_starts[{f}] = {here} must be {limits}")
-        last = f"partition_starts[{len(starts) - 1}] = {starts[-1]}"
+            check(good, f"partitions.starts[{f}] = {here} must be {limits}")
+        last = f"partitions.starts[{len(starts) - 1}] = {starts[-1]}"
         check(starts[-1] == count, f"{last} must be {count}, the number of elements of embedding_dims")
         return starts
 
@@ -78,35 +81,23 @@ class Builder:
     def _row_bytes(self, i: int) -> int:
         return row_bytes(self.formats[i], self.records[i][Column.embedding_dim])
 
-    def place_features(
-        self,
-        id_limits: Sequence[int] | None,
-        divisors: Sequence[int] | None,
-        moduli: Sequence[int] | None,
-        combine: Sequence[str | int] | None,
-    ) -> None:
+    def place_features(self, partitions: IdPartitions | None) -> None:
         """How the ids of features find rows."""
-        given = {"divisors": divisors, "moduli": moduli, "id_limits": id_limits, "combine": combine}
-        for name, values in given.items():
-            missing = "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it"
-            check(values is None or self.partitioned, missing)
-            asks = f"{name} is missing: partition_starts is given, so divisors, moduli, id_limits and combine must be"
-            check(values is not None or not self.partitioned, asks)
-        if not self.partitioned:
+        if partitions is None:
             for record in self.records:
                 rows = record[Column.num_embeddings]
                 record[Column.id_limit], record[Column.divisor], record[Column.modulus] = rows, 1, max(rows, 1)
             return
-        by = sized(divisors, len(self.records), "divisors", "parts") or []
-        among = sized(moduli, len(self.records), "moduli", "parts") or []
-        limits = sized(id_limits, self.num_features, "id_limits", "features") or []
-        how = sized(combine, self.num_features, "combine", "features") or []
+        divisors = sized(partitions.divisors, len(self.records), "partitions.divisors", "parts") or []
+        moduli = sized(partitions.moduli, len(self.records), "partitions.moduli", "parts") or []
+        limits = sized(partitions.id_limits, self.num_features, "partitions.id_limits", "features") or []
+        combine = sized(partitions.combine, self.num_features, "partitions.combine", "features") or []
         for i, record in enumerate(self.records):
             f = record[Column.feature]
-            given_how = how[f]
-            number = COMBINE.index(given_how) if given_how in COMBINE else given_how
-            check(number in (0, 1, 2), f"combine[{f}] = {given_how} must be 0 (concat), 1 (add) or 2 (mult)")
-            record[Column.divisor], record[Column.modulus] = by[i], among[i]
+            how = combine[f]
+            number = COMBINE.index(how) if how in COMBINE else how
+            check(number in (0, 1, 2), f"partitions.combine[{f}] = {how} must be 0 (concat), 1 (add) or 2 (mult)")
+            record[Column.divisor], record[Column.modulus] = divisors[i], moduli[i]
             record[Column.id_limit] = limits[f]
             self._check_rows(i, record)
             record[Column.combine] = int(number) if self.starts[f + 1] - self.starts[f] > 1 else 0
@@ -117,11 +108,12 @@ class Builder:
         f, divisor, modulus, limit = (
             record[c] for c in (Column.feature, Column.divisor, Column.modulus, Column.id_limit)
         )
-        check(divisor >= 1, f"divisors[{i}] = {divisor} must be at least 1")
-        check(modulus >= 1, f"moduli[{i}] = {modulus} must be at least 1, for a table without rows, too")
-        check(limit >= 0, f"id_limits[{f}] = {limit} must not be negative")
+        check(divisor >= 1, f"partitions.divisors[{i}] = {divisor} must be at least 1")
+        check(modulus >= 1, f"partitions.moduli[{i}] = {modulus} must be at least 1, for a table without rows, too")
+        check(limit >= 0, f"partitions.id_limits[{f}] = {limit} must not be negative")
         rows, have = min(modulus, -(-limit // divisor)), record[Column.num_embeddings]
-        lead = f"divisors[{i}] = {divisor} and moduli[{i}] = {modulus} lead to from ids below {limit}"
+        parts = f"partitions.divisors[{i}] = {divisor} and partitions.moduli[{i}] = {modulus}"
+        lead = f"{parts} lead to from ids below {limit}"
         check(rows <= have, f"num_embeddings[{i}] = {have} must be {rows} or more, the rows that {lead}")
 
     def _check_parts(self, f: int) -> None:
@@ -131,7 +123,9 @@ class Builder:
             b = self.records[i]
             shape, of_first = ((r[Column.embedding_dim], ROW_FORMATS[r[Column.format]]) for r in (b, a))
             here = f"embedding_dims[{i}] = {shape[0]} and format {shape[1]}, of {self._name(i)},"
-            there = f"those of its part 0, {of_first[0]} and {of_first[1]}: combine[{f}] adds or multiplies them"
+            there = (
+                f"those of its part 0, {of_first[0]} and {of_first[1]}: partitions.combine[{f}] adds or multiplies them"
+            )
             check(a[Column.combine] == 0 or shape == of_first, f"{here} must be {there}")
 
     def place_tables(
@@ -184,25 +178,26 @@ class Builder:
             end = max(end, start + length)
         return starts
 
-    def place_shards(
-        self,
-        table_rows: Sequence[int] | None,
-        first_rows: Sequence[int] | None,
-        first_columns: Sequence[int] | None,
-    ) -> None:
+    def place_shards(self, shards: Shards | None) -> None:
         """Where the parts are in whole tables."""
+        if shards is None:
+            for record in self.records:
+                record[Column.table_rows] = record[Column.num_embeddings]
+            return
         size = len(self.records)
-        firsts = sized(first_rows, size, "first_rows", "parts") or [0] * size
-        columns = sized(first_columns, size, "first_columns", "parts") or [0] * size
+        firsts = sized(shards.first_rows, size, "shards.first_rows", "parts") or []
+        columns = sized(shards.first_columns, size, "shards.first_columns", "parts") or []
+        whole = sized(shards.table_rows, size, "shards.table_rows", "parts") or []
         least = [first + r[Column.num_embeddings] for first, r in zip(firsts, self.records, strict=True)]
-        whole = sized(table_rows, size, "table_rows", "parts") or least
         for i, record in enumerate(self.records):
-            check(firsts[i] >= 0, f"first_rows[{i}] = {firsts[i]} must not be negative")
+            check(firsts[i] >= 0, f"shards.first_rows[{i}] = {firsts[i]} must not be negative")
             good = whole[i] >= least[i]
-            check(good, f"table_rows[{i}] = {whole[i]} must be at least {least[i]}, where the shard's rows end")
+            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at least {least[i]}, where the shard's rows end")
+            good = whole[i] <= MAX_NOISY_ROWS
+            check(good, f"shards.table_rows[{i}] = {whole[i]} must be at most 2^44: no other rows have noise")
             block = 16 if self.formats[i].startswith("mx") else 4
             good = 0 <= columns[i] < 2**31 and columns[i] % block == 0
-            check(good, f"first_columns[{i}] = {columns[i]} must be a multiple of {block} in [0, 2^31)")
+            check(good, f"shards.first_columns[{i}] = {columns[i]} must be a multiple of {block} in [0, 2^31)")
             record[Column.first_row], record[Column.first_column] = firsts[i], columns[i]
             record[Column.table_rows] = whole[i]
 

@@ -72,9 +72,9 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
 def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> None:
     for column, name in (
         (Column.state_offset, "state_offsets"),
-        (Column.table_rows, "table_rows"),
-        (Column.first_row, "first_rows"),
-        (Column.first_column, "first_columns"),
+        (Column.table_rows, "shards.table_rows"),
+        (Column.first_row, "shards.first_rows"),
+        (Column.first_column, "shards.first_columns"),
         (Column.cache_sets, "cache.sets"),
         (Column.cache_first_set, "cache.first_sets"),
         (Column.cache_row_offset, "cache.row_offsets"),

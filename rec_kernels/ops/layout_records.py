@@ -18,6 +18,8 @@ COMBINE = ("concat", "add", "mult")
 MAX_PARTS = 4
 MAX_TABLE_ID = 65536
 MAX_WAYS = 1024
+#: A counter of noise has 44 bits for the row.
+MAX_NOISY_ROWS = 2**44
 LARGEST = 2**63 - 1
 
 #: The columns of a layout: csrc/ops/table_layout.h, struct TablePart.
@@ -43,6 +45,39 @@ class Flag(IntEnum):
     multiplies = 2
     bytes = 4
     maps_ids = 8
+
+
+@dataclass(frozen=True)
+class IdPartitions:
+    """How an id finds the rows of several tables: in part p, row ``id // divisors[p] % moduli[p]``.
+
+    Attributes:
+        starts: [F + 1] feature f has parts [starts[f], starts[f + 1]), at least one and at most 4.
+        divisors, moduli: [P] of each part.
+        id_limits: [F] ids of the feature are in [0, id_limit).
+        combine: [F] what the rows of an id's parts become: "concat" (or 0), "add" (1), "mult" (2).
+    """
+
+    starts: Sequence[int]
+    divisors: Sequence[int]
+    moduli: Sequence[int]
+    id_limits: Sequence[int]
+    combine: Sequence[str | int]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Where the parts' tables are in whole tables, whose noise of stochastic rounding they have.
+
+    Attributes:
+        table_rows: [P] rows of the whole table.
+        first_rows: [P] the shard's first row there.
+        first_columns: [P] the shard's first column there, a multiple of 4, and of 16 for MX formats.
+    """
+
+    table_rows: Sequence[int]
+    first_rows: Sequence[int]
+    first_columns: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,19 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.layout_builder import Builder
-from rec_kernels.ops.layout_records import CachePlaces, Column, Flag, Size
+from rec_kernels.ops.layout_records import CachePlaces, Column, Flag, IdPartitions, Shards, Size
 
-__all__ = ["CachePlaces", "Column", "Flag", "Size", "TableLayout", "set_frozen", "table_layout"]
+__all__ = [
+    "CachePlaces",
+    "Column",
+    "Flag",
+    "IdPartitions",
+    "Shards",
+    "Size",
+    "TableLayout",
+    "set_frozen",
+    "table_layout",
+]
 
 
 class TableLayout(NamedTuple):
@@ -45,20 +55,14 @@ def table_layout(
     frozen: Sequence[bool] | None = None,
     table_ids: Sequence[int] | None = None,
     state_offsets: Sequence[int] | None = None,
-    partition_starts: Sequence[int] | None = None,
-    divisors: Sequence[int] | None = None,
-    moduli: Sequence[int] | None = None,
-    id_limits: Sequence[int] | None = None,
-    combine: Sequence[str | int] | None = None,
-    table_rows: Sequence[int] | None = None,
-    first_rows: Sequence[int] | None = None,
-    first_columns: Sequence[int] | None = None,
+    partitions: IdPartitions | None = None,
+    shards: Shards | None = None,
     cache: CachePlaces | None = None,
     widest_feature: int | None = None,
     num_rows: int | None = None,
     device: torch.device | str | None = None,
 ) -> TableLayout:
-    """The layout of F features, each of which reads one table or, with ``partition_starts``, several parts; P parts.
+    """The layout of F features, each of which reads one table or, with ``partitions``, several parts; P parts in all.
 
     ``rk.table_layout([1000, 50], [16, 8])`` is two tables of a feature each, one after the other in flat weights.
 
@@ -73,12 +77,8 @@ def table_layout(
         frozen: [F] whether ids give no gradient; ``set_frozen`` changes it later. Default: none.
         table_ids: [P] the numbers of the tables in stochastic rounding's noise, in [0, 65536). Default: 0.
         state_offsets: [P] where each table starts in optimizer state for every element. Default: tables without gaps.
-        partition_starts: [F + 1] feature f has parts [partition_starts[f], partition_starts[f + 1]), at most 4.
-        divisors, moduli: [P] an id's row is ``id // divisor % modulus``. Default: the id itself.
-        id_limits: [F] ids of the feature are in [0, id_limit). Default: E of its only part.
-        combine: [F] what the rows of an id's parts become: "concat" (or 0), "add" (1), "mult" (2). Default: "concat".
-        table_rows, first_rows, first_columns: [P] of a shard: rows of the whole table, and its first row and column
-            there. Default: the parts' tables are whole.
+        partitions: how ids find rows. Default: every feature reads one table, and ids, in [0, E), are its rows.
+        shards: where the tables are in whole ones. Default: they are whole.
         cache: where rows may lie in a row cache.
         widest_feature: columns of the output of calls with ``bag_starts``. Default: of the widest feature.
         num_rows: above every linear row. Default: the least.
@@ -89,10 +89,10 @@ def table_layout(
             their places in a cache that overlap in part. The message names the argument, the element, and what is
             allowed.
     """
-    build = Builder(list(num_embeddings), list(embedding_dims), partition_starts, formats)
-    build.place_features(id_limits, divisors, moduli, combine)
+    build = Builder(list(num_embeddings), list(embedding_dims), partitions, formats)
+    build.place_features(partitions)
     build.place_tables(weight_offsets, row_offsets, state_offsets, table_ids)
-    build.place_shards(table_rows, first_rows, first_columns)
+    build.place_shards(shards)
     build.place_columns()
     build.say_of_features("mean", mean)
     build.say_of_features("frozen", frozen)

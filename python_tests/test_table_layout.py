@@ -1,0 +1,132 @@
+"""``rk.table_layout``: what it says of a shard, and that a shard's rows become the bits of the whole table's."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from backends import every_backend
+from torch import Tensor
+
+import rec_kernels as rk
+from rec_kernels.testing import same_bits
+
+ROWS, COLUMNS = 13, 48
+IDS = torch.tensor([0, 12, 5, 5, 8, 7, 1, 12, 4, 6])
+GRAD = torch.linspace(-1, 1, len(IDS) * COLUMNS).view(len(IDS), COLUMNS).sin() * 0.01
+NOISE = {"rounding": "stochastic", "seed": torch.tensor(11)}
+
+
+def _update(ops, rows: Tensor, ids: Tensor, grad: Tensor, layout: rk.TableLayout, **optimizer: object) -> Tensor:
+    """Rows of bytes [E, bytes] after one step with a gradient for each id."""
+    flat, offsets = rows.reshape(-1).clone(), torch.arange(len(ids) + 1)
+    options = {"sum": None, "optimizer": "sgd"} | optimizer
+    ops.ops.embedding_bag_backward_fused_.layout(
+        flat,
+        step=torch.tensor(3),
+        lr=torch.tensor(0.1),
+        grad=grad.contiguous(),
+        values=ids,
+        offsets=offsets,
+        **layout._asdict(),
+        **NOISE,
+        **options,
+    )
+    return flat.view(rows.shape)
+
+
+def _whole(ops, format: str) -> tuple[Tensor, Tensor]:
+    rows = rk.quantize_rows(torch.linspace(-2, 2, ROWS * COLUMNS).view(ROWS, COLUMNS), format)
+    layout = rk.table_layout([ROWS], [COLUMNS], formats=[format], table_ids=[7])
+    return rows, _update(ops, rows, IDS, GRAD, layout)
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4"])
+def test_noise_of_a_shard_by_rows(format: str) -> None:
+    """Rows 5 to 12 on their own become what they become in the whole table, and not without first_rows."""
+    here = IDS >= 5
+    for backend in every_backend():
+        rows, expected = _whole(backend.ops, format)
+        told = {"formats": [format], "table_ids": [7]}
+        found = {}
+        for first in (5, 0):
+            layout = rk.table_layout([ROWS - 5], [COLUMNS], shards=rk.Shards([ROWS], [first], [0]), **told)
+            found[first] = _update(backend.ops, rows[5:], IDS[here] - 5, GRAD[here], layout)
+        assert torch.equal(found[5], expected[5:]), backend.name
+        assert not torch.equal(found[0], expected[5:]), backend.name
+
+
+@pytest.mark.parametrize("format", ["fp16", "bf16", "mx9", "mx6", "mx4"])
+@pytest.mark.parametrize(("first", "last"), [(16, 48), (32, 48), (0, 16)])
+def test_noise_of_a_shard_by_columns(format: str, first: int, last: int) -> None:
+    """Formats without a scale for the whole row: the columns become what they become in the whole table."""
+    for backend in every_backend():
+        rows, expected = _whole(backend.ops, format)
+        numbers, becomes = (rk.dequantize_rows(t, format, COLUMNS)[:, first:last] for t in (rows, expected))
+        told = {"formats": [format], "table_ids": [7], "shards": rk.Shards([ROWS], [0], [first])}
+        layout = rk.table_layout([ROWS], [last - first], **told)
+        found = _update(backend.ops, rk.quantize_rows(numbers, format), IDS, GRAD[:, first:last], layout)
+        assert torch.equal(rk.dequantize_rows(found, format, last - first), becomes), backend.name
+
+
+def test_noise_of_a_shards_moments() -> None:
+    """State in bfloat16 has the noise of the whole table's, too."""
+    for backend in every_backend():
+        results = []
+        for first, ids, grad in ((0, IDS, GRAD), (5, IDS[IDS >= 5] - 5, GRAD[IDS >= 5])):
+            rows, state = torch.ones(ROWS - first, COLUMNS), torch.ones((ROWS - first) * COLUMNS, dtype=torch.bfloat16)
+            shards = rk.Shards([ROWS], [first], [0])
+            layout = rk.table_layout([ROWS - first], [COLUMNS], table_ids=[7], shards=shards)
+            updated = _update(backend.ops, rows, ids, grad, layout, sum=state, optimizer="adagrad")
+            results.append((updated, state.view(-1, COLUMNS)))
+        (rows, state), (rows_of_shard, state_of_shard) = results
+        assert same_bits(rows[5:], rows_of_shard), backend.name
+        assert same_bits(state[5:], state_of_shard), backend.name
+
+
+def _shards(**changes: list[int]) -> dict[str, rk.Shards]:
+    """Of tables of 5 x 16 and 3 x 32."""
+    return {"shards": rk.Shards(**({"table_rows": [5, 6], "first_rows": [0, 0], "first_columns": [0, 0]} | changes))}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (_shards(first_rows=[-1, 0]), "shards.first_rows[0] = -1 must not be negative"),
+        (_shards(first_rows=[0, 4]), "shards.table_rows[1] = 6 must be at least 7, where the shard's rows end"),
+        (_shards(table_rows=[2**44 + 1, 6]), f"shards.table_rows[0] = {2**44 + 1} must be at most 2^44"),
+        (_shards(first_columns=[0, 2]), "shards.first_columns[1] = 2 must be a multiple of 4 in [0, 2^31)"),
+        (_shards(first_columns=[4, 0]) | {"formats": ["mx6", "fp32"], "weight_offsets": [0, 400]}, "multiple of 16"),
+        (_shards(first_columns=[0]), "shards.first_columns must have an element for each of the 2 parts, got 1"),
+        ({"mean": [True]}, "mean must have an element for each of the 2 features, got 1"),
+        ({"frozen": [True] * 3}, "frozen must have an element for each of the 2 features, got 3"),
+        ({"widest_feature": 31}, "widest_feature = 31 must be 32, the most columns of a feature, or more"),
+        ({"state_offsets": [0, 79]}, "state_offsets[1] = 79 lies in the table of feature 0"),
+        ({"row_offsets": [0, 4]}, "row_offsets[1] = 4 lies in the table of feature 0"),
+    ],
+)
+def test_what_does_not_fit(given: dict[str, list], message: str) -> None:
+    """The argument, the element, its value and what is allowed."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rk.table_layout([5, 3], [16, 32], **given)
+
+
+def test_features_of_one_table_agree() -> None:
+    """Two features that read one table must say the same of it."""
+    one = {"weight_offsets": [0, 0], "row_offsets": [0, 0], "state_offsets": [0, 0]}
+    rk.table_layout([5, 5], [8, 8], **one)
+    for name in ("first_rows", "first_columns", "table_rows"):
+        given = _shards(**({"table_rows": [64, 64]} | {name: [64 if name == "table_rows" else 0, 32]}))
+        message = rf"shards.{name}\[1\] = 32 must be .*, that of feature 0, which reads the same"
+        with pytest.raises(ValueError, match=message):
+            rk.table_layout([5, 5], [8, 8], **one, **given)
+
+
+def test_no_tables() -> None:
+    """A collection of which a machine has no table: a layout, too, and a lookup of no column."""
+    layout = rk.table_layout([], [])
+    output, _ = torch.ops.rec_kernels.embedding_bag.layout(
+        torch.zeros(0), torch.tensor([], dtype=torch.int64), torch.tensor([0]), **layout._asdict()
+    )
+    assert output.shape[1] == 0
