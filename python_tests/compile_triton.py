@@ -14,6 +14,7 @@ import re
 import torch
 import triton
 from embedding_bag_cases import make_case
+from layout_calls import InLists
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction, mangle_type
@@ -63,20 +64,21 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
 
 def compile_embedding_bag() -> None:
     """Calls every function: FP32 tables with and without a layout, a BF16 table."""
+    ops = InLists(kernels)
     case = make_case([(5, 18), (3, 130)], [0, 1], [2, 0, 3, 1], weighted=True)
     shape = list(case.weights.shape)
-    kernels.embedding_bag(case.weights, *case.jagged, **case.layout)
-    kernels.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
-    kernels.embedding_bag_backward_per_sample_weights(case.grad, case.weights, *case.jagged[:2], **case.layout)
+    ops.embedding_bag(case.weights, *case.jagged, **case.layout)
+    ops.embedding_bag_backward_dense(case.grad, shape, *case.jagged, **case.layout)
+    ops.embedding_bag_backward_per_sample_weights(case.grad, case.weights, *case.jagged[:2], **case.layout)
     for optimizer in ("sgd", "rowwise_adagrad"):
-        case.update(optimizer, kernels)
+        case.update(optimizer, ops)
         one = torch.tensor(1.0)
-        case.update(optimizer, kernels, grad_scale=one, found_inf=one, status=torch.tensor([2**63 - 1, 0]))
+        case.update(optimizer, ops, grad_scale=one, found_inf=one, status=torch.tensor([2**63 - 1, 0]))
     values, offsets = torch.tensor([1, 2]).int(), torch.tensor([0, 2]).int()
     table, grad = torch.zeros(4, 20, dtype=torch.bfloat16), torch.zeros(1, 20)
-    kernels.embedding_bag(table, values, offsets, bounds_check="none")
+    ops.embedding_bag(table, values, offsets, bounds_check="none")
     state = (torch.zeros(4), torch.tensor(0), torch.tensor(0.1))
-    kernels.embedding_bag_backward_fused_(table, *state, grad, values, offsets, rounding="nearest")
+    ops.embedding_bag_backward_fused_(table, *state, grad, values, offsets, rounding="nearest")
 
 
 def compile_expand() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from backends import PASSED
 from embedding_bag_cases import make_case
-from layout_calls import OPS
+from layout_calls import OPS, InLists
 from test_embedding_bag_strides import _two_features
 
 import rec_kernels as rk
@@ -27,6 +27,7 @@ pytest.importorskip("rec_kernels.triton", exc_type=UnsupportedTritonError)
 from rec_kernels import triton  # noqa: E402  (after the check that it can be imported)
 
 DEVICE = "cpu" if INTERPRETED else "cuda"
+LISTED = InLists(triton)
 
 
 def _moved(arguments: dict) -> dict:
@@ -36,20 +37,29 @@ def _moved(arguments: dict) -> dict:
 def test_other_device_and_other_arguments() -> None:
     """One tensor on another device is refused; so are rows of bytes, and an argument that the op does not have."""
     table, values, offsets = torch.ones(3, 4), torch.tensor([1]), torch.tensor([0, 1])
+    lookup = triton.embedding_bag.table
     with pytest.raises(ValueError, match="offsets is on meta, values on cpu: they must be on the same device"):
-        LISTED.embedding_bag(table, values, offsets.to("meta"))
-    with pytest.raises(ValueError, match="formats, format_of and embedding_dim must not be given"):
-        LISTED.embedding_bag(table.byte(), values, offsets, formats=["int4"], embedding_dim=4)
-    with pytest.raises(TypeError, match="weight_ofsets"):
-        LISTED.embedding_bag(table, values, offsets, weight_ofsets=None)
+        lookup(table, values, offsets.to("meta"))
+    with pytest.raises(ValueError, match="layout is on meta, values on cpu: they must be on the same device"):
+        triton.embedding_bag.layout(table.view(-1), values, offsets, *rk.table_layout([3], [4], device="meta"))
+    with pytest.raises(ValueError, match="format must not be given"):
+        lookup(table.byte(), values, offsets, format="int4", embedding_dim=4)
+    with pytest.raises(TypeError, match="poolin"):
+        lookup(table, values, offsets, poolin="sum")
+    with pytest.raises(TypeError, match="layout"):
+        lookup(table, values, offsets, layout=None)
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
-        LISTED.embedding_bag(table, values, pooling="sum")
+        lookup(table, values, pooling="sum")
     with pytest.raises(TypeError, match="missing a required argument: 'offsets'"):
-        LISTED.embedding_bag(table, values, offset=offsets)  # as many as there should be
+        lookup(table, values, offset=offsets)  # as many as there should be
+    with pytest.raises(TypeError, match="missing a required argument: 'layout'"):
+        triton.embedding_bag.layout(table.view(-1), values, offsets)
     with pytest.raises(TypeError, match="multiple values for argument 'values'"):
-        LISTED.embedding_bag(table, values, offsets, values=values)
+        lookup(table, values, offsets, values=values)
     with pytest.raises(TypeError, match="too many positional arguments"):
-        LISTED.embedding_bag(table, values, offsets, *[None] * 99)
+        lookup(table, values, offsets, *[None] * 99)
+    with pytest.raises(AttributeError, match=r"embedding_bag has no overload 'tables', only \['layout', 'table'\]"):
+        _ = triton.embedding_bag.tables
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -86,77 +96,76 @@ def test_frozen_features(frozen: list[bool]) -> None:
     PASSED["triton"] += 1
 
 
-def test_refused() -> None:
-    """What needs the compiled library is named."""
-    case, layout = _two_features()
-    bags = {"values": case.values, "offsets": case.offsets} | layout
-    starts = torch.tensor([0, 2, 4])
-    for name, value in (("bag_starts", starts), ("partition_starts", starts), ("max_parts", 2), ("multiplies", False)):
-        with pytest.raises(ValueError, match=rf"{name} must not be given.*compiled CUDA library"):
-            LISTED.embedding_bag(**_moved(bags | {"weights": case.weights, name: value}))
-    state = {"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": None}
-    for name, value in (("weight_decay", 0.1), ("clip_grad_value", 1.0), ("clip_grad_norm", 1.0)):
-        with pytest.raises(ValueError, match=f"{name} must not be given"):
-            LISTED.embedding_bag_backward_fused_(
-                **_moved(bags | state | {"grad": case.grad}), optimizer="sgd", **{name: value}
-            )
-    PASSED["triton"] += 1
-
-
-_PARTS = "partition_starts is missing: divisors, moduli, id_limits and combine mean nothing without it"
+#: Two features of a table each, in the lists of features of several.
+_WHOLE = {
+    **{"partition_starts": [0, 1, 2], "divisors": [1, 1], "moduli": [5, 3], "id_limits": [5, 3]},
+    "combine": [0, 0],
+}
+_ONE_OF_TWO_PARTS = {"partition_starts": [0, 2], "id_limits": [3], "combine": [0], "mean": [False]}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"moduli": torch.tensor([3])}, _PARTS),
-        ({"divisors": torch.tensor([3])}, _PARTS),
-        ({"id_limits": torch.tensor([3])}, _PARTS),
-        ({"combine": torch.tensor([1])}, _PARTS),
-        ({"cache_offsets": torch.tensor([0])}, "cache_offsets must not be given"),
+        ({"bag_starts": torch.tensor([0, 2, 4])}, r"bag_starts must not be given \(rk\.EmbeddingCollection.*\): "),
+        (_WHOLE | _ONE_OF_TWO_PARTS, "layout has features of several parts"),
+        (_WHOLE | {"divisors": [2, 1]}, "layout has .* ids that are not their rows"),
+        (_WHOLE | {"id_limits": [5, 4]}, "layout has .* ids that are not their rows"),
+        ({"formats": ["fp32"], "weight_offsets": [0, 160]}, "layout has formats"),
+    ],
+)
+def test_refused(change: dict, message: str) -> None:
+    """What needs the compiled library is named."""
+    case, layout = _two_features()
+    bags = {"values": case.values, "offsets": case.offsets} | layout | change
+    with pytest.raises(ValueError, match=f"{message}.*compiled CUDA library"):
+        LISTED.embedding_bag(**_moved(bags | {"weights": case.weights}))
+    PASSED["triton"] += 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        *(({name: torch.tensor([0])}, f"{name} must not be given") for name in ("inverse", "bag_starts")),
+        ({"groups": [0]}, "groups must not be given"),
+        ({"cache_rows": torch.tensor([0.0])}, "cache_rows must not be given"),
         ({"cache_slots": torch.tensor([0])}, "cache_slots must not be given"),
+        ({"cache_tags": torch.tensor([0])}, "cache_tags must not be given"),
         ({"cache_marks": torch.tensor([0])}, "cache_marks must not be given"),
         ({"cache_dirty": torch.tensor([0])}, "cache_dirty must not be given"),
-        ({"cache_sets": torch.tensor([0])}, "cache_sets must not be given"),
-        ({"cache_set_starts": torch.tensor([0])}, "cache_set_starts must not be given"),
-        ({"cache_ways": 4}, "cache_ways must not be given"),
-        ({"num_rows": -5}, "num_rows = -5 must be"),
-        ({"max_embedding_dim": -1}, "max_embedding_dim = -1 must be"),
-        ({"output_dim": -1}, "output_dim = -1 must be"),
+        ({"weight_decay": 0.1}, "weight_decay must not be given"),
+        ({"clip_grad_value": 1.0}, "clip_grad_value must not be given"),
+        ({"clip_grad_norm": 1.0}, "clip_grad_norm must not be given"),
+        ({"exp_avg": torch.ones(12)}, 'exp_avg must not be given for optimizer "rowwise_adagrad"'),
         ({"rounding": "up"}, 'rounding must be "nearest" or "stochastic", got "up"'),
         ({"weight_decay_mode": "l1"}, 'weight_decay_mode must be "l2" or "decoupled", got "l1"'),
-        ({"table_ids": torch.tensor([0])}, "embedding_dims is missing: table_ids mean nothing without it"),
         ({"seed": torch.tensor([1])}, "seed must have 0 dimension"),
         ({"grad_scale": torch.ones(2)}, "grad_scale must have one element, got shape \\[2\\]"),
         ({"grad_scale": torch.tensor(1)}, "grad_scale must be float32, got int64"),
-        ({"weights": torch.ones(3, 4).half()}, 'rounding must be "nearest" for float16 weights, got "stochastic"'),
+        ({"weights": torch.ones(12).half()}, 'rounding must be "nearest" for float16 weights, got "stochastic"'),
     ],
 )
 def test_nothing_is_ignored(change: dict, message: str) -> None:
     """What these kernels do not use is refused unless it is its default, in the words of the compiled ops."""
-    given = {"weights": torch.ones(3, 4), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": torch.zeros(3)}
-    given |= {"values": torch.tensor([1]), "offsets": torch.tensor([0, 1])}
+    given = {"weights": torch.ones(12), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": torch.zeros(3)}
+    given |= {"values": torch.tensor([1]), "offsets": torch.tensor([0, 1])} | rk.table_layout([3], [4])._asdict()
     forward = given | {"token": torch.ones(0)} | change
     backward = given | {"grad": torch.ones(1, 4)} | change
     for op, arguments in (("embedding_bag_fused", forward), ("embedding_bag_backward_fused_", backward)):
         with pytest.raises(ValueError, match=message):
-            getattr(triton, op)(**_moved(arguments))
+            getattr(triton, op).layout(**_moved(arguments))
     PASSED["triton"] += 1
 
 
-def test_options_of_every_feature() -> None:
-    """table_ids of another number of features; weights of another shape than their gradient's; who says bag_starts."""
+def test_places_of_a_cache_alone_change_nothing() -> None:
+    """A layout may say where rows would lie in a row cache: without the cache, they are read and written in weights."""
     case = make_case([(5, 8), (3, 4)], [0, 1], [2, 0, 3, 1], seed=1)
-    given = _moved({"values": case.values, "offsets": case.offsets} | case.layout)
-    state = _moved({"weights": case.weights, "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": case.sum})
-    grad, ids = case.grad.to(DEVICE), torch.tensor([0, 1, 2], device=DEVICE)
-    with pytest.raises(ValueError, match=r"table_ids must have shape \[2\], got \[3\]"):
-        LISTED.embedding_bag_backward_fused_(**state, grad=grad, **given, table_ids=ids)
-    for op in (LISTED.embedding_bag_backward_dense, LISTED.embedding_bag_backward_sparse):
-        with pytest.raises(ValueError, match="weights must have the shape that weights_shape names, got"):
-            op(grad, [len(case.weights)], **given, weights=state["weights"][:-16])
-    with pytest.raises(ValueError, match=r"bag_starts must not be given \(rk\.EmbeddingCollection"):
-        LISTED.embedding_bag(state["weights"], **given, bag_starts=ids)
+    cached = {"cache_sets": [1, 1], "cache_set_starts": [0, 1], "cache_offsets": [0, 64], "cache_ways": 2}
+    given = _moved({"weights": case.weights, "values": case.values, "offsets": case.offsets} | case.layout)
+    plain, _ = LISTED.embedding_bag(**given)
+    found, status = LISTED.embedding_bag(**given, **cached)
+    assert torch.equal(found, plain)
+    assert status[1] == 0
     PASSED["triton"] += 1
 
 

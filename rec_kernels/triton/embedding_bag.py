@@ -12,9 +12,9 @@ imported). How they differ from the compiled kernels:
   (rec_kernels/triton/kernels.py). A bad id is left out, a bag with bad offsets is empty, and with a wrong layout the
   output is not written at all. An update is skipped after bad offsets or a wrong layout, and, with
   ``bounds_check="error"``, after a bad id. Gradients of the weights are zeros after bad offsets or a wrong layout.
-- Row formats, row caches, ``bag_starts``, ``inverse``, features of several parts, clipping and weight decay are
-  refused: they need the compiled library. So is ``rounding="stochastic"``, the default, for updates of
-  FP16 and BF16 tables.
+- Row formats, row caches, ``bag_starts``, ``inverse``, features of several parts, ids that are divided or wrap around,
+  clipping and weight decay are refused: they need the compiled library. So is ``rounding="stochastic"``, the default,
+  for updates of FP16 and BF16 tables.
 - One program sums all occurrences of a row: very hot rows are slow.
 - Nothing of it has run on a GPU yet: it is tested by Triton's interpreter, and compiled for NVIDIA and AMD targets.
 
@@ -229,17 +229,16 @@ def _read_backward(a: SimpleNamespace) -> BagInput:
     if hasattr(a, "layout"):
         inputs.check_weights(a)
         a.weights_shape = a.weights.shape
-    shape = tuple(a.weights_shape)
-    rank = 1 if hasattr(a, "layout") else 2
-    check(len(shape) == rank, f"weights_shape must have {rank} element(s), got {len(shape)}")
-    bags = inputs.read_input(a, shape)
+    else:
+        check(len(a.weights_shape) == 2, f"weights_shape must have 2 elements, got {len(a.weights_shape)}")
+    bags = inputs.read_input(a, tuple(a.weights_shape))
     inputs.check_gradient(a, bags)
     return bags
 
 
 @_overload_of(embedding_bag_backward_dense, "layout", "table")
 def _backward_dense(a: SimpleNamespace) -> Tensor:
-    """The gradient of ``weights``: ``weights_shape``, float32, zeros for rows that no id names."""
+    """The gradient of ``weights``: of their shape, float32, zeros for rows that no id names."""
     bags = _read_backward(a)
     out = a.grad.new_zeros(a.weights_shape)
     _finish_rows(a, bags, _sort(bags), out)

@@ -83,4 +83,4 @@ def expand_backward(grad: Tensor, inverse: Tensor, rows: int) -> Tensor:
     if not rows * grad.shape[1]:
         return grad.new_zeros(shape)
     each = torch.arange(grad.shape[0] + 1, device=grad.device)
-    return embedding_bag_backward_dense(grad, shape, inverse, each, bounds_check="ignore")
+    return embedding_bag_backward_dense.table(grad, shape, inverse, each, bounds_check="ignore")

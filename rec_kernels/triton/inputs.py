@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from rec_kernels.ops.table_layout import Column, Flag, Size
-from rec_kernels.triton.kernels import start_kernel
+from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
 # As in rec_kernels/ops/embedding_bag.py, which this layer does not import.
 TABLE_ALIGNMENT = 16
@@ -21,7 +21,7 @@ _HERE = OPTIMIZERS[:2]
 _ADAMS = OPTIMIZERS[3:]
 _COMPILED = "the compiled CUDA library (rk.build_info() says why it is not in use)"
 # What the kernels have nothing for, and its defaults: batch sizes of features' own, bags that samples share, row
-# caches, and what lies between a gradient and the optimizer.
+# formats and caches, and what lies between a gradient and the optimizer.
 _UNUSED = {
     **dict.fromkeys(("bag_starts", "inverse", "groups", "format")),
     **dict.fromkeys(f"cache_{name}" for name in ("rows", "slots", "tags", "marks", "dirty")),
@@ -51,7 +51,7 @@ def check_offered(a: SimpleNamespace) -> None:
         if given is not default and (isinstance(given, Tensor) or given != default):
             what = f"the Triton kernels do without, it needs {_COMPILED}"
             raise ValueError(f"{name} must not be given{_GIVEN_BY.get(name, '')}: {what}")
-    if hasattr(a, "layout_sizes"):
+    if hasattr(a, "layout"):
         _check_layout(a)
     dtype = getattr(a, "output_dtype", None)
     if dtype is not None and dtype not in FLOATS:
@@ -140,16 +140,22 @@ def check_weights(a: SimpleNamespace) -> None:
 
 
 def _check_layout(a: SimpleNamespace) -> None:
-    sizes = a.layout_sizes
+    sizes, made = a.layout_sizes, "; rec_kernels.table_layout makes layout and layout_sizes"
+    check_tensor(a.layout, "layout", (torch.int64,), rank=2)
+    parts = a.layout.shape[0]
+    check_tensor(a.layout, "layout", (torch.int64,), shape=(parts, len(Column)), contiguous=True)
     check(len(sizes) == len(Size), f"layout_sizes must have {len(Size)} elements, got {len(sizes)}")
-    check_tensor(a.layout, "layout", (torch.int64,), rank=2, contiguous=True)
-    parts, features, flags = a.layout.shape[0], sizes[Size.num_features], sizes[Size.flags]
-    check_tensor(a.layout, "layout", (torch.int64,), shape=(parts, len(Column)))
-    check(not flags & Flag.bytes, f"layout has formats: the Triton kernels take float tables, it needs {_COMPILED}")
-    mapped = sizes[Size.most_parts] != 1 or flags & (Flag.maps_ids | Flag.multiplies) or parts != features
-    check(not mapped, f"layout has features of several parts, or of fewer rows than ids: it needs {_COMPILED}")
-    for size in (Size.output_dim, Size.num_rows, Size.max_embedding_dim):
-        check(sizes[size] >= 0, f"layout_sizes[{size}] = {sizes[size]} must be at least 0")
+    features, dim, flags = sizes[Size.num_features], sizes[Size.max_embedding_dim], sizes[Size.flags]
+    good = 0 <= features <= parts and (features > 0) == (parts > 0)
+    each = "the number of features, of which each has a row of layout or several"
+    check(good, f"layout_sizes[{Size.num_features}] = {features} must be {each}{made}")
+    for size in (Size.output_dim, Size.num_rows):
+        check(sizes[size] >= 0, f"layout_sizes[{size}] = {sizes[size]} must be at least 0{made}")
+    good = int(parts > 0) <= dim < 2**31
+    check(good, f"layout_sizes[{Size.max_embedding_dim}] = {dim} must be in [1, 2^31){made}")
+    check(not flags & Flag.bytes, f"layout has formats: the Triton kernels take tables of floats, it needs {_COMPILED}")
+    mapped = parts > features or flags & Flag.maps_ids
+    check(not mapped, f"layout has features of several parts, or ids that are not their rows: it needs {_COMPILED}")
 
 
 def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
@@ -161,14 +167,14 @@ def _check_bags(a: SimpleNamespace, include_last_offset: bool) -> int:
     check_tensor(a.values, "values", integers, rank=1)
     check_tensor(a.offsets, "offsets", integers, rank=1)
     bags = a.offsets.shape[0] - int(include_last_offset)
-    check(bags >= 0, "offsets must have num_features * batch + 1 elements, got none")
+    expected = f"offsets must have {'num_features * ' if hasattr(a, 'layout') else ''}batch + 1 elements"
+    check(bags >= 0, f"{expected}, got none")
     factors = getattr(a, "per_sample_weights", None)
     if factors is not None:
         check_tensor(factors, "per_sample_weights", (torch.float32,), shape=tuple(a.values.shape))
-    if hasattr(a, "layout_sizes"):
+    if hasattr(a, "layout"):
         features = a.layout_sizes[Size.num_features]
         fits = bags % features == 0 if features else bags == 0
-        expected = "offsets must have num_features * batch + 1 elements"
         check(fits, f"{expected}, got {a.offsets.shape[0]} for {features} features")
     if bags > _MOST:
         raise ValueError(f"offsets describe {bags} bags; at most 2^31 - 1 fit in a call")
@@ -196,7 +202,7 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
     else:
         sizes = (Size.num_features, Size.num_rows, Size.output_dim, Size.max_embedding_dim)
         features, num_rows, output_dim, max_dim = (a.layout_sizes[size] for size in sizes)
-    packed = a.values.new_empty((features, 6), dtype=torch.int64)
+    packed = a.values.new_empty((features, COLUMNS.value), dtype=torch.int64)
     status = a.values.new_empty((2,), dtype=torch.int64)
     elements = torch.Size(weights_shape).numel()
     mean = getattr(a, "pooling", "sum") == "mean"

@@ -6,8 +6,8 @@ CPU tensors under TRITON_INTERPRET=1 and compile for NVIDIA and AMD targets; non
 
 Two arrays go through all kernels:
 
-- ``features``: [F, 6] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
-  embedding_dim, column, mean.
+- ``features``: [F, 7] int64, what the layout says, in elements: weight_offset, row_offset, num_embeddings,
+  embedding_dim, column, mean, id_limit.
 - ``status``: [2] int64. [0] is the smallest of: BAD_LAYOUT; BAD_LAYOUT + 1 + i for a bad offsets[i]; i for an id out of
   range at values[i]; NOTHING_BAD. [1] counts the ids left out for being out of range.
 """
@@ -22,11 +22,10 @@ from rec_kernels.ops.table_layout import Column
 
 NOTHING_BAD = tl.constexpr(2**63 - 1)
 BAD_LAYOUT = tl.constexpr(-(2**63))
-COLUMNS = tl.constexpr(6)  # of `features`
+COLUMNS = tl.constexpr(7)  # of `features`
 
 # Numbers that change from call to call: a kernel compiled for each kind of them would be compiled over and over.
 _VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "padding_idx", "left_out"]
-
 
 # Columns of a layout's record.
 _WEIGHT = tl.constexpr(int(Column.weight_offset))
@@ -36,14 +35,45 @@ _DIM = tl.constexpr(int(Column.embedding_dim))
 _COLUMN = tl.constexpr(int(Column.column))
 _FEATURE = tl.constexpr(int(Column.feature))
 _LIMIT = tl.constexpr(int(Column.id_limit))
+_DIVISOR = tl.constexpr(int(Column.divisor))
+_MODULUS = tl.constexpr(int(Column.modulus))
+_FORMAT = tl.constexpr(int(Column.format))
 _MEAN = tl.constexpr(int(Column.mean))
+_BY_ROW = tl.constexpr(int(Column.by_row))
 _RECORD = tl.constexpr(len(Column))
+
+
+@triton.jit
+def _is_whole_table(record, f, rows, limit, there):
+    """Whether record f is of feature f and a float table, in which an id is the row's number."""
+    good = (tl.load(record + _FEATURE, mask=there, other=0) == f) & (limit >= 0) & (limit <= rows)
+    good &= tl.load(record + _DIVISOR, mask=there, other=0) == 1
+    good &= tl.load(record + _MODULUS, mask=there, other=0) >= limit
+    return good & (tl.load(record + _FORMAT, mask=there, other=0) == 0)
+
+
+@triton.jit
+def _follows_in_rows(layout, f, num_features, there):
+    """Whether table f by rows is that of the one before it, or has no row in common with it: a row has one width."""
+    behind = there & (f > 0)
+    here = tl.load(layout + f.to(tl.int64) * _RECORD + _BY_ROW, mask=there, other=0)
+    before = tl.load(layout + (f.to(tl.int64) - 1) * _RECORD + _BY_ROW, mask=behind, other=0)
+    named = (here >= 0) & (here < num_features) & (before >= 0) & (before < num_features)
+    a, b, read = layout + before * _RECORD, layout + here * _RECORD, behind & named
+    row, next_row = tl.load(a + _ROW, mask=read, other=0), tl.load(b + _ROW, mask=read, other=0)
+    rows, next_rows = tl.load(a + _ROWS, mask=read, other=0), tl.load(b + _ROWS, mask=read, other=0)
+    same = tl.load(a + _DIM, mask=read, other=0) == tl.load(b + _DIM, mask=read, other=0)
+    same &= tl.load(a + _WEIGHT, mask=read, other=0) == tl.load(b + _WEIGHT, mask=read, other=0)
+    empty = next_rows <= 0  # such tables come first
+    shared = (row == next_row) & (before < here) & (empty | (same & (rows == next_rows)))
+    apart = (row >= 0) & (row < next_row) & (empty | (rows <= next_row - row))
+    return named & ((f == 0) | tl.where((rows <= 0) == empty, shared | apart, ~empty))
 
 
 @triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim"])
 def start_kernel(
     layout,  # [F, columns of a record], or None: one table of num_rows x max_dim
-    features,  # [F, 6], written
+    features,  # [F, 7], written
     status,  # [2], written
     num_features,
     num_weights,
@@ -61,7 +91,7 @@ def start_kernel(
         weight = tl.zeros([BLOCK], tl.int64)
         row, output = weight, weight
         rows, dim = weight + num_rows, weight + max_dim
-        mean = weight + MEAN
+        limit, mean = rows, weight + MEAN
         if layout is not None:
             record = layout + f.to(tl.int64) * _RECORD
             at = tl.load(record + _WEIGHT, mask=there, other=0)  # in bytes of float32
@@ -70,6 +100,7 @@ def start_kernel(
             rows = tl.load(record + _ROWS, mask=there, other=0)
             dim = tl.load(record + _DIM, mask=there, other=1)
             output = tl.load(record + _COLUMN, mask=there, other=0)
+            limit = tl.load(record + _LIMIT, mask=there, other=0)
             mean = tl.load(record + _MEAN, mask=there, other=0)
             behind = there & (f > 0)
             column = tl.load(record - _RECORD + _COLUMN, mask=behind, other=0)
@@ -78,9 +109,8 @@ def start_kernel(
             good &= (row >= 0) & (row <= num_rows - rows) & (at >= 0) & (at % 4 == 0) & (weight <= num_weights)
             good &= (rows <= (num_weights - weight) // tl.maximum(dim, 1)) & (output == column)
             good &= (f < num_features - 1) | (output + dim == output_dim)
-            good &= (tl.load(record + _FEATURE, mask=there, other=0) == f) & (
-                tl.load(record + _LIMIT, mask=there, other=0) == rows
-            )
+            good &= _is_whole_table(record, f, rows, limit, there)
+            good &= _follows_in_rows(layout, f, num_features, there)
             bad |= (there & ~good).to(tl.int32)
         to = features + f.to(tl.int64) * COLUMNS
         tl.store(to, weight, mask=there)
@@ -89,6 +119,7 @@ def start_kernel(
         tl.store(to + 3, dim, mask=there)
         tl.store(to + 4, output, mask=there)
         tl.store(to + 5, mean, mask=there)
+        tl.store(to + 6, limit, mask=there)
     tl.store(status, tl.where(tl.max(bad, axis=0) != 0, BAD_LAYOUT, NOTHING_BAD))
     tl.store(status + 1, 0)
 
@@ -110,13 +141,13 @@ def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
 
 
 @triton.jit
-def _read_ids(values, position, stop, rows, padding_idx, CHECK: tl.constexpr):
+def _read_ids(values, position, stop, limit, padding_idx, CHECK: tl.constexpr):
     """Ids at positions below ``stop``, which of them count, and which are out of range."""
     inside = position < stop
     ids = tl.load(values + position, mask=inside, other=0).to(tl.int64)
     bad = inside & (position < 0)
     if CHECK:
-        bad = inside & ((ids < 0) | (ids >= rows))
+        bad = inside & ((ids < 0) | (ids >= limit))
     return ids, inside & ~bad & (ids != padding_idx), bad
 
 
@@ -126,7 +157,7 @@ def _count_ids(
     status,
     start,
     stop,
-    rows,
+    limit,
     padding_idx,
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -135,7 +166,7 @@ def _count_ids(
     n = tl.zeros([], tl.int64)
     for first in range(start, stop, BLOCK):
         position = (first + tl.arange(0, BLOCK)).to(tl.int64)
-        _, counts, bad = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        _, counts, bad = _read_ids(values, position, stop, limit, padding_idx, CHECK)
         n += tl.sum(counts.to(tl.int64), axis=0)
         if CHECK:
             left_out = tl.sum(bad.to(tl.int64), axis=0)
@@ -170,8 +201,8 @@ def pool_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    table, rows, D = weights + tl.load(feature), tl.load(feature + 2), tl.load(feature + 3)
-    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    table, limit, D = weights + tl.load(feature), tl.load(feature + 6), tl.load(feature + 3)
+    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
     divisor = tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32)
     to = output + bag % batch * output_dim + tl.load(feature + 4)
     for column in range(0, D, BLOCK_COLUMNS):
@@ -179,7 +210,7 @@ def pool_kernel(
         total = tl.zeros([BLOCK_COLUMNS], tl.float32)
         for first in range(start, stop, BLOCK_ROWS):
             position = first + tl.arange(0, BLOCK_ROWS)
-            ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+            ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
             mask = counts[:, None] & (c < D)[None, :]
             x = tl.load(table + ids[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
             if factors is not None:
@@ -214,13 +245,13 @@ def factor_gradient_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    table, rows, D = weights + tl.load(feature), tl.load(feature + 2), tl.load(feature + 3)
-    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    table, limit, D = weights + tl.load(feature), tl.load(feature + 6), tl.load(feature + 3)
+    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
     each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
     g_of_bag = grad + bag % batch * output_dim + tl.load(feature + 4)
     for first in range(start, stop, BLOCK_ROWS):
         position = first + tl.arange(0, BLOCK_ROWS)
-        ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
         dot = tl.zeros([BLOCK_ROWS], tl.float32)
         for column in range(0, D, BLOCK_COLUMNS):
             c = column + tl.arange(0, BLOCK_COLUMNS)
@@ -254,12 +285,12 @@ def occurrences_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    first_row, rows = tl.load(feature + 1), tl.load(feature + 2)
-    n = _count_ids(values, status, start, stop, rows, padding_idx, CHECK, BLOCK_IDS)
+    first_row, limit = tl.load(feature + 1), tl.load(feature + 6)
+    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
     each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
     for first in range(start, stop, BLOCK_IDS):
         position = first + tl.arange(0, BLOCK_IDS)
-        ids, counts, _ = _read_ids(values, position, stop, rows, padding_idx, CHECK)
+        ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
         c = tl.zeros([BLOCK_IDS], tl.float32) + each
         if factors is not None:
             c = c * tl.load(factors + position, mask=counts, other=0.0)
