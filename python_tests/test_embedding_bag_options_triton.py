@@ -98,7 +98,10 @@ def test_frozen_features(frozen: list[bool]) -> None:
 
 #: Two features of a table each, in the lists of features of several.
 _WHOLE = {
-    **{"partition_starts": [0, 1, 2], "divisors": [1, 1], "moduli": [5, 3], "id_limits": [5, 3]},
+    "partition_starts": [0, 1, 2],
+    "divisors": [1, 1],
+    "moduli": [5, 3],
+    "id_limits": [5, 3],
     "combine": [0, 0],
 }
 _ONE_OF_TWO_PARTS = {"partition_starts": [0, 2], "id_limits": [3], "combine": [0], "mean": [False]}

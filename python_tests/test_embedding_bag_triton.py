@@ -199,8 +199,6 @@ def test_many_features() -> None:
     """More than are checked at a time; those of a table are far apart."""
     case = make_case([(2, 3)] * 70, [*range(70), *reversed(range(70))], [1, 0, 2, 1] * 35, seed=5)
     _check_forward(case, torch.float32)
-    _check_gradients(case)
-    _check_update(case)
 
 
 def test_half_precision_update() -> None:
