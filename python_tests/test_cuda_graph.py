@@ -15,6 +15,7 @@ import pytest
 import torch
 from backends import PASSED, ROOT, device_backends
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
+from layout_calls import make_layout
 from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -50,15 +51,10 @@ class Buffers:
         factors = case.per_sample_weights
         self.factors = None if factors is None else move(factors)
         self.token = torch.empty(0, device=device, requires_grad=True)
-        if kind == "one table":
-            self.layout: dict[str, object] = {}
+        # Made once: a graph can hold no copy from the host's lists.
+        self.layout: dict[str, object] = make_layout(case.layout, device=device)._asdict()
+        if kind == "one table":  # the forward goes without a layout
             self.weights = self.weights.view(50, 20)
-        else:
-            sizes = {"num_rows": len(case.sum), "max_embedding_dim": max(d for _, d in TABLES)}
-            self.layout = {k: move(v) if isinstance(v, Tensor) else v for k, v in case.layout.items()} | sizes
-            if kind == "tables":
-                # Where no feature asks for a mean, the backward goes without coefficients.
-                del self.layout["mean"]
 
     def fill(self, number: int) -> None:
         """The ids, offsets, factors and gradient of another batch, at the same addresses."""
@@ -79,24 +75,33 @@ class Buffers:
         self.sum.copy_(case.sum)
         self.step.fill_(6)
 
+    @property
+    def flat(self) -> Tensor:
+        """The tables as a layout has them."""
+        return self.weights.view(-1)
+
+    @property
+    def state(self) -> Tensor | None:
+        """The optimizer's."""
+        return None if self.optimizer == "sgd" else self.sum
+
     def run(self, ops) -> Tensor:
         """A forward and an update by two calls of ops; returns the pooled output."""
-        bags = self.values, self.offsets, self.factors
-        output, status = ops.embedding_bag(self.weights, *bags, **self.layout)
-        state = None if self.optimizer == "sgd" else self.sum
+        bags, flat = {"values": self.values, "offsets": self.offsets, "per_sample_weights": self.factors}, self.flat
+        if self.weights.dim() == 2:
+            output, status = ops.embedding_bag.table(self.weights, **bags)
+        else:
+            output, status = ops.embedding_bag.layout(flat, **bags, **self.layout)
         options = {"optimizer": self.optimizer, "eps": EPS, "status": status}
-        ops.embedding_bag_backward_fused_(
-            self.weights, state, self.step, self.lr, self.grad, *bags, **self.layout, **options
-        )
+        state = (flat, self.state, self.step, self.lr)
+        ops.embedding_bag_backward_fused_.layout(*state, self.grad, **bags, **self.layout, **options)
         return output
 
     def run_autograd(self, ops) -> Tensor:
         """The same as a model does it: the update happens in the backward."""
-        state = None if self.optimizer == "sgd" else self.sum
-        bags, options = (self.values, self.offsets, self.factors), {"optimizer": self.optimizer, "eps": EPS}
-        output, _ = ops.embedding_bag_fused(
-            self.weights, state, self.step, self.lr, self.token, *bags, **self.layout, **options
-        )
+        bags = {"values": self.values, "offsets": self.offsets, "per_sample_weights": self.factors}
+        state, options = (self.flat, self.state, self.step, self.lr), {"optimizer": self.optimizer, "eps": EPS}
+        output, _ = ops.embedding_bag_fused.layout(*state, self.token, **bags, **self.layout, **options)
         torch.autograd.grad(output, self.token, self.grad)
         return output.detach()
 
@@ -139,7 +144,7 @@ def test_calls_over_the_same_memory(kind: str, optimizer: str) -> None:
     for backend in device_backends():
         if backend.kind != "cuda":  # which copies; test_replays has its own memory there
             buffers = Buffers(kind, optimizer)
-            found = _replays(buffers, lambda b=buffers, ops=backend.ops: b.run(ops))
+            found = _replays(buffers, lambda b=buffers, ops=backend.ops.ops: b.run(ops))
             _assert_same(found, expected, backend.name)
 
 
@@ -160,10 +165,10 @@ def test_a_bad_batch_skips_its_own_replay_only() -> None:
         buffers.reset()
         buffers.fill(0)
         buffers.values[5] = 10_000
-        buffers.run(backend.ops)
+        buffers.run(backend.ops.ops)
         assert buffers.step.item() == 6, backend.name
         assert same_bits(buffers.weights, buffers.cases[0].weights), backend.name
-        _assert_same(_replays(buffers, lambda b=buffers, ops=backend.ops: b.run(ops)), expected, backend.name)
+        _assert_same(_replays(buffers, lambda b=buffers, ops=backend.ops.ops: b.run(ops)), expected, backend.name)
 
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU; the tests above stand in")
@@ -222,14 +227,11 @@ WAITS = (
     r"\w*[sS]ynchronize|cudaMemcpy\w*|cudaMemset|cudaMalloc\w*|cudaFree\w*|cudaEventQuery|cudaStreamQuery"
     r"|copy_to_host|to_host|item|to|cpu|aoti_torch_item_\w+"
 )
-#: The functions that may: the sizes of a layout that leaves them out, of a sparse gradient, of rows that are chosen.
+#: The functions that may: the sizes of a sparse gradient, of rows that are chosen.
 MAY_WAIT = {
     ("csrc/core/launch.h", "copy_to_host", "cudaMemcpyAsync"),
     ("csrc/core/launch.h", "copy_to_host", "cudaStreamSynchronize"),
-    ("csrc/cuda/embedding_bag_input.cu", "to_host", "copy_to_host"),
-    ("csrc/cuda/embedding_bag_input.cu", "read_layout", "to_host"),
-    ("csrc/cuda/embedding_bag_input.cu", "read_part_counts", "to_host"),
-    ("csrc/cuda/embedding_bag_backward.cu", "backward_sparse", "copy_to_host"),
+    ("csrc/cuda/embedding_bag_backward.cu", "sparse", "copy_to_host"),
     ("csrc/cuda/jagged.cu", "place_rows", "copy_to_host"),
 }
 
@@ -261,29 +263,9 @@ def _device_sources() -> list[Path]:
 
 
 def test_few_ops_wait_in_the_sources() -> None:
-    """The host waits in sparse gradients, for layouts and totals that leave out what it must know, and nowhere else."""
+    """The host waits in sparse gradients, for totals that are not given, and nowhere else."""
     found = {(str(path.relative_to(ROOT)), *call) for path in _device_sources() for call in _calls(_code(path), WAITS)}
     assert found == MAY_WAIT
-
-
-def test_a_layout_with_its_sizes_is_not_read_back() -> None:
-    """In read_layout, every way to to_host() leads past a return that these sizes take."""
-    code = _code(ROOT / "csrc/cuda/embedding_bag_input.cu")
-    body = re.search(r"^void read_layout\(.*?^\}", code, re.MULTILINE | re.DOTALL)[0]
-    before, _, after = body.partition("if (in->max_dim > 0 && in->num_rows > 0) return;")
-    assert "to_host(" in after
-    assert "to_host(" not in before
-    assert "in->max_dim = layout.max_embedding_dim;" in before
-    assert "in->num_rows = layout.num_rows;" in before
-
-
-def test_a_layout_with_its_counts_of_parts_is_not_read_back() -> None:
-    """The same in read_part_counts."""
-    code = _code(ROOT / "csrc/cuda/embedding_bag_input.cu")
-    body = re.search(r"^void read_part_counts\(.*?^\}", code, re.MULTILINE | re.DOTALL)[0]
-    before, _, after = body.partition("if (f.most_parts == 1 || (layout.max_parts && layout.multiplies)) return;")
-    assert "to_host(" in after
-    assert "to_host(" not in before
 
 
 def test_a_total_is_not_read_back() -> None:
@@ -337,7 +319,7 @@ def test_python_reads_no_tensor(kind: str, way: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_reads_no_tensor(kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launches left out: what is around them reads a layout that comes without its sizes, and nothing else."""
+    """Its launches left out: what is around them reads nothing."""
     jit = pytest.importorskip("triton.runtime.jit")
     from rec_kernels import triton
 
@@ -348,7 +330,5 @@ def test_triton_reads_no_tensor(kind: str, optimizer: str, monkeypatch: pytest.M
         assert buffers.run(triton).shape == buffers.grad.shape
         assert launched.count("start_kernel") == 2
         assert launched[-1] == "advance_step_kernel"
-        if buffers.layout:
-            buffers.layout["num_rows"] = 0
-            with pytest.raises(NEEDS_NUMBERS):
-                buffers.run(triton)
+        with pytest.raises(NEEDS_NUMBERS):
+            buffers.layout["layout"].tolist()
