@@ -7,11 +7,7 @@ starts a process for this file. By hand: ``TRITON_INTERPRET=1 pytest python_test
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import os
-import re
-from collections.abc import Callable
-from operator import attrgetter
 
 import pytest
 import torch
@@ -19,15 +15,13 @@ from backends import PASSED, OnDevice
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, cases, make_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_calls import OF_LAYOUT, InLists, as_call, make_layout
-from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, LAYOUT, WRITTEN, arguments, call
+from layout_calls import InLists
+from test_embedding_bag_bad_input import LAYOUT
 from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels._triton_versions import UnsupportedTritonError
 from rec_kernels.ops import in_triton
-from rec_kernels.ops.autograd import signature_of
-from rec_kernels.ops.table_layout import Column, Size
 from rec_kernels.testing import assert_same_sum, rounding_bound, same_bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -46,14 +40,7 @@ INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
 SLACK = 1 + 1e-3
 
 
-_on_device = OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu)
-ops = InLists(_on_device)
-
-
-def _call(op: str, given: dict[str, object]) -> object:
-    """Calls a function, by place as torch does, with those of the arguments that it has, or their defaults."""
-    name, found = as_call(op, given)
-    return attrgetter(name)(_on_device)(*(found.get(n, default) for n, default in signature_of(name).items()))
+ops = InLists(OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu))
 
 
 def _rounded(case: Case, dtype: torch.dtype) -> Case:
@@ -241,20 +228,6 @@ def test_one_table_without_layout() -> None:
         assert same_bits(dense, flat.view(6, 20))
 
 
-def _with_layout(given_: dict[str, object]) -> dict[str, object]:
-    """The arguments with the layout that those in lists describe, to be forged: a copy of it."""
-    made = make_layout(given_)
-    return {n: a for n, a in given_.items() if n not in OF_LAYOUT} | made._asdict()
-
-
-def test_the_three_lookups_are_one() -> None:
-    """embedding_bag, embedding_bag_tables and embedding_bag_fused; num_rows and max_embedding_dim change nothing."""
-    plain, wide = _with_layout(arguments()), _with_layout(arguments())
-    wide["layout_sizes"][Size.num_rows], wide["layout_sizes"][Size.max_embedding_dim] = 9, 40
-    results = [_call(op, given_) for given_ in (plain, wide) for op in FAMILY[:3]]
-    assert all(same_bits(a, b) for result in results for a, b in zip(result, results[0], strict=True))
-
-
 @pytest.mark.parametrize("mode", ["error", "ignore"])
 def test_bad_ids(mode: str) -> None:
     """Left out of sum, n and gradients, and noted; a NaN factor of theirs goes nowhere."""
@@ -290,119 +263,6 @@ def test_unchecked_ids() -> None:
     assert all(map(same_bits, *results))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "first"),
-    [
-        ([0, 1, 3, 2, 4, 6, 7], 3),
-        ([0, 1, 3, 3, 4, 6, 8], 6),
-        ([0, 99, 3, 3, 4, 6, 7], 1),
-        ([-1, 1, 3, 3, 4, 6, 7], 0),
-        ([8, 8, 8, 8, 8, 8, 8], 0),
-        ([0, 1, -3, 3, 4, 6, 7], 2),
-    ],
-)
-@pytest.mark.parametrize("mode", ["error", "ignore", "none"])
-def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
-    """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""
-    given_ = arguments() | {"offsets": torch.tensor(offsets), "bounds_check": mode}
-    output, status = _call("embedding_bag", given_)
-    assert status[0].item() == BAD_LAYOUT + 1 + first
-    bag = max(first - 1, 0)  # the bag that the offset ends, or the first
-    column = [0, 16, 48, 64]
-    assert not output[bag % 2, column[bag // 2] : column[bag // 2 + 1]].any()
-    _assert_nothing_changes(given_ | {"status": None})
-
-
-def _assert_nothing_changes(given_: dict) -> None:
-    """Neither by an update, nor does a gradient say that it should."""
-    before = {n: given_[n].clone() for n in ("weights", "sum", "step")}
-    _call("embedding_bag_backward_fused_", given_)
-    assert all(same_bits(given_[n], t) for n, t in before.items())
-    assert not _call("embedding_bag_backward_dense", given_).any()
-    assert not _call("embedding_bag_backward_sparse", given_)[1].any()
-
-
-@pytest.mark.parametrize(
-    ("part", "column", "number"),
-    [
-        *((1, "weight_offset", at) for at in (4 * 81, -4, 4 * 79 + 2, 2**62)),
-        *((1, "num_embeddings", rows) for rows in (2**62, -1, 2)),
-        (0, "embedding_dim", 0),
-        (1, "embedding_dim", 33),
-        *((1, "row_offset", row) for row in (-1, 6, 4, 0)),
-        *((1, "column", column) for column in (17, -1)),
-        *((1, "feature", feature) for feature in (0, 2)),
-        *((1, "id_limit", limit) for limit in (4, -1)),
-        (1, "divisor", 2),
-        (1, "modulus", 2),
-        (1, "format", 1),
-        *((1, "by_row", part) for part in (0, 1, 3, -1)),
-        (2, "row_offset", 1),
-        (2, "weight_offset", 4),
-        (2, "num_embeddings", 4),
-        (None, "output_dim", 63),
-        (None, "max_embedding_dim", 31),
-        (None, "num_rows", 7),
-    ],
-)
-def test_bad_layout(part: int | None, column: str, number: int) -> None:
-    """Numbers on the device that do not fit: noted, nothing is read or written at the places they name."""
-    given_ = _with_layout(arguments())
-    if part is None:
-        given_["layout_sizes"][Size[column]] = number
-    else:
-        given_["layout"][part, Column[column]] = number
-    given_["grad"] = given_["grad"][:, : given_["layout_sizes"][Size.output_dim]]
-    given_["sum"] = torch.ones(10)
-    _, status = _call("embedding_bag", given_)
-    assert status.tolist() == [BAD_LAYOUT, 0]
-    _assert_nothing_changes(given_ | {"status": None})
-
-
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [25]"),
-        ("layout", lambda t: t[:, 1:], "layout must have shape [3, 25], got [3, 24]"),
-        ("layout", lambda t: t.int(), "layout must be int64, got int32"),
-        ("layout", lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
-        ("layout", lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
-        ("layout_sizes", lambda sizes: sizes[1:], "layout_sizes must have 9 elements, got 8"),
-        ("layout_sizes", lambda sizes: [-1, *sizes[1:]], "layout_sizes[0] = -1 must be the number of features"),
-        ("layout_sizes", lambda sizes: [sizes[0], -1, *sizes[2:]], "layout_sizes[1] = -1 must be at least 0"),
-        ("layout_sizes", lambda sizes: [*sizes[:3], -5, *sizes[4:]], "layout_sizes[3] = -5 must be at least 0"),
-        ("layout_sizes", lambda sizes: [*sizes[:4], 0, *sizes[5:]], "layout_sizes[4] = 0 must be in [1, 2^31)"),
-        ("layout_sizes", lambda sizes: [*sizes[:4], 2**31, *sizes[5:]], f"layout_sizes[4] = {2**31} must be in [1"),
-    ],
-)
-def test_not_a_layout(name: str, change: Callable, message: str) -> None:
-    """What the host sees of a layout, in the words of the compiled ops, from every function."""
-    for op in FAMILY:
-        given_ = _with_layout(arguments())
-        given_[name] = change(given_[name])
-        for function in (_call, call):
-            with pytest.raises(ValueError, match=re.escape(message)):
-                function(op, given_)
-
-
-def test_id_limits() -> None:
-    """A feature may name the first rows of its table only; touched rows are counted in the whole table."""
-    case = make_case([(9, 20)], [0, 0], [3, 2, 1, 4], weighted=True, seed=4)
-    case.values.copy_(torch.tensor([0, 4, 5, 2, 1, 8, 8, 3, 9, 0]))  # 5 and 9 are out of range
-    limits = {"partition_starts": [0, 1, 2], "divisors": [1, 1], "moduli": [9, 9], "id_limits": [5, 9]}
-    bags = {"values": case.values, "offsets": case.offsets, "per_sample_weights": case.per_sample_weights}
-    given_ = case.layout | limits | {"combine": [0, 0], "bounds_check": "ignore"} | bags
-    given_ |= {"weights": case.weights, "grad": case.grad, "sum": case.sum}
-    given_ |= {"step": torch.tensor(0), "lr": torch.tensor(LR)}
-    for op in ("embedding_bag", *FAMILY[3:]):
-        mine, compiled = ({n: t.clone() if n in WRITTEN else t for n, t in given_.items()} for _ in range(2))
-        found, expected = _call(op, mine), call(op, compiled)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-        for name in given_.keys() & set(WRITTEN):
-            torch.testing.assert_close(mine[name], compiled[name], rtol=1e-4, atol=1e-4)
-        PASSED["triton"] += 1
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_skipped_updates(optimizer: str) -> None:
     """found_inf, and a status that names a bad id under "error", keep weights, state and step; else neither counts."""
@@ -429,30 +289,6 @@ def test_grad_scale(optimizer: str) -> None:
     plain = case.update(optimizer, ops)
     scaled = case.update(optimizer, ops, grad=case.grad * 8, grad_scale=torch.tensor(8.0))
     assert all(map(same_bits, scaled, plain))
-
-
-# Of the arguments of an op: a layout is refused where it is made, and its records on the device.
-_REFUSED = [
-    (name, change, message)
-    for name, change, message in BAD_ARGUMENTS
-    if name not in OF_LAYOUT
-    and not message.startswith("layout[")
-    and message != "weights must be float32, got float16"  # which is no error here
-]
-
-
-@pytest.mark.parametrize(("name", "change", "message"), _REFUSED)
-def test_bad_argument(name: str, change: Callable, message: str) -> None:
-    """The words of the compiled ops, from every function that takes the argument; nothing has changed."""
-    takers = [op for op in FAMILY if name in inspect.signature(getattr(triton, op).layout).parameters]
-    assert takers
-    for op in takers:
-        given_ = _with_layout(arguments())
-        given_[name] = change(given_.get(name))
-        before = {n: t.clone() for n, t in given_.items() if isinstance(t, Tensor)}
-        with pytest.raises(ValueError, match=re.escape(message)):
-            _call(op, given_)
-        assert all(same_bits(given_[n], t) for n, t in before.items())
 
 
 def _train() -> list[Tensor]:

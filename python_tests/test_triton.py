@@ -49,7 +49,7 @@ def run(*arguments: str, interpret: bool = False, before: Path | None = None) ->
     [
         ("dot_interaction", 200),
         ("embedding_bag", 200),
-        ("embedding_bag_options", 5),
+        ("embedding_bag_options", 25),
         ("expand", 100),
         ("factorization_machine", 100),
         ("fake_quantize", 500),
