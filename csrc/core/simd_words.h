@@ -347,7 +347,8 @@ RK_HOST_DEVICE void draw_columns(const Noise& n, int64_t row, uint32_t first_blo
                     step = zero + uint64_t{n.step};
   WidePhilox streams[kStreams];
   for (int i = 0; i < kStreams; ++i)
-    streams[i] = {{double_word_ramp(1) + uint64_t{first.word[0] + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
+    streams[i] = {
+        {double_word_ramp(1) + uint64_t{first.word[0] + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
   draw_streams<kStreams>(n, streams, out);
 }
 

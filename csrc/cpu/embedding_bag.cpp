@@ -135,8 +135,8 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
                                    const OptionalTensor& cache_slots) {
   const OptionalTensor none;
   // The forward has raised what it was to raise: an id out of range has no gradient.
-  const BagArguments bags{values, offsets, layout_records, layout_sizes, none, bag_starts,
-                          inverse, groups, padding_idx,    "ignore"};
+  const BagArguments bags{values,     offsets, layout_records, layout_sizes, none,
+                          bag_starts, inverse, groups,         padding_idx,  "ignore"};
   const Layout layout = read_layout(layout_records, layout_sizes, values);
   check_weights(weights, values, layout);
   const BagInput in = read_bags(bags, layout, limits_of(layout, weights));

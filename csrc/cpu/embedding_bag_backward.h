@@ -64,8 +64,8 @@ struct RowTarget {
   float lr;
   float eps;
   GradientStep gradient_step;
-  ElementwiseKind kind;           // of an optimizer with state for every element, and what it needs beyond lr and eps
-  const TablePart* parts;         // the layout's records, whose state_offset says where state starts
+  ElementwiseKind kind;    // of an optimizer with state for every element, and what it needs beyond lr and eps
+  const TablePart* parts;  // the layout's records, whose state_offset says where state starts
   float beta1, beta2, beta1_power, beta2_power;
   int64_t* rows;  // row of each run of sparse gradients; null for dense ones
   bool stochastic;

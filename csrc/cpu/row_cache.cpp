@@ -46,8 +46,8 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const Tensor offsets = new_zeros(cache_tags, {1}, ScalarType::Long);
   const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
   const CacheArguments arguments{rows, tags, none, dirty};
-  const BagInput in = read_bags({values, offsets, layout, layout_sizes, none, -1, "none"}, &weights, arguments,
-                                CacheUse::kFlush);
+  const BagInput in =
+      read_bags({values, offsets, layout, layout_sizes, none, -1, "none"}, &weights, arguments, CacheUse::kFlush);
   const CacheInput cache = read_cache(arguments, in, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
@@ -83,9 +83,7 @@ class Ranges {
   }
   // The pieces of range t: the first, and the one behind the last.
   int64_t begin(int64_t t) const { return rows(t) <= 0 ? 0 : piece_of(first(t)); }
-  int64_t end(int64_t t) const {
-    return rows(t) <= 0 ? 0 : has_end(t) ? piece_of(first(t) + rows(t)) : num_pieces();
-  }
+  int64_t end(int64_t t) const { return rows(t) <= 0 ? 0 : has_end(t) ? piece_of(first(t) + rows(t)) : num_pieces(); }
 
  private:
   int64_t first(int64_t t) const { return parts_[t].row_offset; }

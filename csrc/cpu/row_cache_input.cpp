@@ -25,8 +25,7 @@ CacheInput read_cache(const CacheArguments& cache, const BagInput& in, CacheUse 
   CacheInput out;
   for (int64_t p = 0; p < in.num_parts; ++p) {
     const TablePart& r = in.records[p];
-    out.places.push_back(
-        CachePlace::of(r.cache_sets, r.cache_first_set, r.cache_row_offset, ways, r.num_embeddings));
+    out.places.push_back(CachePlace::of(r.cache_sets, r.cache_first_set, r.cache_row_offset, ways, r.num_embeddings));
   }
   out.view = {cache.tags->const_data_ptr<int64_t>(),
               optional_pointer<uint8_t>(cache.marks),

@@ -26,8 +26,8 @@ int64_t check_tables(const BagInput& in, const CacheHistory& history) {
   int64_t tables = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) tables = std::max(tables, int64_t{in.features[p].shard.table} + 1);
   if (!history.stats) return tables;
-  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables,
-              " rows, one for each table_id, got ", history.stats->size(0));
+  check_value(history.stats->size(0) >= tables, "cache_stats must have ", tables, " rows, one for each table_id, got ",
+              history.stats->size(0));
   return tables;
 }
 
@@ -41,8 +41,8 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheArguments arguments{rows, tags, marks, dirty};
   const BagInput in = read_bags(bags, &weights, arguments, CacheUse::kUpdate);
   const CacheInput cache = read_cache(arguments, in);
-  const CacheHistory history{cache_clock, stamps, policy.counts, policy.row_counts, policy.stats, lfu,
-                             policy.decay_every};
+  const CacheHistory history{cache_clock,  stamps, policy.counts,     policy.row_counts,
+                             policy.stats, lfu,    policy.decay_every};
   check_history(history, arguments, values);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   const int64_t tables = check_tables(in, history);
@@ -50,8 +50,8 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   in.raise(find_slots(in, cache.view, slots.mutable_data_ptr<int64_t>()));
 
   const int64_t clock = advanced(cache_clock, "cache_clock");
-  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),  optional_pointer<int64_t>(stamps),
-                      cache_marks.mutable_data_ptr<uint8_t>(), cache.view.dirty,
+  const Memory memory{cache_tags.mutable_data_ptr<int64_t>(),   optional_pointer<int64_t>(stamps),
+                      cache_marks.mutable_data_ptr<uint8_t>(),  cache.view.dirty,
                       optional_pointer<uint8_t>(policy.counts), optional_pointer<uint8_t>(policy.row_counts),
                       optional_pointer<int64_t>(policy.stats),  false};
   const CachedTables behind(in, cache.view, static_cast<uint8_t*>(weights.mutable_data_ptr()), how, clock);

@@ -210,8 +210,7 @@ struct MomentRows {
   RowRounding rounding;
   float* held;  // [2, D] for rows that are not floats
 
-  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard,
-             float* held)
+  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard, float* held)
       : D(D), state(state), stochastic(t.stochastic), rounding(t.rounding), held(held) {
     rounding.noise.shard = shard;
   }

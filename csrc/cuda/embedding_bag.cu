@@ -135,8 +135,8 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
                                    const OptionalTensor& cache_slots) {
   const OptionalTensor none;
   // The forward has said what is out of range: such an id has no gradient.
-  const BagArguments bags{values,  offsets, records,     layout_sizes, none, bag_starts,
-                          inverse, groups,  padding_idx, "ignore"};
+  const BagArguments bags{values,     offsets, records, layout_sizes, none,
+                          bag_starts, inverse, groups,  padding_idx,  "ignore"};
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);

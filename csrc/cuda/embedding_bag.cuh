@@ -22,9 +22,9 @@ struct Part {
 
 // The parts of a call.
 struct Features {
-  const TablePart* records;  // null: one table
-  Part* parts;               // or null: every feature is one table, and an id its row
-  bool own_rows;             // every bag has a row of the output, whose columns start with the feature's
+  const TablePart* records;   // null: one table
+  Part* parts;                // or null: every feature is one table, and an id its row
+  bool own_rows;              // every bag has a row of the output, whose columns start with the feature's
   int most_parts, part_bits;  // no feature has more; of the number of a part within its feature
   Feature one;
   int num_formats;
@@ -82,8 +82,8 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
 
 }  // namespace RK_ISA
 
-// Rows that are read from a cache: that of id i starts at rows[cache_row_offset + slots[i] * D] of its part, if all of it
-// is there.
+// Rows that are read from a cache: that of id i starts at rows[cache_row_offset + slots[i] * D] of its part, if all of
+// it is there.
 struct CachedPool {
   const float* rows;
   const int64_t* slots;  // null: there is no cache
@@ -111,9 +111,8 @@ struct PoolArgs {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
     if (slot < 0) return -1;
     // Unsigned, so that a slot far beyond all wraps.
-    const auto begin =
-        static_cast<int64_t>(static_cast<uint64_t>(features.records[part].cache_row_offset) +
-                             static_cast<uint64_t>(slot) * D);
+    const auto begin = static_cast<int64_t>(static_cast<uint64_t>(features.records[part].cache_row_offset) +
+                                            static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
   }
   __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {

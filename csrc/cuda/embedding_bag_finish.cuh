@@ -323,7 +323,7 @@ struct UpdateArgs {
   bool elementwise;
   const int64_t *seed, *step;  // of the noise; seed may be null: 0
   ElementwiseKind kind;        // of an optimizer with state for every element, and what it needs beyond lr and eps
-  const TablePart* records;  // state for every element starts at their state_offset
+  const TablePart* records;    // state for every element starts at their state_offset
   float beta1, beta2;
   const float* beta_powers;  // or null
 

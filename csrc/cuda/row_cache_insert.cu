@@ -397,8 +397,8 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const CacheArguments arguments{rows, tags, marks, dirty};
   CacheTensors cache = read_cache(arguments, layout, values);
   const BagInput in = read_bags(bags, layout, stream);
-  const CacheHistory history{cache_clock, stamps, policy.counts, policy.row_counts, policy.stats, lfu,
-                             policy.decay_every};
+  const CacheHistory history{cache_clock,  stamps, policy.counts,     policy.row_counts,
+                             policy.stats, lfu,    policy.decay_every};
   check_history(history, arguments, values);
   check_row_counts(history, in.num_rows);
   const UpdateRounding how = read_rounding(values, rounding, seed);

@@ -32,8 +32,8 @@ struct Rounding {
 };
 
 // Of rows that an update writes back: by chance with its step's noise and scales upwards, or to nearest. No seed is 0.
-__device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step,
-                                                    const TableShard& shard, bool stochastic) {
+__device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step, const TableShard& shard,
+                                                    bool stochastic) {
   return {make_noise(seed ? *seed : 0, *step, shard), stochastic, stochastic};
 }
 

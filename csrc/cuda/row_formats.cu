@@ -42,7 +42,8 @@ __device__ __forceinline__ void note_not_finite(const QuantizeArgs& a, int64_t n
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) quantize_kernel(QuantizeArgs a) {
   const Group<G> group;
-  const Rounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, {a.table, 0, 0}), a.round_up, a.stochastic};
+  const Rounding how = {make_noise(a.seed ? *a.seed : 0, a.step ? *a.step : 0, {a.table, 0, 0}), a.round_up,
+                        a.stochastic};
   const bool aligned = columns_aligned<Format>(a.rows, a.D);
   for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
     ColumnWriter<Format, G> writer{group, how, a.first_row + n, a.D, a.rows + n * a.bytes, aligned};

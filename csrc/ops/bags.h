@@ -67,11 +67,11 @@ struct Bags {
                           // its own; or null: every feature has B, and a row of the output is all features' b-th bags
   const int64_t* groups;  // [F], with `starts`: the group of a feature whose bags samples share, and -1: b-th bags are
                           // row b, as without `starts`; or null
-  const int64_t* row_shifts;   // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
-                               // in memory that is as many rows away (SharedRows)
-  const TablePart* parts;      // the records; null: every feature has one part
+  const int64_t* row_shifts;  // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
+                              // in memory that is as many rows away (SharedRows)
+  const TablePart* parts;     // the records; null: every feature has one part
   int64_t num_parts;
-  int64_t padding_idx;         // -1: none
+  int64_t padding_idx;  // -1: none
   bool ids64;
   bool offsets64;
   bool check_ids;

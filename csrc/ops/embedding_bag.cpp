@@ -59,8 +59,7 @@ void check_jagged(const Tensor& values, const Tensor& offsets, const OptionalTen
 
 Bags read_jagged(const Tensor& values, const Tensor& offsets, const OptionalTensor& per_sample_weights,
                  int64_t num_bags) {
-  check_value(num_bags < INT64_C(0xffffffff), "offsets describe ", num_bags,
-              " bags; at most 2^32 - 2 fit in a call");
+  check_value(num_bags < INT64_C(0xffffffff), "offsets describe ", num_bags, " bags; at most 2^32 - 2 fit in a call");
   Bags b{};
   b.ids = values.const_data_ptr();
   b.offsets = offsets.const_data_ptr();
@@ -121,8 +120,9 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
   const TablePart& p = layout.parts[i];
   const std::string table = join("a table of ", p.num_embeddings, " x ", p.embedding_dim);
   if (fault == LayoutFault::kWeights)
-    throw_value_error(join("layout[", i, "]: ", table, " (", row_format_name(static_cast<RowFormat>(p.format)), ") at byte ", p.weight_offset,
-                           " does not fit in weights of ", limits.weight_bytes, " bytes"));
+    throw_value_error(join("layout[", i, "]: ", table, " (", row_format_name(static_cast<RowFormat>(p.format)),
+                           ") at byte ", p.weight_offset, " does not fit in weights of ", limits.weight_bytes,
+                           " bytes"));
   if (fault == LayoutFault::kState)
     throw_value_error(join("layout[", i, "]: the state of ", table, " at state_offset ", p.state_offset,
                            " does not fit in optimizer state of ", limits.state_elements, " elements"));
@@ -177,8 +177,7 @@ void check_bags(const BagArguments& bags, const Layout& layout) {
 
 void check_bags(const OneTableBags& bags) {
   check_jagged(bags.values, bags.offsets, bags.per_sample_weights);
-  check_value(bags.offsets.numel() >= 1 || !bags.include_last_offset,
-              "offsets must have batch + 1 elements, got none");
+  check_value(bags.offsets.numel() >= 1 || !bags.include_last_offset, "offsets must have batch + 1 elements, got none");
 }
 
 Bags read_bags(const BagArguments& bags, const Layout& layout) {

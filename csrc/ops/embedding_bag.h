@@ -80,8 +80,8 @@ struct OneTableBags {
 };
 template <>
 struct ArgumentsOf<const OneTableBags&> {
-  using types = Types<const Tensor&, const Tensor&, const OptionalTensor&, const std::string&, bool, int64_t,
-                      const std::string&>;
+  using types =
+      Types<const Tensor&, const Tensor&, const OptionalTensor&, const std::string&, bool, int64_t, const std::string&>;
 };
 
 // The layout of a call, checked but for its records.
@@ -93,7 +93,7 @@ struct Layout {
 RK_EXPORT Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, const Tensor& values);
 // Throws what is wrong with record i.
 [[noreturn]] RK_EXPORT void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i,
-                                              LayoutFault fault);
+                                               LayoutFault fault);
 
 // How bags are read.
 struct BagOptions {

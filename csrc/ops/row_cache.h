@@ -9,8 +9,8 @@
 // by table_id: ids looked up, those of them whose row was in a slot, rows taken in, rows
 // evicted, dirty rows of them that were encoded, rows that found no slot.
 //
-// Places. The layout says, for each part: cache_sets, how many sets its table's rows are spread over, 0 for a table that
-// is not cached; cache_first_set, the first of them; cache_row_offset. The row of slot s starts at element
+// Places. The layout says, for each part: cache_sets, how many sets its table's rows are spread over, 0 for a table
+// that is not cached; cache_first_set, the first of them; cache_row_offset. The row of slot s starts at element
 // cache_row_offset + s * D of cache_rows, FP32. Tables of one width may share sets, others must not. The parts of a
 // feature that has several are not cached. A layout with places and a call without the cache's tensors: no cache.
 //

@@ -51,16 +51,16 @@ struct TablePart {
   int64_t num_embeddings;  // rows that are here
   int64_t table_rows;      // rows of the whole table, of which these may be a shard
   int64_t embedding_dim;
-  int64_t column;       // of the output, where its columns start
-  int64_t part_column;  // the same, counted from the first column of its feature: of calls with bag_starts
-  int64_t table_id;     // of stochastic rounding's noise
-  int64_t state_offset; // where the table starts in optimizer state for every element
-  int64_t feature;      // whose part it is
-  int64_t part_start;   // of the feature with the number of this *row*, the first part; num_parts behind the features
-  int64_t id_limit;     // ids of the feature are in [0, id_limit)
-  int64_t divisor, modulus;  // row = id / divisor % modulus
-  int64_t combine;           // Combine: with the feature's other parts
-  int64_t format;            // RowFormat
+  int64_t column;        // of the output, where its columns start
+  int64_t part_column;   // the same, counted from the first column of its feature: of calls with bag_starts
+  int64_t table_id;      // of stochastic rounding's noise
+  int64_t state_offset;  // where the table starts in optimizer state for every element
+  int64_t feature;       // whose part it is
+  int64_t part_start;    // of the feature with the number of this *row*, the first part; num_parts behind the features
+  int64_t id_limit;      // ids of the feature are in [0, id_limit)
+  int64_t divisor, modulus;         // row = id / divisor % modulus
+  int64_t combine;                  // Combine: with the feature's other parts
+  int64_t format;                   // RowFormat
   int64_t first_row, first_column;  // of a shard in the whole table: noise is that of the whole table
   int64_t mean;                     // 1: bags are averaged
   int64_t frozen;                   // 1: ids give the table no gradient
@@ -68,7 +68,7 @@ struct TablePart {
   int64_t cache_sets;               // of the row cache that rows of the table may be in; 0: the table is not cached
   int64_t cache_first_set;
   int64_t cache_row_offset;  // where slot 0 would be in cache_rows, were all slots of the table's width
-  int64_t by_row;  // of row i: the part that is number i by its linear rows; parts of empty tables come first
+  int64_t by_row;            // of row i: the part that is number i by its linear rows; parts of empty tables come first
 };
 constexpr int64_t kLayoutColumns = 25;
 static_assert(sizeof(TablePart) == kLayoutColumns * sizeof(int64_t), "a record is a row of the matrix");
@@ -189,8 +189,8 @@ RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const La
 
 // Whether what is said of a feature is said of all its parts, and rows that become one have one shape.
 RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first, bool alone) {
-  const bool feature = p.id_limit == first.id_limit && p.combine == first.combine && p.mean == first.mean &&
-                       p.frozen == first.frozen;
+  const bool feature =
+      p.id_limit == first.id_limit && p.combine == first.combine && p.mean == first.mean && p.frozen == first.frozen;
   const bool one = alone || p.combine == static_cast<int64_t>(Combine::kConcat) ||
                    (p.embedding_dim == first.embedding_dim && p.format == first.format);
   return feature && one && p.combine >= 0 && p.combine <= 2;
