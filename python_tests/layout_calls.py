@@ -98,6 +98,13 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
     )
 
 
+def forged(given: dict[str, object], column: str, place: int, value: int) -> dict[str, object]:
+    """What ``make_layout`` makes of ``given``, but for one number, which ``rk.table_layout`` would not write."""
+    made = make_layout(given)
+    made.layout[place, rk.ops.table_layout.Column[column]] = value
+    return made._asdict()
+
+
 def _cache_places(given: dict[str, object], dims: list[int]) -> rk.CachePlaces | None:
     names = ("cache_sets", "cache_set_starts", "cache_offsets")
     sets, starts, offsets = (None if given.get(n) is None else _numbers(given[n]) for n in names)

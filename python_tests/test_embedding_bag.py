@@ -7,7 +7,7 @@ import torch
 from backends import every_backend
 from embedding_bag_cases import Case, cases, make_case, wide_floats
 from hypothesis import given, settings
-from layout_calls import OPS
+from layout_calls import OPS, make_layout
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rec_kernels.testing import same_bits
@@ -230,7 +230,8 @@ def test_outputs_are_poisoned_before_they_are_written() -> None:
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with _Allocations() as seen:
         # Past the mode itself, straight to the kernel: what the kernel calls is still seen.
-        output, status = ops.embedding_bag.default.redispatch(cpu, case.weights, *case.jagged, **case.layout)
+        lookup = torch.ops.rec_kernels.embedding_bag.layout
+        output, status = lookup.redispatch(cpu, case.weights, *case.jagged[:2], *make_layout(case.layout))
     assert [t.shape for t in seen.fresh] == [output.shape, status.shape]
     assert seen.fresh[0].isnan().all()
     assert (seen.fresh[1] == INT64_MAX).all()

@@ -358,7 +358,7 @@ def adam(**changes: object) -> dict[str, object]:
         ({"optimizer": "adagrad", "sum": torch.ones(176)}, 'exp_avg must not be given for optimizer "adagrad"'),
         (
             {"moment_offsets": torch.tensor([0, 81, 0])},
-            "layout[1]: state_offset: the table's state must lie in the optimizer's",
+            "layout[1]: the state of a table of 3 x 32 at state_offset 81 does not fit in optimizer state of 176",
         ),
         (
             {"moment_offsets": torch.tensor([-1, 80, -1])},

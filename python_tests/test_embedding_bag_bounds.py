@@ -23,6 +23,7 @@ from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
 from rec_kernels.nn import bounds, selected
+from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [None, rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -397,7 +398,7 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
         step(found, batch((2, 9)))
         assert message(found.check, ValueError).startswith("offsets[0] was below")
         found.check()
-        found._weight_offsets[0] = -1
+        found._layout_records[0, Column.weight_offset] = -1
         step(found)
         assert message(found.check, ValueError).startswith("the collection's layout of tables was overwritten in a")
         assert not found._reports._lookups
@@ -406,7 +407,7 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layout_that_was_overwritten(late) -> None:
     """It is not the batch's fault."""
     found = make()
-    found._weight_offsets[0] = -1
+    found._layout_records[0, Column.weight_offset] = -1
     step(found)
     assert message(found.check, ValueError) == "the collection's layout of tables has been overwritten" + LATER
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from backends import device_backends
 from embedding_bag_cases import LR, OPTIMIZERS, Case, make_case
-from layout_calls import make_layout
+from layout_calls import forged
 
-from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits
 
 INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -16,13 +15,6 @@ INT64_MIN, INT64_MAX = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).ma
 
 def case_of_two_tables(**changes) -> Case:
     return make_case([(5, 16), (3, 33)], [0, 1, 0], [3, 2, 0, 4, 1, 2] * 1, seed=1, **changes)
-
-
-def forged(case: Case, column: str, place: int, value: int) -> dict:
-    """A layout that ``rk.table_layout`` would not make: one number is another."""
-    layout = make_layout(case.layout)
-    layout.layout[place, Column[column]] = value
-    return layout._asdict() | {"padding_idx": case.padding_idx}
 
 
 def unchanged(case: Case, found: tuple) -> bool:
@@ -124,7 +116,7 @@ def test_bad_offsets_are_noted_and_nothing_outside_is_touched(offsets: list[int]
 def test_bad_layouts_are_noted_and_nothing_is_touched(column: str, place: int, value: int) -> None:
     """Lookups give nothing, updates change nothing, gradients are zero."""
     case = case_of_two_tables()
-    layout = forged(case, column, place, value)
+    layout = forged(case.layout, column, place, value) | {"padding_idx": case.padding_idx}
     for backend in device_backends():
         _, status = backend.ops.embedding_bag(case.weights, *case.jagged, **layout)
         assert status[0].item() == INT64_MIN, backend.name
@@ -146,7 +138,7 @@ def test_rows_of_any_two_of_many_tables_may_overlap(number: int) -> None:
         assert not unchanged(case, case.update("sgd", backend.ops)), backend.name
         for one, other in ((0, number - 1), (number - 2, number - 1), (number // 2 - 1, number // 2)):
             weights, step, rate = case.weights.clone(), torch.tensor(6), torch.tensor(LR)
-            layout = forged(case, "row_offset", other, rows[one] + 1)
+            layout = forged(case.layout, "row_offset", other, rows[one] + 1)
             bags = (case.grad, *case.jagged)
             backend.ops.embedding_bag_backward_fused_(weights, None, step, rate, *bags, optimizer="sgd", **layout)
             assert unchanged(case, (weights, case.sum, step)), (backend.name, one, other)

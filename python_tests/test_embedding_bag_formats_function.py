@@ -8,12 +8,13 @@ import pytest
 import torch
 from embedding_bag_cases import LR, make_case
 from embedding_bag_format_cases import every_format_once
-from layout_calls import OPS
+from layout_calls import OPS, as_call
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
 from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits
 
 ops = OPS
@@ -175,36 +176,35 @@ def test_compiled(name: str, backend: str) -> None:
         assert counter.frame_count == (1 if count == 8 else 2)
 
 
+def _opcheck(op: str, given: dict[str, object]) -> None:
+    name, arguments = as_call(op, given)
+    torch.library.opcheck(overload_of(name), (), arguments)
+
+
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_opcheck_of_one_table(format: str) -> None:
     """Schema, fake kernel, autograd registration and AOT dispatch with dynamic shapes."""
-    (rows, _), said = table(format), {"formats": [format], "embedding_dim": DIM}
-    factors, bags = torch.rand(7, requires_grad=True), (IDS, torch.tensor([0, 3, 7]))
-    torch.library.opcheck(ops.embedding_bag.default, (rows, *bags, factors), said)
-    torch.library.opcheck(
-        ops.embedding_bag_backward_per_sample_weights.default, (torch.ones(2, DIM), rows, *bags), said
-    )
-    update = (torch.tensor(3), torch.tensor(LR), torch.ones(2, DIM), *bags, factors.detach())
-    for optimizer, state in (("sgd", None), ("rowwise_adagrad", torch.rand(ROWS))):
-        options = said | {"optimizer": optimizer, "seed": torch.tensor(5)}
-        torch.library.opcheck(ops.embedding_bag_backward_fused_.default, (rows.clone(), state, *update), options)
+    rows, _ = table(format)
+    factors, bags = torch.rand(7, requires_grad=True), {"values": IDS, "offsets": torch.tensor([0, 3, 7])}
+    said = {"weights": rows, "formats": [format], "embedding_dim": DIM} | bags
+    _opcheck("embedding_bag", said | {"per_sample_weights": factors})
+    _opcheck("embedding_bag_backward_per_sample_weights", said | {"grad": torch.ones(2, DIM)})
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 def test_opcheck_of_many_tables(optimizer: str) -> None:
     """All formats in one call; the backward that updates is part of what is checked."""
     encoded = every_format_once(make_case([(3, 6)] * 8, list(range(8)), [2, 1] * 8, weighted=True, seed=4))
-    case, layout, noise = encoded.case, encoded.layout, encoded.noise | {"optimizer": optimizer}
-    values, offsets, factors = case.jagged
-    bags, state = (values, offsets, factors.clone().requires_grad_()), None if optimizer == "sgd" else case.sum.clone()
-    states = (encoded.flat.clone(), state, torch.tensor(6), torch.tensor(LR))
-    torch.library.opcheck(ops.embedding_bag.default, (encoded.flat, *bags), layout)
-    token = torch.empty(0, requires_grad=True)
-    torch.library.opcheck(ops.embedding_bag_fused.default, (*states, token, *bags), layout | noise)
-    arguments = (*states, case.grad, *case.jagged)
-    torch.library.opcheck(ops.embedding_bag_backward_fused_.default, arguments, layout | noise)
-    arguments = (case.grad, encoded.flat, values, offsets)
-    torch.library.opcheck(ops.embedding_bag_backward_per_sample_weights.default, arguments, layout)
+    values, offsets, factors = encoded.case.jagged
+    state = {"sum": None if optimizer == "sgd" else encoded.case.sum.clone(), "step": torch.tensor(6)}
+    update = state | {"lr": torch.tensor(LR), "optimizer": optimizer} | encoded.noise
+    bags = {"weights": encoded.flat.clone(), "values": values, "offsets": offsets} | encoded.layout
+    weighted = bags | {"per_sample_weights": factors.clone().requires_grad_()}
+    _opcheck("embedding_bag", weighted)
+    _opcheck("embedding_bag_fused", weighted | update | {"token": torch.empty(0, requires_grad=True)})
+    grad = {"grad": encoded.case.grad}
+    _opcheck("embedding_bag_backward_fused_", bags | update | grad | {"per_sample_weights": factors})
+    _opcheck("embedding_bag_backward_per_sample_weights", bags | grad)
 
 
 def test_meta() -> None:

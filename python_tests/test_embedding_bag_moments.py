@@ -10,6 +10,7 @@ from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase, encoded_cas
 from embedding_bag_moment_cases import ELEMENTWISE, MomentCase, reference_step
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from layout_calls import forged
 
 from rec_kernels.testing import same_bits
 
@@ -155,17 +156,19 @@ def test_skipped(optimizer: str) -> None:
             assert all(same_bits(state[name], t) for name, t in case.state.items()), backend.name
 
 
-@pytest.mark.parametrize("offsets", [[0, 91, 0], [-1, 90, -1], [0, 80, 0], [0, 90, 16]])
+@pytest.mark.parametrize(("part", "offset"), [(1, 91), (0, -1), (2, 16), (1, 2**62)])
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
-def test_bad_places_on_a_device(optimizer: str, offsets: list[int]) -> None:
-    """State that does not fit, or that two tables share in part: CUDA kernels, which cannot raise, change nothing."""
+def test_bad_places_on_a_device(optimizer: str, part: int, offset: int) -> None:
+    """State that does not fit, or is not that of the same table: CUDA kernels, which cannot raise, change nothing."""
     encoded = every_format_once(_small(), 2)
     case = MomentCase(encoded, optimizer)
     size = 5 * 18 + 3 * 130
     for name, t in case.state.items():
         case.state[name] = torch.ones(size) if len(t) == case.size else t
+    starts = {"state_offsets": [0, 90, 0]}
+    bad = forged(encoded.layout | encoded.noise | starts, "state_offset", part, offset)
     for backend in device_backends():
-        flat, state, step = case.update("nearest", backend.ops, moment_offsets=torch.tensor(offsets))
+        flat, state, step = case.update("nearest", backend.ops, **bad)
         assert torch.equal(flat, encoded.flat), backend.name
         assert step.item() == STEP
         assert all(same_bits(state[name], t) for name, t in case.state.items()), backend.name

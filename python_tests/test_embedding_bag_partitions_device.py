@@ -10,8 +10,8 @@ from embedding_bag_checks import check_gradients, check_lookups, check_update
 from embedding_bag_format_cases import EncodedCase
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from layout_calls import OPS
-from test_embedding_bag_partitions import BAD_LAYOUTS, told
+from layout_calls import OPS, forged, make_layout
+from test_embedding_bag_partitions import told
 
 from rec_kernels.nn.tables import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
@@ -116,33 +116,35 @@ def test_frozen_features(frozen: list[bool]) -> None:
         assert all(map(same_bits, found, case.update("sgd", frozen=mask))), backend.name
 
 
-def _two_parts() -> tuple[Case, dict]:
-    """With num_rows and max_embedding_dim, so that nobody but the device sees the numbers."""
-    case = make_case([(8, 5), (7, 5)], [Parts([0, 1], [(1, 8), (8, 7)], 50, "mult")], [1, 2], seed=1)
-    return case, case.layout | {"num_rows": len(case.sum), "max_embedding_dim": 5}
-
-
 BAD_NUMBERS = [
-    *((name, value) for name, (value, _) in BAD_LAYOUTS.items()),
-    ("partition_starts", torch.tensor([0, 3])),
-    ("partition_starts", torch.tensor([1, 2])),
-    ("partition_starts", torch.tensor([0, -1])),
-    ("partition_starts", torch.tensor([2, 2])),
-    ("partition_starts", torch.tensor([0, 2**40])),
-    ("moduli", torch.tensor([9, 7])),
-    ("num_embeddings", torch.tensor([8, 6])),
-    ("combine", torch.tensor([-1])),
-    ("combine", torch.tensor([0])),  # whose columns would be side by side
-    ("max_parts", 1),
-    ("multiplies", False),
+    ("divisor", 1, 0),
+    ("modulus", 0, 0),
+    ("modulus", 0, 9),  # more rows than there are
+    ("modulus", 1, -1),
+    ("id_limit", 0, -1),
+    ("id_limit", 1, 51),
+    ("num_embeddings", 1, 6),
+    ("combine", 0, 3),
+    ("combine", 0, -1),
+    ("combine", 0, 0),  # whose columns would be side by side
+    ("embedding_dim", 1, 4),
+    ("row_offset", 1, 0),
+    ("column", 1, 5),
+    ("part_start", 0, 1),
+    ("feature", 1, 1),
+    ("multiplied", 0, 0),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), BAD_NUMBERS)
-def test_bad_layouts_are_noted(name: str, value: object) -> None:
+def _two_parts() -> Case:
+    return make_case([(8, 5), (7, 5)], [Parts([0, 1], [(1, 8), (8, 7)], 50, "mult")], [1, 2], seed=1)
+
+
+@pytest.mark.parametrize(("column", "part", "value"), BAD_NUMBERS)
+def test_bad_layouts_are_noted(column: str, part: int, value: int) -> None:
     """A device notes them, returns NaN, updates nothing and gives no gradient."""
-    case, layout = _two_parts()
-    wrong = layout | {name: value}
+    case = _two_parts()
+    wrong = forged(case.layout, column, part, value)
     for backend in device_backends():
         output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **wrong)
         assert status[0] == BAD_LAYOUT, backend.name
@@ -161,14 +163,6 @@ def test_bad_layouts_are_noted(name: str, value: object) -> None:
             case.grad, case.weights, case.values, case.offsets, **wrong
         )
         assert not factors.any()
-
-
-def test_too_many_parts_are_noted() -> None:
-    """A feature has four at most."""
-    many = make_case([(2, 3)] * 5, [Parts([0, 1, 2, 3, 4], [(1, 2)] * 5, 2, "add")], [1])
-    for backend in device_backends():
-        _, status = backend.ops.embedding_bag(many.weights, *many.jagged, **many.layout)
-        assert status[0] == BAD_LAYOUT, backend.name
 
 
 @pytest.mark.parametrize("offsets", [[0, 4, 0, 8], [0, 8, 4, 8], [8, 8, 0, 8], [0, 4, 4, 2**40]])
@@ -192,16 +186,14 @@ def test_bad_offsets_are_noted(offsets: list[int]) -> None:
 
 def test_gradients_need_the_rows() -> None:
     """Those of products are made with the other parts' rows."""
-    case, layout = _two_parts()
-    given = (case.grad, list(case.weights.shape), *case.jagged)
-    wrong = [(case.weights[1:], "shape that weights_shape names"), (case.weights.double(), "must be float32")]
+    case = _two_parts()
+    layout = make_layout(case.layout)
+    wrong = [(case.weights[1:], "does not fit in weights|not valid"), (case.weights.double(), "must be float32")]
     for backend in every_backend():
-        for backward in (backend.ops.embedding_bag_backward_dense, backend.ops.embedding_bag_backward_sparse):
-            with pytest.raises((ValueError, RuntimeError), match="weights must be given: "):
-                backward(*given, **layout)
+        for op in ("embedding_bag_backward_dense", "embedding_bag_backward_sparse"):
             for weights, message in wrong:
                 with pytest.raises((ValueError, RuntimeError), match=message):
-                    backward(*given, **layout, weights=weights)
+                    getattr(backend.ops.ops, op).layout(case.grad, weights, *case.jagged[:2], *layout)
 
 
 @pytest.mark.parametrize("combine", ["concat", "add", "mult"])

@@ -9,7 +9,6 @@ import pickle
 
 import pytest
 import torch
-from layout_calls import OPS
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
@@ -266,18 +265,13 @@ def test_sparse_gradients_of_tables() -> None:
     collection, grads = make(), {}
     tables = list(collection.parameters())
     for sparse in (False, True):
-        output, _ = OPS.embedding_bag_tables(
+        output, _ = torch.ops.rec_kernels.embedding_bag_tables.layout(
             collection._weights,
             tables,
             batch().values(),
             batch().offsets(),
-            weight_offsets=collection._weight_offsets,
-            row_offsets=collection._row_offsets,
-            num_embeddings=collection._num_embeddings,
-            embedding_dims=collection._embedding_dims,
-            output_offsets=collection._output_offsets,
-            mean=collection._mean,
-            output_dim=43,
+            collection._layout_records,
+            collection._layout_sizes,
             sparse=sparse,
         )
         grads[sparse] = torch.autograd.grad(output.square().sum(), tables)

@@ -243,7 +243,7 @@ def test_no_forward_mode_derivative(grad: bool) -> None:
 
     with torch.set_grad_enabled(grad):
         for f, x in ((lambda w: lookup(w, factors), weight), (lambda s: lookup(weight, s), factors)):
-            with pytest.raises(NotImplementedError, match="embedding_bag has no forward-mode derivative"):
+            with pytest.raises(NotImplementedError, match=r"embedding_bag\.table has no forward-mode derivative"):
                 torch.func.jvp(f, (x,), (torch.ones_like(x),))
             with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
                 f(forward_ad.make_dual(x, torch.ones_like(x)))

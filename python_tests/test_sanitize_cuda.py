@@ -22,7 +22,7 @@ def test_every_cuda_op_is_called_and_right() -> None:
     """All ops that csrc/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
     emulated()
     wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
-    assert {"scale_rows", "embedding_bag", "embedding_bag_backward_fused_"} <= wanted
+    assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= wanted
     for backend in device_backends():
         assert check(backend.ops, wanted) > 30, backend.name
 

@@ -52,10 +52,12 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
-    ctx.save_for_backward(a["values"], a["offsets"], factors, a["layout"], a["bag_starts"], a["inverse"], *rows)
+    # A collection that was built in inference mode has a layout that cannot be saved.
+    layout = None if a["layout"].is_inference() else a["layout"]
+    ctx.save_for_backward(a["values"], a["offsets"], factors, layout, a["bag_starts"], a["inverse"], *rows)
     # Where rows are not read, a change of theirs is no matter: no saved tensor, whose version would be looked at.
     ctx.weights = None if wants_rows else a["weights"].detach()
-    ctx.bags = {name: a[name] for name in _BAGS}
+    ctx.bags = {name: a[name] for name in _BAGS} | ({} if layout is not None else {"layout": a["layout"]})
     ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
     ctx.needs_rows, ctx.names = needs_rows, list(a)
     return a
