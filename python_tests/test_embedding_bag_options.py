@@ -185,7 +185,7 @@ def test_freeze_inside_accumulate() -> None:
     collection = make(rk.SGD(lr=0.5))
     with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
         collection.freeze("f")
-    assert not collection._passes_frozen
+    assert not collection._frozen_features
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
