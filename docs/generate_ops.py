@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 import rec_kernels  # noqa: F401  (registers the ops)
-from rec_kernels.ops.autograd import REFUSED
+from rec_kernels.ops.autograd import REFUSED, overload_of
 
 ROOT = Path(__file__).resolve().parent.parent
 NAMESPACE = "rec_kernels::"
@@ -26,30 +26,39 @@ PART = re.compile(r"(<!-- generated: ([^>]+?) -->\n).*?(<!-- end generated -->)"
 
 
 def op_names() -> list[str]:
-    """Every registered op, without the namespace; those that start with an underscore are helpers."""
+    """Every registered op with its overload, "embedding_bag.layout", without the namespace.
+
+    Those that start with an underscore are helpers.
+    """
     names = torch._C._dispatch_get_all_op_names()
     return sorted(n.removeprefix(NAMESPACE) for n in names if n.startswith(NAMESPACE))
 
 
-def public_ops() -> list[str]:
-    """The ops that users call."""
-    return [name for name in op_names() if not name.startswith("_")]
+def public_ops() -> dict[str, list[str]]:
+    """The ops that users call -> what ``op_names`` has of them: their overloads, or the op itself."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in op_names():
+        if not name.startswith("_"):
+            found[name.partition(".")[0]].append(name)
+    return dict(found)
 
 
-def schema(op: str) -> torch._C.FunctionSchema:
-    """The op's schema, as registered."""
-    return getattr(torch.ops.rec_kernels, op).default._schema
+def schema(name: str) -> torch._C.FunctionSchema:
+    """The schema of one of ``op_names``, as registered."""
+    return overload_of(name)._schema
 
 
-def schema_text(op: str) -> str:
-    """The schema in a code block, wrapped between arguments."""
-    text = str(schema(op)).removeprefix(NAMESPACE)
-    lines = [""]
-    for word in re.split(r"(?<=, )", text):
-        if len(lines[-1]) + len(word.rstrip()) > WIDTH:
-            lines.append("    ")
-        lines[-1] += word
-    return "```\n" + "\n".join(line.rstrip() for line in lines) + "\n```\n"
+def schema_text(names: list[str]) -> str:
+    """The schemas in a code block, wrapped between arguments."""
+    blocks = []
+    for name in names:
+        lines = [""]
+        for word in re.split(r"(?<=, )", str(schema(name)).removeprefix(NAMESPACE)):
+            if len(lines[-1]) + len(word.rstrip()) > WIDTH:
+                lines.append("    ")
+            lines[-1] += word
+        blocks.append("\n".join(line.rstrip() for line in lines))
+    return "```\n" + "\n\n".join(blocks) + "\n```\n"
 
 
 def registrations() -> dict[str, set[str]]:
@@ -58,43 +67,47 @@ def registrations() -> dict[str, set[str]]:
     block = re.compile(r"STABLE_TORCH_LIBRARY_IMPL\(RK_LIBRARY, (\w+), \w+\)(.*?)\n?\}\n", re.DOTALL)
     for path in sorted((ROOT / "csrc").rglob("*.c*")):
         for key, body in block.findall(path.read_text()):
-            found[key] |= set(re.findall(r'implement<&\w+>\(m, "(\w+)"\)', body))
+            found[key] |= set(re.findall(r'implement<&\w+>\(m, "([\w.]+)"\)', body))
     return found
 
 
 def triton_ops() -> set[str]:
-    """The functions of rec_kernels/triton: an op has a kernel there under its own name. Read, not imported."""
+    """The names of rec_kernels/triton: an op has a kernel there under its own name. Read, not imported."""
+    named = re.compile(r"^(?:def (\w+)\(|(\w+) = Overloads\()", re.MULTILINE)
     files = (ROOT / "rec_kernels" / "triton").glob("*.py")
-    return {name for path in files for name in re.findall(r"^def (\w+)\(", path.read_text(), re.MULTILINE)}
+    return {name or overloads for path in files for name, overloads in named.findall(path.read_text())}
 
 
 def formats(arguments: set[str]) -> str:
-    """The row formats that an op with these arguments knows."""
-    if "format" in arguments:
-        return "all"
+    """The row formats that an op, whose overloads have these arguments, knows."""
     if arguments & {"tables", "weights_shape"}:  # torch takes their gradient
         return "fp32"
-    return "all of tables" if "formats" in arguments else "-"
+    if "layout" in arguments:
+        return "all of tables" if arguments & {"values", "weights"} else "-"
+    return "all" if "format" in arguments else "-"
 
 
 def backends_table() -> str:
-    """One row per public op: where it runs, the row formats it reads, gradient, and what it changes in place."""
+    """One row per public op: where it runs, the row formats it reads, gradient, and what it changes in place.
+
+    The overloads of an op run in the same places, and have gradients or not.
+    """
     kernels, triton = registrations(), triton_ops()
     lines = [
         "| op | CPU (C++) | CUDA (C++) | Triton | row formats | differentiable | changes in place |",
         "|---|---|---|---|---|---|---|",
     ]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    for op in public_ops():
-        arguments = schema(op).arguments
+    for op, names in public_ops().items():
+        arguments = [a for name in names for a in schema(name).arguments]
         written = [f"`{a.name}`" for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         cells = [
             f"`{op}`",
-            "yes" if op in kernels["CPU"] else "-",
-            "yes" if op in kernels["RK_CUDA_KEY"] else "-",
+            "yes" if kernels["CPU"].issuperset(names) else "-",
+            "yes" if kernels["RK_CUDA_KEY"].issuperset(names) else "-",
             "yes" if op in triton else "-",
             formats({a.name for a in arguments}),
-            "yes" if op not in REFUSED and has_kernel(NAMESPACE + op, "Autograd") else "-",
+            "yes" if all(n not in REFUSED and has_kernel(NAMESPACE + n, "Autograd") for n in names) else "-",
             ", ".join(written) or "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
@@ -103,7 +116,7 @@ def backends_table() -> str:
 
 def helpers() -> str:
     """The schemas of the ops that start with an underscore."""
-    return "".join(schema_text(name) for name in op_names() if name.startswith("_")).replace("```\n```\n", "")
+    return schema_text([name for name in op_names() if name.startswith("_")]).replace("\n\n", "\n")
 
 
 def part(name: str) -> str:
@@ -115,7 +128,7 @@ def part(name: str) -> str:
     kind, _, op = name.partition(" ")
     if kind != "schema" or op not in public_ops():
         sys.exit(f"`<!-- generated: {name} -->`: there is no such part; ops are {', '.join(public_ops())}")
-    return schema_text(op)
+    return schema_text(public_ops()[op])
 
 
 def generate(text: str) -> str:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,18 @@ def test_an_op_by_name(built: Path) -> None:
     with pytest.raises(IndexError) as error:
         rk.embedding_bag(values + 6, weights, offsets, mode="mean", include_last_offset=True)
     assert str(error.value) in done.stdout
+
+
+def test_a_layout_of_tables(built: Path, tmp_path: Path) -> None:
+    """What call_op.cpp prints of two tables, in Python's words."""
+    tables = tmp_path / "tables.pt"
+    said = run(sys.executable, SOURCES / "save_tables.py", tables)
+    done = run(built / "call_op", LIBRARY, tables)
+    assert (said.returncode, done.returncode) == (0, 0), said.stderr + done.stderr
+    printed = done.stdout.split("[ CPUFloatType{3,4} ]")[1].split("[ CPUFloatType{2,6} ]")[0]
+    numbers = [float(n) for n in re.findall(r"-?\d+\.\d+", printed)]
+    assert numbers == [float(n) for n in re.findall(r"-?\d+\.\d*", said.stdout)]
+    assert len(numbers) == 12
 
 
 def load_export() -> object:

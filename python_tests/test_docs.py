@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,9 @@ from types import ModuleType
 import pytest
 import torch
 
+from rec_kernels.ops.autograd import signature_of
+from rec_kernels.ops.table_layout import Column, Flag, Size, table_layout
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     "README.md",
@@ -18,8 +22,16 @@ PAGES = [
     "CHANGELOG.md",
     *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").glob("*.md")),
 ]
-EXAMPLES = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
 OPS_PAGE = (ROOT / "docs" / "ops.md").read_text()
+LAYOUTS_PAGE = (ROOT / "docs" / "layouts.md").read_text()
+
+
+def python_blocks(page: str) -> list[str]:
+    """The fenced python blocks of a page's text."""
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = python_blocks((ROOT / "README.md").read_text())
 
 
 def _load_generator() -> ModuleType:
@@ -94,7 +106,8 @@ def test_generated_parts_are_fresh(monkeypatch: pytest.MonkeyPatch, capsys: pyte
 def test_generator_mends_what_is_stale() -> None:
     """A schema or a table that was changed by hand comes back as it was."""
     fresh = generator.generate(OPS_PAGE)
-    for old, new in (('pooling="sum"', 'pooling="max"'), ("| `scale_rows` | yes |", "| `scale_rows` | - |")):
+    schema = "bool sparse=False, str? format=None"
+    for old, new in ((schema, schema.replace("False", "True")), ("| `scale_rows` | yes |", "| `scale_rows` | - |")):
         assert old in fresh
         assert generator.generate(fresh.replace(old, new)) == fresh
 
@@ -116,7 +129,45 @@ def test_registrations_agree_with_torch() -> None:
 def test_every_argument_is_explained(op: str) -> None:
     """The op has a heading or a line, and each argument and named result appears in the text outside the schemas."""
     prose = re.sub(r"```.*?```", "", OPS_PAGE, flags=re.DOTALL)
-    assert f"`{op}`" in prose if op.startswith("_") else re.search(rf"^##+ {op}$", prose, re.MULTILINE)
+    heading = rf"^##+ {op.partition('.')[0]}$"
+    assert f"`{op}`" in prose if op.startswith("_") else re.search(heading, prose, re.MULTILINE)
     schema = generator.schema(op)
     names = [a.name for a in schema.arguments] + [r.name for r in schema.returns if r.name and r.name != "output"]
     assert [name for name in names if f"`{name}`" not in prose] == []
+
+
+@pytest.mark.parametrize("page", ["ops.md", "layouts.md"])
+def test_examples_run(page: str) -> None:
+    """The python blocks of a page, one after the other, as one program."""
+    blocks = python_blocks((ROOT / "docs" / page).read_text())
+    assert blocks
+    names = {"__name__": "example"}
+    for number, block in enumerate(blocks, 1):
+        exec(compile(block, f"docs/{page}, block {number}", "exec"), names)
+
+
+@pytest.mark.parametrize("op", [name for name in generator.op_names() if "layout" in signature_of(name)])
+def test_every_layout_has_a_call(op: str) -> None:
+    """Of each op that takes a layout, docs/ops.md has a call that hands it one, in the op's own section."""
+    name = op.partition(".")[0]
+    section = re.split(r"^##+ ", OPS_PAGE.partition(f"# {name}\n")[2], flags=re.MULTILINE)[0]
+    calls = "".join(python_blocks(section))
+    assert re.search(rf"\bops\.{re.escape(op)}\(.*\*(layout|places)\b", calls)
+
+
+@pytest.mark.parametrize("names", [Column, Size, Flag])
+def test_layouts_are_described(names: type) -> None:
+    """docs/layouts.md has a line for every column, size and flag, in their order."""
+    heading = names.__name__.lower()
+    table = re.search(rf"^\| {heading} \|.*\n\|-.*\n((?:\|.*\n)+)", LAYOUTS_PAGE, re.MULTILINE)[1]
+    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == [member.name for member in names]
+    if names is Flag:
+        assert re.findall(r"^\| `\w+` \| (\d+) \|", table, re.MULTILINE) == [str(int(flag)) for flag in names]
+
+
+def test_arguments_of_layouts_are_described() -> None:
+    """docs/layouts.md has a line for every optional argument of ``rk.table_layout``."""
+    table = re.search(r"^\| argument \|.*\n\|-.*\n((?:\|.*\n)+)", LAYOUTS_PAGE, re.MULTILINE)[1]
+    named = {name for line in table.splitlines() for name in re.findall(r"`(\w+)`", line.split("|")[1])}
+    optional = [p.name for p in inspect.signature(table_layout).parameters.values() if p.kind == p.KEYWORD_ONLY]
+    assert named == set(optional) - {"device"}

@@ -130,3 +130,16 @@ def test_no_tables() -> None:
         torch.zeros(0), torch.tensor([], dtype=torch.int64), torch.tensor([0]), **layout._asdict()
     )
     assert output.shape[1] == 0
+
+
+def test_frozen_between_lookup_and_backward() -> None:
+    """The backward reads what is frozen by then, of a layout that was made in inference mode, too."""
+    with torch.inference_mode():
+        layout = rk.table_layout([10, 4], [3, 2])
+    weights = torch.zeros(38, requires_grad=True)
+    bags = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
+    output, _ = torch.ops.rec_kernels.embedding_bag.layout(weights, *bags, *layout)
+    with torch.inference_mode():
+        rk.set_frozen(layout.layout, [True, False])
+    output.sum().backward()
+    assert weights.grad.nonzero()[:, 0].tolist() == [34, 35]  # row 2 of the second table

@@ -70,7 +70,7 @@ def embedding_bag(
         ValueError: wrong shapes, dtypes or devices; offsets that decrease or lie outside [0, N].
 
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
-    offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag`` also returns ``status``, which tells.
+    offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` also returns ``status``, which tells.
     """
     _check_arguments(input, weight, mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0)
     if input.dim() == 2:

@@ -16,8 +16,9 @@ from rec_kernels.ops.version_counters import call_in_place
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 
-# What the backward ops take of the forward's bags, beside the tensors that are saved.
-_BAGS = ("layout_sizes", "groups", "padding_idx", "bounds_check")
+# What the backward ops take of the forward's bags, beside the tensors that are saved. The layout is not: which features
+# are frozen may change in between, and one that was made in inference mode could not be.
+_BAGS = ("layout", "layout_sizes", "bag_starts", "groups", "padding_idx", "bounds_check")
 
 # Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
 _UPDATE = (
@@ -52,12 +53,10 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
-    # A collection that was built in inference mode has a layout that cannot be saved.
-    layout = None if a["layout"].is_inference() else a["layout"]
-    ctx.save_for_backward(a["values"], a["offsets"], factors, layout, a["bag_starts"], a["inverse"], *rows)
+    ctx.save_for_backward(a["values"], a["offsets"], factors, a["inverse"], *rows)
     # Where rows are not read, a change of theirs is no matter: no saved tensor, whose version would be looked at.
     ctx.weights = None if wants_rows else a["weights"].detach()
-    ctx.bags = {name: a[name] for name in _BAGS} | ({} if layout is not None else {"layout": a["layout"]})
+    ctx.bags = {name: a[name] for name in _BAGS}
     ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
     ctx.needs_rows, ctx.names = needs_rows, list(a)
     return a
@@ -68,7 +67,7 @@ def _saved(ctx) -> tuple[Tensor, dict]:
 
     Activation checkpointing allows one look at ``ctx.saved_tensors``.
     """
-    names = ("values", "offsets", "per_sample_weights", "layout", "bag_starts", "inverse")
+    names = ("values", "offsets", "per_sample_weights", "inverse")
     saved = ctx.saved_tensors
     weights = saved[len(names)] if len(saved) > len(names) else ctx.weights
     return weights, {**dict(zip(names, saved, strict=False)), **ctx.bags}

@@ -105,6 +105,11 @@ def table_layout(
 
 
 def set_frozen(layout: Tensor, frozen: Sequence[bool]) -> None:
-    """Changes, in place, which features of a layout give no gradient: [F] flags."""
+    """Changes, in place, which features of a layout give no gradient.
+
+    Args:
+        layout: [parts, columns] int64, of a ``TableLayout``.
+        frozen: [F] flags.
+    """
     flags = torch.tensor(list(frozen), dtype=torch.int64, device=layout.device)
     layout[:, Column.frozen] = flags[layout[:, Column.feature]]
