@@ -188,12 +188,18 @@ def test_gradients_need_the_rows() -> None:
     """Those of products are made with the other parts' rows."""
     case = _two_parts()
     layout = make_layout(case.layout)
-    wrong = [(case.weights[1:], "does not fit in weights|not valid"), (case.weights.double(), "must be float32")]
+    few, double = case.weights[1:].clone(), case.weights.double()
     for backend in every_backend():
-        for op in ("embedding_bag_backward_dense", "embedding_bag_backward_sparse"):
-            for weights, message in wrong:
-                with pytest.raises((ValueError, RuntimeError), match=message):
-                    getattr(backend.ops.ops, op).layout(case.grad, weights, *case.jagged[:2], *layout)
+        dense, sparse = (
+            getattr(backend.ops.ops, f"embedding_bag_backward_{kind}").layout for kind in ("dense", "sparse")
+        )
+        for backward, weights, message in (
+            (dense, double, "must be float32"),
+            (sparse, double, "must be float32"),
+            (sparse, few, "does not fit in weights|are not valid"),
+        ):
+            with pytest.raises((ValueError, RuntimeError), match=message):
+                backward(case.grad, weights, *case.jagged[:2], *layout)
 
 
 @pytest.mark.parametrize("combine", ["concat", "add", "mult"])

@@ -49,7 +49,7 @@ def test_an_error_does_not_end_the_rest() -> None:
         def __getattr__(self, name: str):
             return getattr(torch.ops.rec_kernels, name if name != "row_dot" else "no_such_op")
 
-    wanted = {"scale_rows", "embedding_bag", "row_cache_flush_", "jagged_dedup"}
+    wanted = {"scale_rows", "embedding_bag.layout", "row_cache_flush_.layout", "jagged_dedup"}
     with pytest.raises(AssertionError, match=r"^scale_rows and row_dot: row_dot raises AttributeError: .*$"):
         check(Broken(), wanted)
 
@@ -57,7 +57,7 @@ def test_an_error_does_not_end_the_rest() -> None:
 def test_unaligned_tensors() -> None:
     """With every tensor one element behind a place aligned to 64 bytes, the emulated kernels have the same bits."""
     assert {unaligned(torch.empty(3, dtype=d)).data_ptr() % 64 for d in (torch.int8, torch.float32)} == {1, 4}
-    assert check(OnDevice(emulated(), unaligned, torch.Tensor.clone), set()) > 30
+    assert check(OnDevice(emulated().ops, unaligned, torch.Tensor.clone), set()) > 30
 
 
 def test_what_is_compared_is_printed(capsys: pytest.CaptureFixture) -> None:
