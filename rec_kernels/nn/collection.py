@@ -36,7 +36,7 @@ from rec_kernels.nn.tables import (
     zeros,
 )
 from rec_kernels.nn.tied import Tied, refuse_replaced, show
-from rec_kernels.ops.autograd import arguments_of
+from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import set_frozen
 from rec_kernels.ops.version_counters import call_in_place
@@ -287,19 +287,19 @@ class TableCollection(ScaledLosses):
             cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
         layout = self._layout(starts, shared) | self._output() | cache | {"per_sample_weights": given.weights}
         if tables := self._differentiated(given.weights):
-            output, status = _ops.embedding_bag_tables.layout(self._weights, tables, *bags[:2], **layout)
+            output, status = call(_ops.embedding_bag_tables.layout, self._weights, tables, *bags[:2], **layout)
         elif self.optimizer is None or not torch.is_grad_enabled():
-            output, status = _ops.embedding_bag.layout(self._weights, *bags[:2], **layout)
+            output, status = call(_ops.embedding_bag.layout, self._weights, *bags[:2], **layout)
         else:
             refuse_data_parallel(self)
             if self._pending is None:
                 state, options = (*self._state(), self._token), self._options() | self._scaling()
                 if cache:
                     options["cache_dirty"] = self.row_cache.dirty
-                output, status = _ops.embedding_bag_fused.layout(*state, *bags[:2], **layout, **options)
+                output, status = call(_ops.embedding_bag_fused.layout, *state, *bags[:2], **layout, **options)
                 self._watch(output)
             else:
-                output, status = _ops.embedding_bag.layout(self._weights, *bags[:2], **layout)
+                output, status = call(_ops.embedding_bag.layout, self._weights, *bags[:2], **layout)
                 output = self._pending.record(output, shared, *bags, status, starts)
         if bounds.reports_late(status):
             self._note(status, given, starts, shared)

@@ -15,6 +15,7 @@ from rec_kernels.nn.selected import SelectedKeys
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.state import StatePlaces
 from rec_kernels.nn.tables import EmbeddingConfig, Storage, checked_tables
+from rec_kernels.ops.autograd import call
 from rec_kernels.ops.table_layout import CachePlaces, table_layout
 
 if TYPE_CHECKING:
@@ -225,7 +226,7 @@ class ServedTables(Layout):
             slots = self.row_cache.lookup((given.values, given.offsets), self._layout(starts))
             cache = self.row_cache.arguments(slots)
         layout |= self._output() | cache | {"per_sample_weights": given.weights}
-        return _ops.embedding_bag.layout(self._weights, given.values, given.offsets, **layout)[0]
+        return call(_ops.embedding_bag.layout, self._weights, given.values, given.offsets, **layout)[0]
 
 
 def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:

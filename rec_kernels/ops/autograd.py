@@ -20,6 +20,8 @@ _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 _any_requires_grad = torch._C._any_requires_grad  # looks into lists of tensors, too
 
+#: Overload -> its autograd kernel, as a function of arguments by place and by name.
+_differentiated: dict[Any, Callable[[tuple, dict[str, Any]], Any]] = {}
 #: Backward ops whose derivative is refused.
 REFUSED: set[str] = set()
 
@@ -41,17 +43,23 @@ def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
     return dict(zip(signature_of(op), inputs, strict=False)) | (given or {})
 
 
-def below_autograd(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls an op, below its autograd kernel where no gradient can be asked for.
+def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls an op, past the ways of the dispatcher that a small call spends most of its time on.
 
-    That kernel is Python, and takes longer than the rest of a small call. It is needed while torch compiles, for
-    tangents, inside transforms of torch.func and torch.vmap, whose tensors do not say that they require a gradient, and
-    where an argument requires one.
+    Where no gradient can be asked for, its autograd kernel, which is Python, is left out. Where one can, that kernel is
+    called as a function. The dispatcher itself is needed while torch compiles, for tangents, inside transforms of
+    torch.func and torch.vmap, whose tensors do not say that they require a gradient, and under autocast.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+    if (
+        torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_any_autocast_enabled()
+    ):
         return overload(*args, **kwargs)
     if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
-        return overload(*args, **kwargs)
+        differentiated = _differentiated.get(overload)
+        return differentiated(args, kwargs) if differentiated else overload(*args, **kwargs)
     with torch._C._AutoDispatchBelowAutograd():
         return overload(*args, **kwargs)
 
@@ -104,6 +112,14 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
             return function.apply(*flat)
         return apply(*flat)
 
+    def differentiated(args: tuple, kwargs: dict[str, Any]) -> Any:
+        inputs = [*args, *defaults[len(args) :]]
+        for name, given in kwargs.items():
+            inputs[places[name]] = given
+        return apply(*(inputs if place is None else _flat(tuple(inputs), place)))
+
+    places = {name: i for i, name in enumerate(signature_of(op))}
+    _differentiated[overload] = differentiated
     _implementations.impl(op, kernel, "Autograd")
 
 

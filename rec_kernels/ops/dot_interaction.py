@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
-from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
+from rec_kernels.ops.autograd import call, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -42,7 +42,7 @@ def dot_interaction(
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
             what is allowed.
     """
-    return below_autograd(_ops.dot_interaction.default, dense, sparse, self_interaction, precision)
+    return call(_ops.dot_interaction.default, dense, sparse, self_interaction, precision)
 
 
 def num_pairs(num_sparse: int, self_interaction: bool = False) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.autograd import arguments_of, below_autograd
+from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.fakes import check_devices, check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.table_layout import Size
@@ -88,7 +88,7 @@ def embedding_bag(
         options["per_sample_weights"] = per_sample_weights
     if output_dtype is not None:
         options["output_dtype"] = output_dtype
-    return below_autograd(_one_table, weight, input, offsets, **options)[0]
+    return call(_one_table, weight, input, offsets, **options)[0]
 
 
 def _check_arguments(input: Tensor, weight: Tensor, mode: str, norms: bool) -> None:

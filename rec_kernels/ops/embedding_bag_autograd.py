@@ -75,7 +75,10 @@ def _saved(ctx) -> tuple[Tensor, dict]:
 
 def _grads(ctx, **by_name) -> tuple:
     """Gradients in schema order, None for the arguments that have none."""
-    return tuple(by_name.get(name) for name in ctx.names)
+    grads: list[Tensor | None] = [None] * len(ctx.names)
+    for name, grad in by_name.items():
+        grads[ctx.names.index(name)] = grad
+    return tuple(grads)
 
 
 def _factors_gradient(ctx, grad: Tensor, weights: Tensor, bags: dict) -> Tensor | None:

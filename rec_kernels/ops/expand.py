@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -35,7 +35,7 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
     # Not reshape(len(x), -1): of no elements, torch cannot tell the columns.
     columns = x.shape[1:].numel()
     x, inverse = x.reshape(x.shape[0], columns), inverse.reshape(-1)
-    return below_autograd(_ops.expand.default, x, inverse)[0].view(shape)
+    return call(_ops.expand.default, x, inverse)[0].view(shape)
 
 
 @torch.library.register_fake("rec_kernels::expand")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast, in_triton
-from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
+from rec_kernels.ops.autograd import call, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -39,7 +39,7 @@ def factorization_machine(x: Tensor, y: Tensor, *, precision: str = "ieee") -> T
         ValueError: a shape, dtype, device or precision is not as above; the message names the argument, the value and
             what is allowed.
     """
-    return below_autograd(_ops.factorization_machine.default, x, y, precision)
+    return call(_ops.factorization_machine.default, x, y, precision)
 
 
 @torch.library.register_fake("rec_kernels::factorization_machine")

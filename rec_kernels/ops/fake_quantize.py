@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import in_triton
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fake_quantize_traced import fake_quantize_rows
 from rec_kernels.ops.fakes import check_one_device
 from rec_kernels.ops.row_formats import FLOAT_DTYPES, as_scalar, row_bytes
@@ -51,7 +51,7 @@ def fake_quantize(
         check_arguments(x, format, rounding, *noise, table, first_row, scale_rule)
         return Traced.apply(x, format, scale_rule == "rceil")
     how = format, rounding, *noise, table, first_row, scale_rule
-    return below_autograd(_ops.fake_quantize.default, x, *how)
+    return call(_ops.fake_quantize.default, x, *how)
 
 
 def check_arguments(

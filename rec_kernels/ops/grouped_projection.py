@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import in_triton
-from rec_kernels.ops.autograd import below_autograd, refuse_second, register_autograd
+from rec_kernels.ops.autograd import call, refuse_second, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -50,7 +50,7 @@ def grouped_projection(
     if outputs is None:
         outputs = range(len(in_dims))
     lists = list(in_dims), list(out_dims), list(outputs)
-    return below_autograd(_ops.grouped_projection.default, x, weights, *lists)
+    return call(_ops.grouped_projection.default, x, weights, *lists)
 
 
 def num_weights(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -61,7 +61,7 @@ def jagged_bucketize(
         bag is empty then, and the op's ``status`` (docs/ops.md) tells.
     """
     given = values, offsets, block_sizes, num_buckets, list(strides), weights
-    out = below_autograd(_ops.jagged_bucketize.default, *given)
+    out = call(_ops.jagged_bucketize.default, *given)
     return Bucketized(out[0], out[1], None if weights is None else out[2], out[3])
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import jagged_copies
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -32,7 +32,7 @@ def jagged_index_select(
         also for bad offsets and a wrong ``total``. On a GPU rows with bad offsets are empty, and the op's ``status``
         (docs/ops.md) tells.
     """
-    return below_autograd(_ops.jagged_index_select.default, values, offsets, index, total)[:2]
+    return call(_ops.jagged_index_select.default, values, offsets, index, total)[:2]
 
 
 @torch.library.register_fake("rec_kernels::jagged_index_select")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
 
 _ops = torch.ops.rec_kernels
@@ -44,7 +44,7 @@ def jagged_permute(
         (docs/ops.md) tells.
     """
     given = values, offsets, list(permute), list(strides), weights, total
-    out = below_autograd(_ops.jagged_permute.default, *given)
+    out = call(_ops.jagged_permute.default, *given)
     return out[0], out[1], None if weights is None else out[2]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import jagged_copies
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 
 _ops = torch.ops.rec_kernels
 
@@ -35,7 +35,7 @@ def jagged_windows(
     Source: partial deduplication of Zhao et al., "RecD: Deduplication for End-to-End Deep Learning Recommendation Model
     Training Infrastructure", MLSys 2023, arXiv:2211.05239. ``rk.KeyedJaggedWindows`` makes batches of such rows.
     """
-    return below_autograd(_ops.jagged_windows.default, values, starts, lengths, total)[:2]
+    return call(_ops.jagged_windows.default, values, starts, lengths, total)[:2]
 
 
 @torch.library.register_fake("rec_kernels::jagged_windows")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rec_kernels.ops.autograd import below_autograd, register_autograd
+from rec_kernels.ops.autograd import call, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 
@@ -23,7 +23,7 @@ def scale_rows(x: Tensor, scale: Tensor) -> Tensor:
     Raises:
         ValueError: a shape, dtype or device is not as above; the message names the argument.
     """
-    return below_autograd(torch.ops.rec_kernels.scale_rows.default, x, scale)
+    return call(torch.ops.rec_kernels.scale_rows.default, x, scale)
 
 
 @torch.library.register_fake("rec_kernels::scale_rows")
