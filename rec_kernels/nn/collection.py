@@ -370,7 +370,8 @@ class TableCollection(ScaledLosses):
         return super().state_dict(*args, **options)
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        return self._weights, self._sum, self.step, self.lr
+        held = self._buffers  # nn.Module looks attributes up in several places, and each costs as long as all of these
+        return held["_weights"], held["_sum"], held["step"], held["lr"]
 
     def _options(self) -> dict[str, object]:
         options = self.optimizer.options()

@@ -64,6 +64,11 @@ def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
         return overload(*args, **kwargs)
 
 
+def call_eagerly_with(op: str, function: Callable[[tuple, dict[str, Any]], Any]) -> None:
+    """Has ``call`` call another function than the autograd kernel of ``rec_kernels::<op>``, with the same gradients."""
+    _differentiated[overload_of(op)] = function
+
+
 def register_autograd(op: str, backward: Callable, *, setup_context: Callable | None = None) -> None:
     """Gives ``rec_kernels::<op>`` a gradient.
 

@@ -78,7 +78,7 @@ def embedding_bag(
         include_last_offset = True
     elif offsets is None:
         raise ValueError("offsets must be given when input has one dimension")
-    options = {"sparse": True} if sparse else {}
+    options: dict[str, object] = {"sparse": True} if sparse else {}
     if weight.dtype != torch.float32 or format is not None or embedding_dim is not None:
         weight, rows = _rows_of(weight, format, embedding_dim)
         options |= rows

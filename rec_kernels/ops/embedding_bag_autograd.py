@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops import autocast
-from rec_kernels.ops.autograd import arguments_of, differentiable_once, register_autograd, signature_of
+from rec_kernels.ops.autograd import (
+    arguments_of,
+    call_eagerly_with,
+    differentiable_once,
+    register_autograd,
+    signature_of,
+)
 from rec_kernels.ops.embedding_bag import NARROW, table_starts
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.ops.version_counters import call_in_place
@@ -20,30 +26,20 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 # are frozen may change in between, and one that was made in inference mode could not be.
 _BAGS = ("layout", "layout_sizes", "bag_starts", "groups", "padding_idx", "bounds_check")
 
-# Keyword arguments of the fused update, as far as they do not change; and the tensors that may change before it runs.
+# What the fused update takes of the forward, beside the bags; much of it may have changed before it runs.
 _UPDATE = (
-    "optimizer",
-    "eps",
-    "beta1",
-    "beta2",
-    "weight_decay",
-    "weight_decay_mode",
-    "clip_grad_value",
-    "clip_grad_norm",
-    "rounding",
-    "seed",
+    *("weights", "sum", "step", "lr", "optimizer", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"),
+    *("clip_grad_value", "clip_grad_norm", "exp_avg", "exp_avg_sq", "beta_powers", "rounding", "seed", "status"),
+    *("grad_scale", "cache_rows", "cache_slots", "cache_tags", "cache_marks", "cache_dirty"),
 )
-# What finds rows in a row cache. Where they were in the forward does not matter to the backward: others may have come
-# in since.
-_CACHE = ("cache_rows", "cache_tags", "cache_marks")
-_STATE = ("weights", "sum", "step", "lr", "exp_avg", "exp_avg_sq", "beta_powers")
+# Tensors that are saved for the backward.
+_SAVED = ("values", "offsets", "per_sample_weights", "inverse")
 
 _LARGEST = torch.finfo(torch.float32).max
 
 
-def _keep(ctx, op: str, inputs: tuple) -> dict:
-    """Saves what every backward of the ops with a layout needs; returns the arguments by name."""
-    a = arguments_of(op, inputs)
+def _keep(ctx, op: str, a: dict) -> None:
+    """Keeps the arguments by name that a backward of the ops with a layout needs; ``a`` is this call's own."""
     factors = a["per_sample_weights"]
     # The rows themselves are needed for the gradient of factors, and where they are multiplied. The tables, whose
     # memory is that of the weights, go with them because a change of theirs between forward and backward shows in
@@ -53,13 +49,15 @@ def _keep(ctx, op: str, inputs: tuple) -> dict:
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
     ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
-    ctx.save_for_backward(a["values"], a["offsets"], factors, a["inverse"], *rows)
+    ctx.names = signature_of(op)
+    ctx.save_for_backward(*map(a.pop, _SAVED), *rows)
     # Where rows are not read, a change of theirs is no matter: no saved tensor, whose version would be looked at.
-    ctx.weights = None if wants_rows else a["weights"].detach()
-    ctx.bags = {name: a[name] for name in _BAGS}
-    ctx.cache = {name: a[name] for name in (*_CACHE, "cache_slots")} if a.get("cache_rows") is not None else None
-    ctx.needs_rows, ctx.names = needs_rows, list(a)
-    return a
+    if wants_rows:
+        del a["weights"]
+    elif a["weights"].requires_grad:
+        a["weights"] = a["weights"].detach()
+    a.pop("tables", None)
+    ctx.kept, ctx.needs_rows = a, needs_rows
 
 
 def _saved(ctx) -> tuple[Tensor, dict]:
@@ -67,48 +65,47 @@ def _saved(ctx) -> tuple[Tensor, dict]:
 
     Activation checkpointing allows one look at ``ctx.saved_tensors``.
     """
-    names = ("values", "offsets", "per_sample_weights", "inverse")
-    saved = ctx.saved_tensors
-    weights = saved[len(names)] if len(saved) > len(names) else ctx.weights
-    return weights, {**dict(zip(names, saved, strict=False)), **ctx.bags}
+    saved, kept = ctx.saved_tensors, ctx.kept
+    weights = saved[len(_SAVED)] if len(saved) > len(_SAVED) else kept["weights"]
+    return weights, {**dict(zip(_SAVED, saved, strict=False)), **{name: kept[name] for name in _BAGS}}
 
 
 def _grads(ctx, **by_name) -> tuple:
     """Gradients in schema order, None for the arguments that have none."""
-    grads: list[Tensor | None] = [None] * len(ctx.names)
-    for name, grad in by_name.items():
-        grads[ctx.names.index(name)] = grad
-    return tuple(grads)
+    return tuple(map(by_name.get, ctx.names))
+
+
+def _wanted(ctx, name: str) -> Any:
+    return ctx.needs_input_grad[list(ctx.names).index(name)]
 
 
 def _factors_gradient(ctx, grad: Tensor, weights: Tensor, bags: dict) -> Tensor | None:
-    if bags["per_sample_weights"] is None or not ctx.needs_input_grad[ctx.names.index("per_sample_weights")]:
+    if bags["per_sample_weights"] is None or not _wanted(ctx, "per_sample_weights"):
         return None
     given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "bounds_check")}
-    if ctx.cache:
-        given |= _rows_in_cache(ctx, bags)
+    if ctx.kept.get("cache_rows") is not None:
+        given |= _rows_in_cache(ctx.kept, bags)
     return _ops.embedding_bag_backward_per_sample_weights.layout(grad, weights, **given)
 
 
-def _rows_in_cache(ctx, bags: dict) -> dict[str, Tensor]:
-    """Where the cached rows of a lookup are now."""
-    c = ctx.cache
-    slots = c["cache_slots"]
-    if c["cache_tags"] is not None:
+def _rows_in_cache(kept: dict, bags: dict) -> dict[str, Tensor]:
+    """Where the cached rows of a lookup are now: where they were in the forward, others may have come in since."""
+    slots = kept["cache_slots"]
+    if kept["cache_tags"] is not None:
         given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "inverse", "groups")}
-        slots = _ops.row_cache_lookup.layout(c["cache_tags"], c["cache_marks"], **given)
-    return {"cache_rows": c["cache_rows"], "cache_slots": slots}
+        slots = _ops.row_cache_lookup.layout(kept["cache_tags"], kept["cache_marks"], **given)
+    return {"cache_rows": kept["cache_rows"], "cache_slots": slots}
 
 
 def _setup(ctx, inputs, output) -> None:
-    ctx.sparse = _keep(ctx, "embedding_bag.layout", inputs)["sparse"]
+    _keep(ctx, "embedding_bag.layout", arguments_of("embedding_bag.layout", inputs))
 
 
 def _backward(ctx, grad: Tensor, _):
     weights, bags = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
     grad_weights = None
-    if ctx.needs_input_grad[0] and ctx.sparse:
+    if ctx.needs_input_grad[0] and ctx.kept["sparse"]:
         raise ValueError("sparse gradients of a flat `weights` tensor do not exist; use embedding_bag_tables")
     if ctx.needs_input_grad[0]:
         grad_weights = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
@@ -153,14 +150,15 @@ def _sparse(rows: Tensor, row_grads: Tensor, shape) -> Tensor:
 
 
 def _setup_tables(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_tables.layout", inputs)
-    ctx.sparse, ctx.table_shapes = a["sparse"], [t.shape for t in a["tables"]]
+    a = arguments_of("embedding_bag_tables.layout", inputs)
+    ctx.table_shapes = [t.shape for t in a["tables"]]
+    _keep(ctx, "embedding_bag_tables.layout", a)
 
 
 def _backward_tables(ctx, grad: Tensor, _):
     weights, bags = _saved(ctx)
     grad = grad.float()  # exact, from an output of half precision
-    shapes, wanted = ctx.table_shapes, ctx.needs_input_grad[ctx.names.index("tables")]
+    shapes, wanted = ctx.table_shapes, _wanted(ctx, "tables")
     grads: list[Any] = [None] * len(shapes)
     if any(wanted):
         shown = bags if all(wanted) else bags | {"layout": _frozen_with(bags, shapes, wanted)}
@@ -171,7 +169,7 @@ def _backward_tables(ctx, grad: Tensor, _):
 
 
 def _gradients_of_tables(ctx, grad: Tensor, weights: Tensor, bags: dict, shapes) -> list[Tensor]:
-    if ctx.sparse:
+    if ctx.kept["sparse"]:
         rows, row_grads, row_counts = _ops.embedding_bag_backward_sparse.layout(grad, weights, **bags)
         return _split_sparse(rows, row_grads, row_counts, bags["layout"][:, Column.row_offset], shapes)
     flat = _ops.embedding_bag_backward_dense.layout(grad, weights, **bags)
@@ -210,34 +208,53 @@ def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offse
 
 
 def _setup_fused(ctx, inputs, output) -> None:
-    a = _keep(ctx, "embedding_bag_fused.layout", inputs)
+    _keep_update(ctx, arguments_of("embedding_bag_fused.layout", inputs), output[1])
+
+
+def _keep_update(ctx, a: dict, status: Tensor) -> None:
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
-    ctx.state = {name: a[name] for name in _STATE}
-    ctx.options = {name: a[name] for name in _UPDATE} | {"status": output[1]}
-    if a["grad_scale"] is not None:  # it may change, too
-        ctx.options["grad_scale"] = a["grad_scale"]
-    if ctx.cache:
-        ctx.options |= {name: a[name] for name in (*_CACHE, "cache_slots", "cache_dirty")}
-    ctx.token_shape = a["token"].shape
+    a["status"] = status
+    _keep(ctx, "embedding_bag_fused.layout", a)
     # With a cache, rows that come in or go change `weights` and are what they were; only an update changes `step`.
-    ctx.watched = a["step"] if ctx.cache else a["weights"]
+    ctx.watched = a["weights"] if a["cache_rows"] is None else a["step"]
     ctx.version = ctx.watched._version if ctx.needs_rows and not ctx.watched.is_inference() else None
 
 
 def _backward_fused(ctx, grad: Tensor, _):
     if ctx.version is not None:
         _check_version(ctx.watched, ctx.version)
-    _, bags = _saved(ctx)
-    grad = grad.float()
+    weights, bags = _saved(ctx)
+    grad, kept = grad.float(), ctx.kept
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
-    grad_factors = _factors_gradient(ctx, grad, ctx.state["weights"], bags)
-    options, grad_token = ctx.options, grad.new_zeros(ctx.token_shape)
-    if "grad_scale" in options:
-        overflow = overflow_of(grad)
-        options, grad_token = options | {"found_inf": overflow}, grad_token + overflow
-    call_in_place("embedding_bag_backward_fused_.layout", {**ctx.state, "grad": grad, **bags, **options})
+    grad_factors = _factors_gradient(ctx, grad, weights, bags)
+    update = {name: kept[name] for name in _UPDATE}
+    grad_token = grad.new_zeros(kept["token"].shape)
+    if kept["grad_scale"] is not None:
+        update["found_inf"] = overflow_of(grad)
+        grad_token = grad_token + update["found_inf"]
+    call_in_place("embedding_bag_backward_fused_.layout", {**bags, **update, "grad": grad})
     return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
+
+
+class _FusedLookup(torch.autograd.Function):
+    """embedding_bag_fused of eager code: what requires no gradient is one argument, which torch does not walk over."""
+
+    @staticmethod
+    def forward(ctx, token: Tensor, per_sample_weights: Tensor | None, given: dict) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            output, status = _ops.embedding_bag_fused.layout(**given)
+        _keep_update(ctx, given, status)
+        ctx.names = ("token", "per_sample_weights", "given")
+        return output, status
+
+    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _backward_fused))
+
+
+def _look_up_fused(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
+    given = {**signature_of("embedding_bag_fused.layout"), **kwargs}
+    given.update(zip(given, args, strict=False))
+    return _FusedLookup.apply(given["token"], given["per_sample_weights"], given)
 
 
 def overflow_of(grad: Tensor) -> Tensor:
@@ -270,6 +287,7 @@ for _op, _backward_of, _keep_for in (
     ("embedding_bag_tables.layout", _backward_tables, _setup_tables),
 ):
     register_autograd(_op, differentiable_once(_op, _backward_of), setup_context=_keep_for)
+call_eagerly_with("embedding_bag_fused.layout", _look_up_fused)
 
 
 def _register_autocast(op: str) -> None:
