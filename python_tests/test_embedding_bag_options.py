@@ -6,6 +6,7 @@ import pytest
 import torch
 from collection_cases import OPTIMIZERS, deduplicated, sequences
 from test_embedding_bag_module import assert_same, batch, make
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
 from rec_kernels.testing import same_bits
@@ -166,7 +167,7 @@ def test_freeze_in_compiled_code() -> None:
     collection, expected = make(rk.SGD(lr=0.5)), make(rk.SGD(lr=0.5))
     collection.freeze()
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(lambda kjt: collection(kjt).values().sum(), backend=counter, fullgraph=True)
     whole = deduplicated()[1]
     for names in ((), ("f",), ("g", "h")):

@@ -322,8 +322,7 @@ class TableCollection(ScaledLosses):
         """From now on, ids of these features give their tables no gradient; outputs stay as they are.
 
         A table that other features share still learns from those. Call it between a backward and the next forward.
-        Captured CUDA graphs and compiled models follow if ``freeze`` was called once, with any names or none, before.
-        Not part of ``state_dict()``.
+        Captured CUDA graphs and compiled models follow. Not part of ``state_dict()``.
 
         Raises:
             KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
