@@ -107,7 +107,7 @@ struct BagOfRow {
   int64_t out;    // where its sum goes: an element of the output
   int counted;    // its ids that count, if their mean is asked for
   unsigned last;  // a bit for each row that is the last of its bag
-  bool whole;     // whether sums of four columns are 16 bytes of the output, in the output's format
+  bool whole;     // whether four columns of a sum are stored as they are, at once
 
   __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Feature& f, const Group<G>& group, const ShortBags& bags,
                                       unsigned counting) {
@@ -119,7 +119,8 @@ struct BagOfRow {
     out = a.bags.output_row(bags.first + bag, bags.feature) * a.output_dim + f.output_offset;
     whole = a.output_format == RowFormat::kFp32 && !f.mean && reinterpret_cast<uintptr_t>(a.output) % 16 == 0 &&
             ((a.output_dim | f.output_offset | f.embedding_dim) & 3) == 0;
-    counted = f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
+    counted =
+        f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
   }
 };
 
@@ -141,8 +142,7 @@ __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Feature&
 // The sums up to rows [next, next + kFewInFlight) go to the output where the row is its bag's last.
 template <int G>
 __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Feature& f, const Group<G>& group,
-                                                 const BagOfRow<G>& bag, int next,
-                                                 const Vec4 (&sums)[kFewInFlight]) {
+                                                 const BagOfRow<G>& bag, int next, const Vec4 (&sums)[kFewInFlight]) {
   const int64_t first = 4 * group.lane, D = f.embedding_dim;
   if (bag.whole) {
 #pragma unroll
@@ -203,8 +203,8 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
     if (together && !(a.features.has_format(part, a.format) && a.features.is_plain(part))) continue;
     const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
-    const bool good = together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids &&
-                      stop - begin <= G;
+    const bool good =
+        together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids && stop - begin <= G;
     const Feature f = a.features[part];
     if (group.ballot(!good) != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
       for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
@@ -220,8 +220,8 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
 template <class Format>
 constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
 
-// Whether bags are so short on average that several of them take two rounds of rows, and no more ids than lanes. Of
-// rows that are not aligned, as the widest are where it is no multiple of four columns, bags are not taken together.
+// Whether bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
+// rows at most. Where the widest rows are no multiple of four columns, theirs would be taken one after the other.
 template <int G>
 bool are_short(const Bags& bags, int64_t max_dim) {
   constexpr int64_t kMost = G / kShortBags < 2 ? G / kShortBags : 2;

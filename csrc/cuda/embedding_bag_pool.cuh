@@ -92,8 +92,8 @@ struct IdsOfLanes {
 };
 
 // Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns, and calls
-// behind(u) after that of number next + u. A row that does not count is left out by a condition on the sums alone: nvcc moves a row's
-// loads behind a branch that follows them.
+// behind(u) after that of number next + u. A row that does not count is left out by a condition on the sums alone: nvcc
+// moves a row's loads behind a branch that follows them.
 template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class Behind>
 __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
                                          int next, int64_t first, Vec4 (&sum)[kBlocks], const Behind& behind) {
