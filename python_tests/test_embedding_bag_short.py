@@ -10,6 +10,7 @@ from embedding_bag_checks import check_lookups, expected_status
 from embedding_bag_format_cases import EncodedCase
 from test_embedding_bag_strides import Strided
 
+from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 
 FORMATS = ["fp32", "fp16", "bf16"]
@@ -60,8 +61,8 @@ def test_sums(dim: int, format: str) -> None:
 @pytest.mark.parametrize("mean", [False, True])
 def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
     """Every bag has a row of the output, with zeros behind its feature's columns; the output's type is any."""
-    lengths = [n for bags in FEW for n in bags]
-    for dim, last in ((20, 4), (32, 10), (128, 128)):
+    few = [n for bags in FEW for n in bags]
+    for dim, last, lengths in ((20, 4, few), (20, 4, ONES), (32, 10, ONES), (128, 128, few)):
         strided = Strided(short_bags(dim, "fp32", lengths, last, mean=[mean, False, mean]), [BATCH] * 3)
         expected = strided.rows_of(strided.case.expected_output()).to(dtype)
         for backend in every_backend():
@@ -87,6 +88,15 @@ def test_bad_offsets(place: int, offset: int, noted: int) -> None:
         assert output.isfinite().all()
         rows, expected = (x.view(BATCH, 3, 16).transpose(0, 1).reshape(27, 16)[others] for x in (output, fine))
         assert same_bits(rows, expected), backend.name
+
+
+@pytest.mark.parametrize("formats", [["fp32", "fp16", "int8"], ["bf16", "fp32", "bf16"]])
+def test_formats_and_features_of_several_tables_beside_them(formats: list[str]) -> None:
+    """Other kernels' bags are left to these."""
+    both = Parts([1, 0], [(1, 3), (3, 5)], 15, "concat")
+    for features in ([0, 1, 2], [0, both, 1]):
+        case = make_case([(5, 64), (3, 64), (4, 64)], features, ONES, weighted=True, seed=7)
+        check_lookups(EncodedCase(case, formats, gaps=[0, 0, 0]), every_backend)
 
 
 def test_long_bags_among_them() -> None:

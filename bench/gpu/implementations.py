@@ -11,7 +11,7 @@ import importlib.util
 import io
 import os
 from collections.abc import Callable, Iterator
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Protocol
 
 import torch
@@ -68,19 +68,9 @@ class Tables:
 
     @functools.cached_property
     def layout(self) -> dict[str, object]:
-        """The layout arguments of our ops."""
+        """``layout`` and ``layout_sizes`` of our ops: the tables one after the other."""
         w = self.workload
-        table = torch.arange(w.tables, device=self.device)
-        return {
-            "weight_offsets": table * (w.rows * w.dim),
-            "row_offsets": table * w.rows,
-            "num_embeddings": torch.full_like(table, w.rows),
-            "embedding_dims": torch.full_like(table, w.dim),
-            "output_offsets": table * w.dim,
-            "output_dim": w.tables * w.dim,
-            "num_rows": w.tables * w.rows,
-            "max_embedding_dim": w.dim,
-        }
+        return rk.table_layout([w.rows] * w.tables, [w.dim] * w.tables, device=self.device)._asdict()
 
 
 class Implementation(Protocol):
@@ -129,7 +119,6 @@ class _Kernels:
                 "exp_avg_sq": moments[1],
                 "beta_powers": torch.ones(2, device=device),
             }
-            self.options["moment_offsets"] = data.layout["weight_offsets"]
         if data.factors is not None:
             self.options["per_sample_weights"] = data.factors
 
@@ -143,8 +132,8 @@ class _Kernels:
 
     def _lookup(self) -> tuple[Tensor, Tensor]:
         data = self.data
-        bags = data.weights, data.ids, data.offsets, data.factors
-        return self.functions.embedding_bag(*bags, **data.layout)
+        options = data.layout | {"per_sample_weights": data.factors}
+        return self.functions.embedding_bag(data.weights, data.ids, data.offsets, **options)
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -173,11 +162,18 @@ class Triton(_Kernels):
         super().__init__(data, optimizer, triton)
 
 
+def _compiled_ops() -> SimpleNamespace:
+    """The overloads of torch.ops.rec_kernels that take a layout, without the choice between them in every call."""
+    ops = torch.ops.rec_kernels
+    update = ops.embedding_bag_backward_fused_.layout
+    return SimpleNamespace(embedding_bag=ops.embedding_bag.layout, embedding_bag_backward_fused_=update)
+
+
 class Ops(_Kernels):
     """torch.ops.rec_kernels, called directly. Of use for the backward, which a CUDA graph can hold without autograd."""
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        super().__init__(data, optimizer, torch.ops.rec_kernels)
+        super().__init__(data, optimizer, _compiled_ops())
 
 
 class _Autograd:
@@ -203,7 +199,7 @@ class Ours(_Autograd):
     captures = frozenset({"forward", "step"})
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        kernels = _Kernels(data, optimizer, torch.ops.rec_kernels)
+        kernels = _Kernels(data, optimizer, _compiled_ops())
         self.data, self.tables, self.state, self.forget = data, kernels.tables, kernels.state, kernels.forget
         self.token = torch.empty(0, device=data.device, requires_grad=True)
         self.state_arguments = (data.weights, kernels.sum, kernels.count, kernels.lr, self.token)
@@ -211,7 +207,7 @@ class Ours(_Autograd):
 
     def _lookup(self) -> Tensor:
         bags = self.data.ids, self.data.offsets
-        return torch.ops.rec_kernels.embedding_bag_fused(*self.state_arguments, *bags, **self.options)[0]
+        return torch.ops.rec_kernels.embedding_bag_fused.layout(*self.state_arguments, *bags, **self.options)[0]
 
     def backward(self) -> None:
         torch.autograd.grad(self._output, self.token, self.data.grad)

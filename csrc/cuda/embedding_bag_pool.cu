@@ -21,7 +21,7 @@ struct TableRows {
   int64_t weight_offset, D;
 
   static constexpr bool kFactorsTogether =
-      std::is_same<Format, Fp32>::value || kHalves<Format> || (kIntegers<Format> && kBlocks == 1);
+      std::is_same<Format, Fp32>::value || kHalves<Format> || (std::is_same<Format, Int8>::value && kBlocks == 1);
   using Place = int64_t;  // a row's first byte
   __device__ __forceinline__ Place find(int64_t id, int64_t) const { return weight_offset + id * Format::row_bytes(D); }
   __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
