@@ -63,9 +63,10 @@ __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, 
 }
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
-// The planes of wide rows take too many addresses for two.
-template <class Format, int kBlocks>
-constexpr int kResident = kBlocks == 1 ? 3 : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
+// The planes of wide rows take too many addresses for two; halves without factors leave room for four.
+template <class Format, int kBlocks, bool kWeighted>
+constexpr int kResident = kBlocks == 1 ? (kHalves<Format> && !kWeighted ? 4 : 3)
+                                       : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
 
 template <class Format, int G, int kBlocks, bool kWeighted>
 __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& grou
 }
 
 template <class Format, int G, int kBlocks, bool kWeighted>
-__global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks>)) pool_kernel(PoolArgs a) {
+__global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride())
