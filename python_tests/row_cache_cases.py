@@ -230,7 +230,7 @@ def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
         "num_rows": len(case.sum),
     }
     if any(isinstance(f, Parts) for f in case.features):
-        numbers |= case.partitions()
+        numbers["partitions"] = rk.IdPartitions(*case.partitions().values())
     return rk.table_layout(**(numbers | changed))
 
 

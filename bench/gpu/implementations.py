@@ -11,7 +11,7 @@ import importlib.util
 import io
 import os
 from collections.abc import Callable, Iterator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -133,7 +133,7 @@ class _Kernels:
     def _lookup(self) -> tuple[Tensor, Tensor]:
         data = self.data
         options = data.layout | {"per_sample_weights": data.factors}
-        return self.functions.embedding_bag(data.weights, data.ids, data.offsets, **options)
+        return self.functions.embedding_bag.layout(data.weights, data.ids, data.offsets, **options)
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -145,7 +145,7 @@ class _Kernels:
     def backward(self, status: Tensor | None = None) -> None:
         data, mine = self.data, (self.data.weights, self.sum, self.count, self.lr)
         options = data.layout | self.options | {"status": status}
-        self.functions.embedding_bag_backward_fused_(*mine, data.grad, data.ids, data.offsets, **options)
+        self.functions.embedding_bag_backward_fused_.layout(*mine, data.grad, data.ids, data.offsets, **options)
 
     def step(self) -> None:
         _, status = self._lookup()
@@ -162,18 +162,11 @@ class Triton(_Kernels):
         super().__init__(data, optimizer, triton)
 
 
-def _compiled_ops() -> SimpleNamespace:
-    """The overloads of torch.ops.rec_kernels that take a layout, without the choice between them in every call."""
-    ops = torch.ops.rec_kernels
-    update = ops.embedding_bag_backward_fused_.layout
-    return SimpleNamespace(embedding_bag=ops.embedding_bag.layout, embedding_bag_backward_fused_=update)
-
-
 class Ops(_Kernels):
     """torch.ops.rec_kernels, called directly. Of use for the backward, which a CUDA graph can hold without autograd."""
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        super().__init__(data, optimizer, _compiled_ops())
+        super().__init__(data, optimizer, torch.ops.rec_kernels)
 
 
 class _Autograd:
@@ -199,7 +192,7 @@ class Ours(_Autograd):
     captures = frozenset({"forward", "step"})
 
     def __init__(self, data: Tables, optimizer: str) -> None:
-        kernels = _Kernels(data, optimizer, _compiled_ops())
+        kernels = _Kernels(data, optimizer, torch.ops.rec_kernels)
         self.data, self.tables, self.state, self.forget = data, kernels.tables, kernels.state, kernels.forget
         self.token = torch.empty(0, device=data.device, requires_grad=True)
         self.state_arguments = (data.weights, kernels.sum, kernels.count, kernels.lr, self.token)
