@@ -65,6 +65,17 @@ def test_widths_are_those_of_the_kernels() -> None:
     ]
 
 
+def test_short_bags_are_taken_together() -> None:
+    """As are_short and launch_format of csrc/cuda/embedding_bag_pool.cu have it."""
+    of = {
+        (dim, bag): expected.bags_together(cases.Workload("w", 1, 1, 9, dim, bag), "fp32")
+        for dim, bag in ((16, 1), (16, 2), (20, 2), (128, 1), (128, 2), (128, 3), (129, 1), (126, 1), (256, 1))
+    }
+    assert [key for key, together in of.items() if together == 4] == [(16, 1), (20, 2), (128, 1), (128, 2)]
+    assert set(of.values()) == {1, 4}
+    assert [expected.bags_together(cases.Workload("w", 1, 1, 9, 128, 1), f) for f in ("bf16", "int8")] == [4, 1]
+
+
 @pytest.mark.parametrize("gpu", model.GPUS.values(), ids=lambda gpu: gpu.name)
 def test_every_operation_has_a_prediction(gpu: model.Gpu) -> None:
     """And every prediction an operation: of ours, as the cases time it, what is recorded and no more."""
@@ -80,7 +91,10 @@ def test_operations_are_those_that_are_measured() -> None:
     """Of one case of each kind, the trial's sizes: names as the report has them, and bytes as the cases count them."""
     for case in every_case({"ours": lambda data, optimizer: None}, 0, trial=True):
         if case.about()["op"] in ("embedding_bag", "embedding_bag_formats"):
-            case.workload = dataclasses.replace(case.workload, dim=128)  # a width whose kernels were read
+            w = case.workload
+            plain = case.about()["op"] == "embedding_bag" and not cases.is_weighted(w)
+            bag = w.bag if plain else max(3, w.bag)
+            case.workload = dataclasses.replace(w, dim=128, bag=bag)  # whose kernels were read
         subjects = [s for s in case.subjects(CPU) if s.implementation == "ours"]
         labels = {report.label({"operation": s.operation, "optimizer": s.optimizer}): s.moved for s in subjects}
         operations, _ = expected.works_of(case, KERNELS, H100)
@@ -165,6 +179,31 @@ def test_paths_by_hand() -> None:
     # From the loop's last instruction: two to the store, and one to the end.
     assert paths == Paths(registers=72, blocks=3, before=4, round=4, rows=1, after=3)
     assert code_paths.paths_of("pool_kernel<Fp32, 32, 1, false>", 72, 0, CODE[:4]) is None
+
+
+SHORT = listing(
+    "ISETP.GE.AND P0, PT, R0, R1, PT",  # 0x00
+    "@P0 EXIT",
+    "BRA.DIV UR4, 0xd0",  # 0x20: no lane is apart
+    "SHFL.IDX PT, R4, R2, R0, R3",
+    "LDG.E.128 R8, desc[UR4][R4.64]",  # 0x40
+    "@P1 BRA 0x80",  # past the sums that are stored one by one
+    "STG.E.128 desc[UR4][R6.64], R8",
+    "@P2 BRA 0x60",
+    "STG.E.128 desc[UR4][R6.64], R8",  # 0x80
+    "IADD3 R0, R0, 0x4, RZ",
+    "@P3 BRA 0x30",  # 0xa0: the loop over rows ends
+    "@P4 BRA 0x00",
+    "EXIT",
+    "WARPSYNC.COLLECTIVE R5, 0x30",
+    "BRA 0x30",
+)
+
+
+def test_paths_of_short_bags_by_hand() -> None:
+    """Sums are stored in the loop: the shortest way past the store outside of its own loops."""
+    paths = code_paths.paths_of("pool_short_kernel<Fp32, 32, false>", 80, 0, SHORT)
+    assert paths == Paths(registers=80, blocks=3, before=3, round=6, rows=1, after=2)
 
 
 # Beside a measurement

@@ -10,7 +10,7 @@ import re
 import pytest
 
 import rec_kernels as rk
-from bench.gpu import machine_code
+from bench.gpu import code_paths, machine_code
 
 LIBRARY = rk.build_info()["cuda_library"]
 MAIN = "pool|pool_composed|sum_products|finish_short"  # kernels of rows of any width
@@ -130,17 +130,28 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
 # instructions for four rows and registers, and the fewest resident blocks and bytes of a lane before it first waits.
 LOOKUPS = {
     ("Fp32", "false"): (1, 50, 72, 3, 64),
-    ("Fp32", "true"): (1, 54, 72, 3, 64),
-    ("Fp16", "false"): (1, 78, 64, 4, 56),
+    ("Fp32", "true"): (1, 54, 80, 3, 64),
+    ("Fp16", "false"): (1, 78, 64, 4, 64),
     ("Fp16", "true"): (1, 82, 80, 3, 64),
     ("Bf16", "false"): (1, 63, 64, 4, 64),
     ("Bf16", "true"): (1, 67, 80, 3, 64),
     ("Affine<8>", "false"): (3, 120, 80, 3, 84),
     ("Affine<8>", "true"): (3, 128, 72, 3, 48),
-    ("Affine<4>", "false"): (3, 148, 72, 3, 48),
+    ("Affine<4>", "false"): (3, 148, 80, 3, 48),
+    ("Affine<4>", "true"): (3, 152, 72, 3, 18),
     ("SharedMicroexponents<7>", "false"): (3, 268, 80, 3, 48),
+    ("SharedMicroexponents<7>", "true"): (3, 277, 80, 3, 18),
     ("SharedMicroexponents<4>", "false"): (4, 290, 80, 3, 20),
     ("SharedMicroexponents<2>", "false"): (4, 298, 72, 3, 16),
+}
+# pool_short_kernel<FORMAT, 32, weighted>: the most instructions for four bags of one id each.
+SHORT_BAGS = {
+    ("Fp32", "false"): 417,
+    ("Fp32", "true"): 421,
+    ("Fp16", "false"): 447,
+    ("Fp16", "true"): 454,
+    ("Bf16", "false"): 430,
+    ("Bf16", "true"): 438,
 }
 # Updates of rows that were read at most 64 times: the fewest resident blocks, by kernel without its format.
 UPDATES = {
@@ -163,6 +174,24 @@ def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
         at_least = (k.blocks, k.loop.first_wait_bytes)
         assert all(here <= limit for here, limit in zip(at_most, (instructions, registers, 0), strict=True)), k
         assert all(here >= limit for here, limit in zip(at_least, (blocks, waited), strict=True)), k
+
+
+def test_short_bags_are_taken_together(functions, usage) -> None:
+    """Four rows of 16 or 8 bytes a lane in a round, and three blocks resident; of every width."""
+    found = {}
+    for symbol, code in functions:
+        if "17pool_short_kernel" in symbol:
+            k = machine_code.compiled(symbol, usage[symbol], code)
+            assert (k.stack, k.spills) == (0, 0), k
+            assert k.registers <= 80, k
+            assert k.blocks >= 3, k
+            instructions = machine_code.instructions_of(code)
+            found[k.name] = code_paths.paths_of(k.name, k.registers, k.shared, instructions)
+    assert len(found) == len(SHORT_BAGS) * len((4, 8, 16, 32))
+    for (format, weighted), ceiling in SHORT_BAGS.items():
+        paths = found[f"pool_short_kernel<{format}, 32, {weighted}>"]
+        assert paths.rows == 4, paths
+        assert paths.before + paths.round + paths.after <= ceiling, paths
 
 
 def test_updates_share_a_multiprocessor(usage) -> None:

@@ -34,7 +34,8 @@ def successors(code: Sequence[Instruction]) -> list[list[int]]:
     barriers: dict[str, int] = {}
     found = []
     for number, i in enumerate(code):
-        always = not i.text.startswith("@") and re.search(r"\b!?U?P\d", i.text) is None
+        # BRA.DIV and BRA.CONV ask whether lanes are apart.
+        always = not i.text.startswith("@") and re.search(r"\b!?U?P\d|\.(DIV|CONV)\b", i.text) is None
         behind = [number + 1] if number + 1 < len(code) else []
         target = place.get(i.target) if i.target is not None else None
         name = i.opcode.partition(".")[0]
@@ -63,35 +64,55 @@ def distances(following: Sequence[Sequence[int]], start: int) -> dict[int, int]:
     return found
 
 
-def row_loop(code: Sequence[Instruction]) -> list[Instruction] | None:
-    """The shortest loop that passes the places of rows from lane to lane, and loads: that of aligned rows."""
-    loops = [
+def row_loop(code: Sequence[Instruction], stores: bool = False) -> list[Instruction] | None:
+    """The shortest loop that passes the places of rows from lane to lane, and loads: that of aligned rows.
+
+    Args:
+        code: of a kernel.
+        stores: whether the loop also stores sums, the rare ones in loops within it; else it is an innermost one.
+    """
+    wanted = ["SHFL", "STG"] if stores else ["SHFL"]
+    found = [
         body
-        for body in machine_code.innermost_loops(code)
-        if any(i.opcode.startswith("SHFL") for i in body) and any(i.loaded for i in body)
+        for body in machine_code.loops(code, innermost=not stores)
+        if any(i.loaded for i in body) and all(any(i.opcode.startswith(w) for i in body) for w in wanted)
     ]
-    return min(loops, key=len, default=None)
+    return min(found, key=len, default=None)
+
+
+def round_with_stores(body: Sequence[Instruction], following: Sequence[Sequence[int]], start: int) -> int:
+    """Instructions of the shortest way through a loop that passes the last 16-byte store outside the loops in it."""
+    inner = {i.address for loop in machine_code.loops(body) if len(loop) < len(body) for i in loop}
+    last = max(n for n, i in enumerate(body) if re.match(r"STG\S*\.128", i.opcode) and i.address not in inner)
+    return distances(following, start)[start + last] + distances(following, start + last)[start + len(body) - 1] + 1
 
 
 def paths_of(name: str, registers: int, shared: int, code: Sequence[Instruction]) -> Paths | None:
     """The paths of one kernel; None: it has no such loop."""
-    body = row_loop(code)
+    several = name.startswith("pool_short")  # bags are stored where their last row is added
+    body = row_loop(code, stores=several)
     if body is None:
         return None
     place = {i.address: number for number, i in enumerate(code)}
     following = successors(code)
+    first = place[body[0].address]
     ends = [number for number, i in enumerate(code) if i.opcode.startswith("EXIT")]
     behind = distances(following, place[body[-1].address])
     after = []
     for number in (n for n, i in enumerate(code) if i.opcode.startswith("STG") and n in behind):
         on = distances(following, number)
         after += [behind[number] + on[end] for end in ends if end in on]
+    if several:
+        after = [behind[end] for end in ends if end in behind]
     # The place of a row is two registers, and a factor a third: of an update always, if there is one or not.
     passed = 2 if name.startswith("pool") and not name.endswith("true>") else 3
     shuffles = sum(i.opcode.startswith("SHFL") for i in body)
     blocks = machine_code.Kernel(name, registers, 0, 0, shared, len(code), None).blocks
-    before = distances(following, 0).get(place[body[0].address], 0)
-    return Paths(registers, blocks, before, len(body), max(1, shuffles // passed), min(after, default=0))
+    before = distances(following, 0).get(first, 0)
+    size, rows = len(body), max(1, shuffles // passed)
+    if several:
+        size, rows = round_with_stores(body, following, first), sum(i.loaded > 4 for i in body)
+    return Paths(registers, blocks, before, size, rows, min(after, default=0))
 
 
 def read_file(library: str) -> dict[str, Paths]:

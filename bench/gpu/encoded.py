@@ -49,11 +49,11 @@ class EncodedLookup:
 
     def _build(self, data: Tables, rows: Tensor) -> Built:
         w = self.workload
-        table = torch.arange(w.tables, device=data.device) * w.rows
-        layout = data.layout | {"weight_offsets": table * rows.shape[1], "formats": [self.format]}
+        sizes = [w.rows] * w.tables, [w.dim] * w.tables
+        layout = rk.table_layout(*sizes, formats=[self.format] * w.tables, device=data.device)._asdict()
 
         def forward() -> Tensor:
-            return torch.ops.rec_kernels.embedding_bag(rows.view(-1), data.ids, data.offsets, **layout)[0]
+            return torch.ops.rec_kernels.embedding_bag.layout(rows.view(-1), data.ids, data.offsets, **layout)[0]
 
         def check() -> None:
             parts = zip(forward().split(w.dim, 1), rows.split(w.rows), data.ids_of_tables, strict=True)

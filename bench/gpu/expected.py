@@ -22,6 +22,8 @@ READ, UNREAD = 1.4, 2.0
 BOOKKEEPING, SORT_PASS, SORT_BITS = 100, 24, 8
 #: Entries of one row that are summed at once: kChunk of csrc.
 CHUNK = 64
+#: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
+SHORT_BAGS = 4
 #: How much of the loop over gradients is executed where rows are aligned.
 ALIGNED = 0.4
 FORMATS = {
@@ -79,11 +81,23 @@ def widths(dim: int) -> tuple[int, int]:
     return lanes, blocks if blocks <= 2 else 4
 
 
-def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
-    """A forward: the layout is checked, then a group of lanes takes a bag."""
+def bags_together(w: Workload, format: str) -> int:
+    """How many bags a group of lanes takes: are_short of csrc/cuda/embedding_bag_pool.cu."""
     lanes, blocks = widths(w.dim)
-    code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {str(is_weighted(w)).lower()}>"]
-    fetched = [min(lanes, w.bag - first) for first in range(0, w.bag, lanes)]  # ids, by so many at once
+    floats = format in ("fp32", "fp16", "bf16") and blocks == 1 and w.dim % 4 == 0
+    return SHORT_BAGS if floats and w.bag <= min(lanes // SHORT_BAGS, 2) else 1
+
+
+def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = "fp32") -> list[Work]:
+    """A forward: the layout is checked, then a group of lanes takes a bag, or several short ones."""
+    lanes, blocks = widths(w.dim)
+    weighted, together = str(is_weighted(w)).lower(), bags_together(w, format)
+    if together > 1:
+        code = kernels[f"pool_short_kernel<{FORMATS[format]}, {lanes}, {weighted}>"]
+    else:
+        code = kernels[f"pool_kernel<{FORMATS[format]}, {lanes}, {blocks}, {weighted}>"]
+    ids = w.bag * together
+    fetched = [min(lanes, ids - first) for first in range(0, ids, lanes)]  # ids, by so many at once
     asked = sum(-(-ids // code.rows) for ids in fetched)
     # Where fewer than four of eight rows are left, a round has four.
     step = min(4, code.rows)
@@ -96,7 +110,7 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
             "pool",
             memory=moved["unique" if reuse.repeats_cached else "all"] + rows * ROW_OVERHEAD,
             cached=moved["all"] + w.num_ids * ROW_OVERHEAD,
-            warps=w.tables * w.batch * lanes / WARP,
+            warps=w.tables * w.batch / together * lanes / WARP,
             instructions=code.before + rounds * code.round + code.after,
             waits=1 + len(fetched) + asked,
             blocks=code.blocks,

@@ -68,19 +68,9 @@ class Tables:
 
     @functools.cached_property
     def layout(self) -> dict[str, object]:
-        """The layout arguments of our ops."""
+        """``layout`` and ``layout_sizes`` of our ops: the tables one after the other."""
         w = self.workload
-        table = torch.arange(w.tables, device=self.device)
-        return {
-            "weight_offsets": table * (w.rows * w.dim),
-            "row_offsets": table * w.rows,
-            "num_embeddings": torch.full_like(table, w.rows),
-            "embedding_dims": torch.full_like(table, w.dim),
-            "output_offsets": table * w.dim,
-            "output_dim": w.tables * w.dim,
-            "num_rows": w.tables * w.rows,
-            "max_embedding_dim": w.dim,
-        }
+        return rk.table_layout([w.rows] * w.tables, [w.dim] * w.tables, device=self.device)._asdict()
 
 
 class Implementation(Protocol):
@@ -129,7 +119,6 @@ class _Kernels:
                 "exp_avg_sq": moments[1],
                 "beta_powers": torch.ones(2, device=device),
             }
-            self.options["moment_offsets"] = data.layout["weight_offsets"]
         if data.factors is not None:
             self.options["per_sample_weights"] = data.factors
 
@@ -143,8 +132,8 @@ class _Kernels:
 
     def _lookup(self) -> tuple[Tensor, Tensor]:
         data = self.data
-        bags = data.weights, data.ids, data.offsets, data.factors
-        return self.functions.embedding_bag(*bags, **data.layout)
+        options = data.layout | {"per_sample_weights": data.factors}
+        return self.functions.embedding_bag.layout(data.weights, data.ids, data.offsets, **options)
 
     def forward(self) -> Tensor:
         with torch.no_grad():
@@ -156,7 +145,7 @@ class _Kernels:
     def backward(self, status: Tensor | None = None) -> None:
         data, mine = self.data, (self.data.weights, self.sum, self.count, self.lr)
         options = data.layout | self.options | {"status": status}
-        self.functions.embedding_bag_backward_fused_(*mine, data.grad, data.ids, data.offsets, **options)
+        self.functions.embedding_bag_backward_fused_.layout(*mine, data.grad, data.ids, data.offsets, **options)
 
     def step(self) -> None:
         _, status = self._lookup()
@@ -211,7 +200,7 @@ class Ours(_Autograd):
 
     def _lookup(self) -> Tensor:
         bags = self.data.ids, self.data.offsets
-        return torch.ops.rec_kernels.embedding_bag_fused(*self.state_arguments, *bags, **self.options)[0]
+        return torch.ops.rec_kernels.embedding_bag_fused.layout(*self.state_arguments, *bags, **self.options)[0]
 
     def backward(self) -> None:
         torch.autograd.grad(self._output, self.token, self.data.grad)

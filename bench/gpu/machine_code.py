@@ -171,18 +171,23 @@ def instructions_of(code: str) -> list[Instruction]:
     return out
 
 
-def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """Every stretch that a branch goes back over, and that has no other such stretch in it.
+def loops(code: Sequence[Instruction], innermost: bool = False) -> Iterator[list[Instruction]]:
+    """Every stretch that a branch goes back over; ``innermost``: that has no other such stretch in it.
 
     Behind a kernel's code are pieces for lanes that have diverged before a shuffle or vote (``ENDCOLLECTIVE``). These
     branch back to where the lanes left it, which is no loop.
     """
     apart = [i.address for i in code if i.opcode == "ENDCOLLECTIVE"]
-    loops = [(i.target, i.address) for i in code if i.target is not None and i.target < i.address]
-    loops = [(start, end) for start, end in loops if not any(start <= address <= end for address in apart)]
-    for start, end in loops:
-        if not any(start <= s and e <= end and (s, e) != (start, end) for s, e in loops):
+    found = [(i.target, i.address) for i in code if i.target is not None and i.target < i.address]
+    found = [(start, end) for start, end in found if not any(start <= address <= end for address in apart)]
+    for start, end in found:
+        if not innermost or not any(start <= s and e <= end and (s, e) != (start, end) for s, e in found):
             yield [i for i in code if start <= i.address <= end]
+
+
+def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
+    """Those of ``loops`` that have no other in them."""
+    return loops(code, innermost=True)
 
 
 def most_asked(body: Sequence[Instruction], until_wait: bool) -> tuple[int, int]:
@@ -215,9 +220,9 @@ def measured(body: Sequence[Instruction]) -> Loop:
 
 def row_loop(code: Sequence[Instruction]) -> Loop | None:
     """The innermost loop that reads rows: the shortest of those that load most bytes in a round, or more than half."""
-    loops = [loop for loop in map(measured, innermost_loops(code)) if loop.loads]
-    most = max((loop.bytes for loop in loops), default=0)
-    return min((loop for loop in loops if 2 * loop.bytes > most), key=lambda loop: loop.instructions, default=None)
+    reading = [loop for loop in map(measured, innermost_loops(code)) if loop.loads]
+    most = max((loop.bytes for loop in reading), default=0)
+    return min((loop for loop in reading if 2 * loop.bytes > most), key=lambda loop: loop.instructions, default=None)
 
 
 def compiled(symbol: str, usage: str, listing: str) -> Kernel | None:

@@ -21,7 +21,7 @@ struct TableRows {
   int64_t weight_offset, D;
 
   static constexpr bool kFactorsTogether =
-      std::is_same<Format, Fp32>::value || kHalves<Format> || (kIntegers<Format> && kBlocks == 1);
+      std::is_same<Format, Fp32>::value || kHalves<Format> || (std::is_same<Format, Int8>::value && kBlocks == 1);
   using Place = int64_t;  // a row's first byte
   __device__ __forceinline__ Place find(int64_t id, int64_t) const { return weight_offset + id * Format::row_bytes(D); }
   __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
@@ -63,9 +63,10 @@ __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, 
 }
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
-// The planes of wide rows take too many addresses for two.
-template <class Format, int kBlocks>
-constexpr int kResident = kBlocks == 1 ? 3 : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
+// The planes of wide rows take too many addresses for two; halves without factors leave room for four.
+template <class Format, int kBlocks, bool kWeighted>
+constexpr int kResident = kBlocks == 1 ? (kHalves<Format> && !kWeighted ? 4 : 3)
+                                       : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
 
 template <class Format, int G, int kBlocks, bool kWeighted>
 __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
@@ -83,7 +84,7 @@ __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& grou
 }
 
 template <class Format, int G, int kBlocks, bool kWeighted>
-__global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks>)) pool_kernel(PoolArgs a) {
+__global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride())
@@ -94,67 +95,102 @@ __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks>)) pool_k
 // one, and four rows are on their way where each bag has a single one.
 constexpr int kShortBags = 4;
 
-// The bags from `first` on that a group takes together; each lane below `count` has one.
+// Bags of one feature whose ids, at most one a lane, lie side by side. Lane b has bag b of them, lanes behind the last
+// bag have that one.
 struct ShortBags {
-  int64_t first, begin;  // the first of them, and of their ids
-  int count, stop;       // of this lane's bag: the first id behind it, from `begin` on
+  int64_t feature, first, begin;  // their feature; the first of them, and of their ids
+  int count, start, stop;         // how many; the ids of this lane's bag, counted from `begin`
+};
 
-  // Behind the ids of a bag.
-  template <int G>
-  __device__ __forceinline__ int stop_of(const Group<G>& group, int bag) const {
-    return group.broadcast(stop, bag);
+// The bag that row number `lane` of ShortBags is added to; of no meaning in lanes behind the last row.
+template <int G>
+struct BagOfRow {
+  int64_t out;    // where its sum goes: an element of the output
+  int counted;    // its ids that count, if their mean is asked for
+  unsigned last;  // a bit for each row that is the last of its bag
+  bool whole;     // whether four columns of a sum are stored as they are, at once
+
+  __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Feature& f, const Group<G>& group, const ShortBags& bags,
+                                      unsigned counting) {
+    int bag = 0;
+#pragma unroll
+    for (int b = 0; b < kShortBags - 1; ++b) bag += group.broadcast(bags.stop, b) <= group.lane;
+    const int start = group.broadcast(bags.start, bag), stop = group.broadcast(bags.stop, bag);
+    last = group.ballot(group.lane + 1 == stop);
+    out = a.bags.output_row(bags.first + bag, bags.feature) * a.output_dim + f.output_offset;
+    whole = a.output_format == RowFormat::kFp32 && !f.mean && reinterpret_cast<uintptr_t>(a.output) % 16 == 0 &&
+            ((a.output_dim | f.output_offset | f.embedding_dim) & 3) == 0;
+    counted =
+        f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
   }
 };
 
-// One block of columns of bags whose ids, at most G of them, lie side by side. Rows are added, bag by bag, as in
-// pool_columns: the sums have the same bits.
-template <class Source, int G, bool kWeighted>
-__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Feature& f,
-                                                int64_t feature, const Group<G>& group, const ShortBags& bags) {
-  constexpr int kRows = kShortBags < G ? kShortBags : G;
-  const int64_t first = 4 * group.lane;
-  const int total = bags.stop_of(group, bags.count - 1);
-  const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
-  Vec4 sum[1] = {};
-  int bag = 0, from = 0, stop = bags.stop_of(group, 0);
-  // Stores the sums of all bags whose last id is before number `row`, the empty ones behind them among these.
-  const auto store_until = [&](int row) {
-    while (bag < bags.count && stop <= row) {
-      const uint64_t own = uint64_t{mine.counting} >> from & ((uint64_t{1} << (stop - from)) - 1);
-      const int64_t number = bags.first + bag;
-      store_sums<G>(a, f, count_bits(static_cast<uint32_t>(own)),
-                    a.bags.output_row(number, feature) * a.output_dim + f.output_offset, first, sum);
-      store_zeros_behind(a, number, f.embedding_dim, group);
-      sum[0] = {};
-      from = stop;
-      ++bag;
-      stop = bags.stop_of(group, bag < kShortBags ? bag : 0);
-    }
-  };
-  store_until(0);
-  if (mine.counting == 0) return store_until(total);
+// What the sums of bags leave out: zeros of the bags in `zeros`, a bit for each, and of the columns behind the
+// feature's.
+template <int G>
+__device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Feature& f, const Group<G>& group,
+                                               const ShortBags& bags, unsigned zeros) {
 #pragma unroll 1
-  for (int next = 0; next < total; next += kRows) {
-    typename Source::Row row[kRows];
-    float factor[kRows];
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) row[u].load(source, group, mine.place, next + u, first);
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f;
-#pragma unroll
-    for (int u = 0; u < kRows; ++u) {
-      Vec4 x[1];
-      row[u].decode(source, group, mine.place, next + u, first, x);
-      const bool counts = mine.counting >> (next + u) & 1u;
-      for (int j = 0; j < 4; ++j)
-        if (counts)
-          sum[0].v[j] = kWeighted ? fused_multiply_add(factor[u], x[0].v[j], sum[0].v[j]) : sum[0].v[j] + x[0].v[j];
-      if (next + u < total) store_until(next + u + 1);
-    }
+  for (int b = 0; b < bags.count; ++b) {
+    const int64_t bag = bags.first + b;
+    if (zeros >> b & 1u)
+      store_output(a, a.bags.output_row(bag, bags.feature) * a.output_dim + f.output_offset, 4 * group.lane,
+                   f.embedding_dim, Vec4{});
+    store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }
 
-// The same of calls whose bags have at most two ids on average.
+// The sums up to rows [next, next + kFewInFlight) go to the output where the row is its bag's last.
+template <int G>
+__device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Feature& f, const Group<G>& group,
+                                                 const BagOfRow<G>& bag, int next, const Vec4 (&sums)[kFewInFlight]) {
+  const int64_t first = 4 * group.lane, D = f.embedding_dim;
+  if (bag.whole) {
+#pragma unroll
+    for (int u = 0; u < kFewInFlight; ++u) {
+      const int64_t out = group.broadcast(bag.out, next + u);
+      if (bag.last >> (next + u) & 1u) store_columns(static_cast<float*>(a.output) + out, first, D, true, sums[u]);
+    }
+    return;
+  }
+  // Once in the machine code, not for each of the rows.
+#pragma unroll 1
+  for (int u = 0; u < kFewInFlight; ++u) {
+    if (!(bag.last >> (next + u) & 1u)) continue;
+    Vec4 sum[1] = {sums[0]};
+#pragma unroll
+    for (int v = 1; v < kFewInFlight; ++v)
+      if (u == v) sum[0] = sums[v];
+    store_sums<G>(a, f, group.broadcast(bag.counted, next + u), group.broadcast(bag.out, next + u), first, sum);
+  }
+}
+
+// The only block of columns of such bags. Rows are added, bag by bag, as in pool_columns: the sums have the same bits.
+template <class Source, int G, bool kWeighted>
+__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Feature& f,
+                                                const Group<G>& group, const ShortBags& bags) {
+  const int64_t first = 4 * group.lane;
+  const int total = group.broadcast(bags.stop, bags.count - 1);
+  const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
+  const bool zero = group.lane < bags.count && (mine.counting == 0 || bags.start == bags.stop);
+  const unsigned zeros = group.ballot(zero);
+  if (zeros != 0 || a.bags.have_own_rows()) store_zeros_of(a, f, group, bags, zeros);
+  if (mine.counting == 0) return;
+  const BagOfRow<G> bag(a, f, group, bags, mine.counting);
+  Vec4 sum[1] = {};
+#pragma unroll 1
+  for (int next = 0; next < total; next += kFewInFlight) {
+    Vec4 sums[kFewInFlight];
+    add_rows<kFewInFlight, kWeighted>(source, group, mine, next, first, sum, [&](int u) {
+      sums[u] = sum[0];
+      if (bag.last >> (next + u) & 1u) sum[0] = {};
+    });
+    store_short_bags(a, f, group, bag, next, sums);
+  }
+}
+
+// Bags that are not of one feature, that have more ids than the group has lanes, bad offsets, or rows that are not
+// aligned, are taken one after the other.
 template <class Format, int G, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
@@ -164,21 +200,20 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
     const int64_t first = item * kShortBags, left = a.bags.num_bags - first;
     const int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
     const int64_t feature = a.bags.feature_of(first), part = a.bags.first_part(feature);
+    const bool together = first + count <= a.bags.first_bag(feature + 1);
+    if (together && !(a.features.has_format(part, a.format) && a.features.is_plain(part))) continue;
     const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
-    // Of one feature, with offsets that rise and lie among the ids, and no more ids than lanes.
-    const bool good = bag < a.bags.first_bag(feature + 1) && begin >= 0 && start >= begin && stop >= start &&
-                      stop <= a.bags.num_ids && stop - begin <= G;
-    const unsigned bad = group.ballot(!good);
+    const bool good =
+        together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids && stop - begin <= G;
     const Feature f = a.features[part];
-    if (bad != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
+    if (group.ballot(!good) != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
       for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
       continue;
     }
-    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
     using Rows = TableRows<Format, G, 1, true>;
-    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, feature, group,
-                                        {first, begin, count, static_cast<int>(stop - begin)});
+    const ShortBags bags{feature, first, begin, count, static_cast<int>(start - begin), static_cast<int>(stop - begin)};
+    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, group, bags);
   }
 }
 
@@ -186,12 +221,20 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
 template <class Format>
 constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
 
+// Whether bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
+// rows at most. Where the widest rows are no multiple of four columns, theirs would be taken one after the other.
+template <int G>
+bool are_short(const Bags& bags, int64_t max_dim) {
+  constexpr int64_t kMost = G / kShortBags < 2 ? G / kShortBags : 2;
+  return bags.num_ids <= kMost * bags.num_bags && max_dim % 4 == 0;
+}
+
 template <class Format, bool kWeighted>
 void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
   with_widths(max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     if constexpr (kShort<Format> && kBlocks == 1) {
-      if (a.bags.num_ids <= 2 * a.bags.num_bags) {
+      if (are_short<G>(a.bags, max_dim)) {
         launch(pool_short_kernel<Format, G, kWeighted>, blocks_for_bags(ceil_div(a.bags.num_bags, kShortBags), G),
                dim3(kThreads), 0, stream, a);
         return;

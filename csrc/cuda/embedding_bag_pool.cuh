@@ -91,12 +91,12 @@ struct IdsOfLanes {
   }
 };
 
-// Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns. A row that
-// does not count is left out by a condition on the sums alone: nvcc moves a row's loads behind a branch that follows
-// them.
-template <int kRows, bool kWeighted, class Source, int G, int kBlocks>
+// Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns, and calls
+// behind(u) after that of number next + u. A row that does not count is left out by a condition on the sums alone: nvcc
+// moves a row's loads behind a branch that follows them.
+template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class Behind>
 __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
-                                         int next, int64_t first, Vec4 (&sum)[kBlocks]) {
+                                         int next, int64_t first, Vec4 (&sum)[kBlocks], const Behind& behind) {
   typename Source::Row row[kRows];
   float factor[kRows];
   const auto take_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
@@ -118,6 +118,7 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
       for (int j = 0; j < 4; ++j)
         if (counts)
           sum[k].v[j] = kWeighted ? fused_multiply_add(factor[u], x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
+    behind(u);
   }
 }
 
@@ -133,6 +134,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
   // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
   const int64_t first = column + 4 * group.lane;
+  const auto nothing = [](int) {};
   Vec4 sum[kBlocks] = {};
   int64_t counted = 0;
   for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
@@ -143,8 +145,8 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
     int next = 0;
 #pragma unroll 1
     for (; next < here - (kRows - kLast); next += kRows)
-      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum);
-    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum);
+      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, nothing);
+    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
   }
   store_sums<G>(a, f, counted, out, first, sum);
 }
