@@ -53,7 +53,7 @@ constexpr int kRowsOf =
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,
-                                           int64_t out, int64_t column) {
+                                           uint8_t* out, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
   constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks, kWeighted> : 1;
@@ -72,7 +72,7 @@ __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& grou
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
   if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) return;
   const Feature f = a.features[part];
-  const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+  uint8_t* out = a.output_of(bag, feature, f.output_offset);
   const Range ids = range_of(a.bags, bag, a.status);
   const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
   for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
@@ -122,8 +122,8 @@ __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source&
     while (bag < bags.count && stop <= row) {
       const uint64_t own = uint64_t{mine.counting} >> from & ((uint64_t{1} << (stop - from)) - 1);
       const int64_t number = bags.first + bag;
-      store_sums<G>(a, f, count_bits(static_cast<uint32_t>(own)),
-                    a.bags.output_row(number, feature) * a.output_dim + f.output_offset, first, sum);
+      store_sums<G>(a, f, count_bits(static_cast<uint32_t>(own)), a.output_of(number, feature, f.output_offset), first,
+                    sum);
       store_zeros_behind(a, number, f.embedding_dim, group);
       sum[0] = {};
       from = stop;
