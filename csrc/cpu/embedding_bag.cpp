@@ -24,8 +24,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   PoolArgs args = pool_args(weights, in);
   args.output = output.mutable_data_ptr();
   args.output_format = float_format(type);
-  const SharedRows shared(in, args.output, static_cast<int64_t>(output.element_size()));
-  args.bags.row_shifts = shared.row_shifts();
+  const SharedRows shared(in, static_cast<int64_t>(output.element_size()));
+  args.bags.shared_rows = shared.rows();
   args.cache = cache;
   const auto pool = kernels<EmbeddingBagKernels>().pool;
   const Bounds bounds = for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { pool(args, begin, end, found); });
@@ -114,10 +114,10 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   check_gradient(grad_in, in.values, in.bags.output_rows(), in.output_dim);
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = new_zeros(weights, {in.bags.num_ids}, ScalarType::Float);
-  const SharedRows shared(in, grad.const_data_ptr(), sizeof(float));
+  const SharedRows shared(in, sizeof(float));
   shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in);
-  args.bags.row_shifts = shared.row_shifts();
+  args.bags.shared_rows = shared.rows();
   args.cache = cache;
   const float* grad_data = grad.const_data_ptr<float>();
   float* out_data = out.mutable_data_ptr<float>();

@@ -221,9 +221,9 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
 
 // The gradients of the bags that samples share, where the input then says that they are.
 SharedRows sum_shared(const Tensor& grad, BagInput* in) {
-  SharedRows shared(*in, grad.const_data_ptr(), sizeof(float));
+  SharedRows shared(*in, sizeof(float));
   shared.sum(grad.const_data_ptr<float>());
-  in->bags.row_shifts = shared.row_shifts();
+  in->bags.shared_rows = shared.rows();
   return shared;
 }
 
@@ -247,7 +247,7 @@ BagInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_s
 Tensor dense(const Tensor& grad_in, Sizes shape, const uint8_t* rows, BagInput in) {
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
-  const Occurrences o = sort_occurrences(in);
+  const Occurrences o = sort_occurrences(in, grad);
   Tensor out = new_zeros(grad, shape, ScalarType::Float);
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
@@ -258,7 +258,7 @@ Tensor dense(const Tensor& grad_in, Sizes shape, const uint8_t* rows, BagInput i
 std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, const uint8_t* weights, BagInput in) {
   const Tensor grad = as_contiguous(grad_in);
   const SharedRows shared = sum_shared(grad, &in);
-  const Occurrences o = sort_occurrences(in);
+  const Occurrences o = sort_occurrences(in, grad);
   Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
   Tensor row_grads = new_tensor(grad, {o.num_floats}, ScalarType::Float);
   Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
@@ -347,7 +347,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Tensor grad = as_contiguous(grad_in);
   const int64_t* before = cache_slots ? cache_slots->const_data_ptr<int64_t>() : nullptr;
   const SharedRows shared = sum_shared(grad, &in);
-  const Occurrences o = sort_occurrences(in, {cache.view, before});
+  const Occurrences o = sort_occurrences(in, grad, {cache.view, before});
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
   target.state = state.pointers();

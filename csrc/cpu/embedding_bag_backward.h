@@ -14,7 +14,7 @@ namespace rec_kernels {
 struct TableRuns {
   const Feature* feature;       // the first part that reads the table
   int64_t first_bag, num_bags;  // of that part's feature
-  int64_t first_row;            // of the gradient, that of the first bag
+  const float* gradients;       // of its columns: that of the first bag, and on from there RunArgs::output_dim apart
   const int64_t* starts;        // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted
   int64_t num_runs;
   int64_t first_run;    // runs of the tables before

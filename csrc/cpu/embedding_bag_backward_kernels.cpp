@@ -95,7 +95,7 @@ class ProductRuns {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t payload = payload_of(a_, first + i);
       const BagPlace place = place_of(a_, table_, bag_of(a_, payload));
-      t_.rows[i] = a_.grad + place.row * a_.output_dim + place.part->output_offset;
+      t_.rows[i] = place.gradient;
       t_.factors[i] = ones_;
       t_.coefficients[i] = a_.coefficients ? a_.coefficients[payload] : 1.0f;
       if (place.part->combine == Combine::kMult) multiply(*place.part, a_.bags.id(a_.first_id + payload), i);

@@ -43,25 +43,25 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
   PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
   uncached.cache.slots = nullptr;
-  by_feature(a.bags, a.features, begin, end,
-             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
-               const PoolArgs& its = count == 1 ? a : uncached;
-               auto* rows = static_cast<uint8_t*>(a.output) + row * stride;
-               const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
-               Bounds repeated;  // of ids that the first part has noted
-               for (int64_t p = 0; p < count; p += combined) {
-                 auto* out = rows + parts[p].output_offset * element;
-                 const Sums sums{reinterpret_cast<float*>(out), a.output_dim};
-                 const PooledBags k{&a.bags, from, to, parts->mean, sums, p == 0 ? bounds : &repeated};
-                 if (element == 4) pool_feature(its, parts + p, combined, k);
-                 else pool_rounded(its, parts + p, combined, k, out, stride);
-               }
-               const Feature& last = parts[count - 1];
-               const int64_t used = last.output_offset + last.embedding_dim;
-               const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
-               for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
-                 memset(rows + used * element, 0, static_cast<size_t>(behind));
-             });
+  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+    const PoolArgs& its = count == 1 ? a : uncached;
+    auto* rows = a.bags.rows_of(parts->number, static_cast<uint8_t*>(a.output)) +
+                 a.bags.output_row(from, parts->number) * stride;
+    const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
+    Bounds repeated;                                                          // of ids that the first part has noted
+    for (int64_t p = 0; p < count; p += combined) {
+      auto* out = rows + parts[p].output_offset * element;
+      const Sums sums{reinterpret_cast<float*>(out), a.output_dim};
+      const PooledBags k{&a.bags, from, to, parts->mean, sums, p == 0 ? bounds : &repeated};
+      if (element == 4) pool_feature(its, parts + p, combined, k);
+      else pool_rounded(its, parts + p, combined, k, out, stride);
+    }
+    const Feature& last = parts[count - 1];
+    const int64_t used = last.output_offset + last.embedding_dim;
+    const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
+    for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
+      memset(rows + used * element, 0, static_cast<size_t>(behind));
+  });
 }
 
 float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
@@ -109,10 +109,10 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
 
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a.bags, a.features, begin, end,
-             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t row) {
-               weight_gradient_feature(a, parts, count, from, to, grad + row * a.output_dim, out, bounds);
-             });
+  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+    const float* rows = a.bags.rows_of(parts->number, grad) + a.bags.output_row(from, parts->number) * a.output_dim;
+    weight_gradient_feature(a, parts, count, from, to, rows, out, bounds);
+  });
 }
 
 }  // namespace

@@ -82,7 +82,6 @@ class TableSorter {
     runs.starts = starts;
     runs.first_bag = in_.bags.first_bag(first.number);
     runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
-    runs.first_row = in_.bags.output_row(runs.first_bag, first.number);
     for (int64_t place = table.first; place < table.last; ++place)
       runs.multiplied = runs.multiplied || feature(place).combine == Combine::kMult;
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
@@ -271,7 +270,7 @@ int64_t bad_boundary(const Bags& bags, int64_t f) {
 
 }  // namespace
 
-Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached) {
+Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached) {
   Bounds bounds;
   for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
     bounds.position = bad_boundary(in.bags, f);
@@ -286,10 +285,14 @@ Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached) {
   out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     TableRuns& table = out.tables[t];
+    const Feature& f = *table.feature;
+    if (table.num_bags > 0)
+      table.gradients = in.bags.rows_of(f.number, grad.const_data_ptr<float>()) +
+                        in.bags.output_row(table.first_bag, f.number) * in.output_dim + f.output_offset;
     table.first_run = out.num_runs;
     table.first_float = out.num_floats;
     out.num_runs += table.num_runs;
-    out.num_floats += table.num_runs * table.feature->embedding_dim;
+    out.num_floats += table.num_runs * f.embedding_dim;
     for (int64_t i = plan.tables[t].first; i < plan.tables[t].last; ++i)
       out.part_tables[static_cast<size_t>(plan.parts[static_cast<size_t>(i)])] = static_cast<int64_t>(t);
   }

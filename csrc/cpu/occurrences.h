@@ -31,6 +31,7 @@ struct CachedKeys {
 };
 
 // Throws for features that share a part of a table, for bad offsets and, when the caller asked for it, for bad ids.
-Occurrences sort_occurrences(const BagInput& in, const CachedKeys& cached = {});
+// Where gradients lie in `grad` is noted; nothing is read there.
+Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached = {});
 
 }  // namespace rec_kernels

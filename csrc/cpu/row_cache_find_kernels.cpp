@@ -67,13 +67,12 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
 
 void find(const FindSlots& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a.bags, a.features, begin, end,
-             [&](const Feature* parts, int64_t count, int64_t from, int64_t to, int64_t) {
-               Ids k{a.bags.offset(from), a.bags.offset(to), parts, {}};
-               if (count == 1) k.place = a.cache.places[parts - a.features];
-               if (a.bags.ids64) find_ids<int64_t>(a, k, bounds);
-               else find_ids<int32_t>(a, k, bounds);
-             });
+  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+    Ids k{a.bags.offset(from), a.bags.offset(to), parts, {}};
+    if (count == 1) k.place = a.cache.places[parts - a.features];
+    if (a.bags.ids64) find_ids<int64_t>(a, k, bounds);
+    else find_ids<int32_t>(a, k, bounds);
+  });
 }
 
 }  // namespace

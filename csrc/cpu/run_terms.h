@@ -67,29 +67,24 @@ inline int64_t key_of(const RunArgs& a, int64_t entry) {
   return static_cast<int64_t>(a.sorted[entry] >> a.payload_bits);
 }
 
-// The part of the bag's feature that reads the table, and the row of the gradient that is the bag's.
+// The part of the bag's feature that reads the table, and the gradient of its columns of the bag.
 struct BagPlace {
   const Feature* part;
-  int64_t row;
+  const float* gradient;
 };
 
 inline BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const Feature* f = a.features + a.bags.first_part(a.bags.feature_of(bag));
   for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
-  return {f, a.bags.output_row(bag, f->number)};
+  const float* rows = a.bags.rows_of(f->number, a.grad);
+  return {f, rows + a.bags.output_row(bag, f->number) * a.output_dim + f->output_offset};
 }
 
 RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const int64_t number = bag - table.first_bag;
   if (static_cast<uint64_t>(number) < static_cast<uint64_t>(table.num_bags))
-    return {table.feature, table.first_row + number};
+    return {table.feature, table.gradients + number * a.output_dim};
   return place_in_shared_table(a, table, bag);
-}
-
-// The gradient of the bag that an entry of the table names.
-RK_HOST_DEVICE const float* gradient_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const BagPlace place = place_of(a, table, bag);
-  return a.grad + place.row * a.output_dim + place.part->output_offset;
 }
 
 // The terms of a table's occurrences, which are asked for in ascending order. Sorted by row, bags come in no order: the
@@ -114,7 +109,7 @@ class TermsInOrder {
   void find(int64_t end) {
     for (; found_ < end; ++found_) {
       const int64_t payload = payload_of(a_, found_), i = found_ - first_;
-      rows_[i] = gradient_of(a_, table_, bag_of(a_, payload));
+      rows_[i] = place_of(a_, table_, bag_of(a_, payload)).gradient;
       prefetch_bytes(rows_[i], bytes_);
       if (a_.coefficients) coefficients_[i] = a_.coefficients[payload];
     }

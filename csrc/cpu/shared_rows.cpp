@@ -22,21 +22,12 @@ std::vector<int64_t> group_sizes(const BagInput& in) {
 
 }  // namespace
 
-SharedRows::SharedRows(const BagInput& in, const void* rows, int64_t element_bytes) : in_(in), bytes_(element_bytes) {
+SharedRows::SharedRows(const BagInput& in, int64_t element_bytes) : in_(in), bytes_(element_bytes) {
   if (!in.bags.groups) return;
   const std::vector<int64_t> sizes = group_sizes(in);
   const int64_t most = sizes.empty() ? 0 : *std::max_element(sizes.begin(), sizes.end());
-  const int64_t row = in.output_dim * bytes_;
-  shifts_.resize(static_cast<size_t>(in.num_features));
-  for (int64_t f = 0; f < in.num_features; ++f) shifts_[static_cast<size_t>(f)] = -in.bags.starts[f];
-  if (most == 0 || row == 0) return;
-  // One row more, so that a whole number of rows lies between `rows` and what is used.
-  memory_ = Scratch<uint8_t>((most + 1) * row);
-  const int64_t away = reinterpret_cast<intptr_t>(memory_.get()) - reinterpret_cast<intptr_t>(rows);
-  const int64_t rows_away = away > 0 ? ceil_div(away, row) : -(-away / row);
-  shared_ = memory_.get() + (rows_away * row - away);
-  for (int64_t f = 0; f < in.num_features; ++f)
-    if (in.bags.groups[f] >= 0) shifts_[static_cast<size_t>(f)] += rows_away;
+  const int64_t bytes = most * in.output_dim * bytes_;
+  if (bytes > 0) memory_ = Scratch<uint8_t>(bytes);
 }
 
 std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
@@ -54,7 +45,7 @@ std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
 }
 
 void SharedRows::expand(void* output) const {
-  if (!shared_) return;
+  if (!memory_) return;
   const std::vector<Columns> columns = columns_of_groups();
   const auto copy_rows = kernels<ExpandKernels>().copy_rows;
   const auto* inverse = in_.inverse->const_data_ptr<int64_t>();
@@ -62,14 +53,14 @@ void SharedRows::expand(void* output) const {
   parallel_pieces(batch, piece, workers_for(batch, piece), [&](int64_t begin, int64_t end, int64_t) {
     for (const Columns& c : columns) {
       const int64_t first = c.begin * bytes_;
-      copy_rows(reinterpret_cast<const char*>(shared_) + first, inverse + c.group * batch, true, c.count * bytes_, row,
-                static_cast<char*>(output) + first, begin, end);
+      copy_rows(reinterpret_cast<const char*>(memory_.get()) + first, inverse + c.group * batch, true, c.count * bytes_,
+                row, static_cast<char*>(output) + first, begin, end);
     }
   });
 }
 
 void SharedRows::sum(const float* grad) const {
-  if (!shared_) return;
+  if (!memory_) return;
   const std::vector<int64_t> sizes = group_sizes(in_);
   const std::vector<Columns> columns = columns_of_groups();
   const int64_t batch = in_.bags.batch, groups = in_.inverse->size(0);
@@ -85,7 +76,7 @@ void SharedRows::sum(const float* grad) const {
     const auto group = static_cast<size_t>(c.group);
     if (sizes[group] == 0) continue;
     sum_rows(grad + c.begin, in_.output_dim, orders[group], sizes[group], c.count,
-             reinterpret_cast<float*>(shared_) + c.begin, in_.output_dim);
+             reinterpret_cast<float*>(memory_.get()) + c.begin, in_.output_dim);
   }
 }
 

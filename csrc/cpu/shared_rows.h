@@ -12,11 +12,11 @@ namespace rec_kernels {
 // columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
 class SharedRows {
  public:
-  // `rows`: the output or its gradient, with elements of so many bytes. Points to the input, which stays.
-  SharedRows(const BagInput& in, const void* rows, int64_t element_bytes);
+  // Of elements of so many bytes. Points to the input, which stays.
+  SharedRows(const BagInput& in, int64_t element_bytes);
 
-  // Bags::row_shifts: kernels find the memory as so many rows from `rows` on. Null without groups.
-  const int64_t* row_shifts() const { return shifts_.empty() ? nullptr : shifts_.data(); }
+  // Bags::shared_rows. Null where no group has a bag.
+  void* rows() const { return memory_.get(); }
   // From pooled bags to `output`, the rows of the samples that have them.
   void expand(void* output) const;
   // The sums of the samples' gradients `grad`.
@@ -32,8 +32,6 @@ class SharedRows {
   const BagInput& in_;
   int64_t bytes_;
   Scratch<uint8_t> memory_;
-  uint8_t* shared_ = nullptr;
-  std::vector<int64_t> shifts_;
 };
 
 }  // namespace rec_kernels

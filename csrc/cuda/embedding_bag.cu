@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
     if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
     const Feature f = a.features[part];
     const int64_t D = f.embedding_dim;
-    const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+    const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
       const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);
@@ -41,10 +41,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
                                    cudaStream_t stream) {
   Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
-  const SharedRows shared(in, output.mutable_data_ptr(), type, status.mutable_data_ptr<int64_t>(), stream);
+  const SharedRows shared(in, type, status.mutable_data_ptr<int64_t>(), stream);
   PoolArgs args = pool_args(weights, in, status);
-  args.bags.row_shifts = shared.row_shifts();
-  args.output = output.mutable_data_ptr();
+  args.bags.shared_rows = shared.rows();
+  args.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   args.output_format = float_format(type);
   args.cache = cache;
   // Also where there are no bags, and rows that are then of a bad layout.
@@ -53,7 +53,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
     else launch_pool(args, in.max_dim, stream);
     if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);
   }
-  shared.expand();
+  shared.expand(args.output);
   return {output, status};
 }
 
@@ -112,10 +112,10 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   const Tensor grad = as_contiguous(grad_in);
   Tensor out = new_zeros(in.values, {in.bags.num_ids}, ScalarType::Float);
   Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
-  const SharedRows shared(in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
-  shared.sum();
+  const SharedRows shared(in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
+  shared.sum(grad.const_data_ptr<float>());
   PoolArgs args = pool_args(weights, in, status);
-  args.bags.row_shifts = shared.row_shifts();
+  args.bags.shared_rows = shared.rows();
   args.cache = cache;
   for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
     with_bag_format(in.features.formats[args.format], [&](auto format) {

@@ -96,12 +96,17 @@ struct PoolArgs {
   Features features;
   int format;
   Bags bags;
-  void* output;
+  uint8_t* output;
   RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
   int64_t output_dim;
   int64_t* status;
   CachedPool cache;
 
+  __device__ __forceinline__ int64_t output_bytes() const { return output_format == RowFormat::kFp32 ? 4 : 2; }
+  // Where a feature's columns from `column` on begin in the row that is a bag's.
+  __device__ __forceinline__ uint8_t* output_of(int64_t bag, int64_t feature, int64_t column) const {
+    return bags.rows_of(feature, output) + (bags.output_row(bag, feature) * output_dim + column) * output_bytes();
+  }
   // Whether rows of a feature may be in the cache: it has one part.
   __device__ __forceinline__ bool may_be_cached(int64_t feature) const {
     return cache.slots && bags.first_part(feature + 1) - bags.first_part(feature) == 1;

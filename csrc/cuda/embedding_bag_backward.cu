@@ -86,21 +86,8 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
                  const float* grad_scale, const Skip& skip) {
   const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
-  return {o.runs,
-          in.features,
-          rows,
-          0,
-          in.bags,
-          grad.const_data_ptr<float>(),
-          in.output_dim,
-          grad_scale,
-          skip,
-          nullptr,
-          nullptr,
-          nullptr,
-          0,
-          0,
-          CachedRuns{}};
+  return {o.runs,  in.features, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
+          nullptr, nullptr,     nullptr, 0, CachedRuns{}};
 }
 
 // The sums of chunks, which finishing starts from; owns their memory.
@@ -117,8 +104,6 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
   args->next_partials = sums.next.mutable_data_ptr<float>();
   args->owners = static_cast<uint32_t*>(sums.owners.mutable_data_ptr());
   args->max_dim = in.max_dim;
-  args->partials_place = (reinterpret_cast<intptr_t>(args->partials) - reinterpret_cast<intptr_t>(args->grad)) /
-                         static_cast<int64_t>(sizeof(float));
   if (rows == 0) return sums;
   with_widths(in.max_dim, [&](auto group, auto blocks) {
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
@@ -186,9 +171,9 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
 
 // The gradients of the bags that samples share, where the input then says that they are.
 SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cudaStream_t stream) {
-  SharedRows shared(*in, grad.const_data_ptr(), ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
-  shared.sum();
-  in->bags.row_shifts = shared.row_shifts();
+  SharedRows shared(*in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
+  shared.sum(grad.const_data_ptr<float>());
+  in->bags.shared_rows = shared.rows();
   return shared;
 }
 

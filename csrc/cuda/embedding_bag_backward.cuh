@@ -12,12 +12,12 @@ inline namespace RK_ISA {
 // Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Runs of
 // multiplied tables have chunks too where they are short: their sums are needed before any row changes.
 struct Runs {
-  const uint64_t* keys;       // linear row of each entry
-  const uint32_t* payloads;   // of each entry: its bag; or its id's position << part_bits, and behind it, its part
-  const uint32_t* bag_of;     // of a position; null: the payload is the bag
-  const float* coefficients;  // of a position; null: 1
-  const int64_t* places;      // where a payload's columns begin in the gradient; null: its bag tells
-  const int64_t* starts;      // run r is entries [starts[r], starts[r + 1])
+  const uint64_t* keys;           // linear row of each entry
+  const uint32_t* payloads;       // of each entry: its bag; or its id's position << part_bits, and behind it, its part
+  const uint32_t* bag_of;         // of a position; null: the payload is the bag
+  const float* coefficients;      // of a position; null: 1
+  const float* const* gradients;  // of a payload's columns; null: its bag tells
+  const int64_t* starts;          // run r is entries [starts[r], starts[r + 1])
   const int64_t* num_runs;
   const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
   int64_t most_runs, most_chunks;
@@ -80,7 +80,6 @@ struct SumArgs {
   float* next_partials;  // of their sums, and so on
   uint32_t* owners;      // of each chunk: its run
   int64_t max_dim;
-  int64_t partials_place;  // of partials, in floats from grad on: one base address for both leaves kernels registers
   CachedRuns cache;
 
   // Whether a run's row is one to finish now; then its table, or, of a row in a slot, a table in which it lies there.
@@ -123,11 +122,11 @@ struct OccurrenceSum {
   __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
     const bool weighted = a.runs.coefficients != nullptr;
     for (int begin = 0; begin < count; begin += G) {
-      int64_t place = summed ? a.partials_place + int64_t{first} * a.max_dim : 0;
+      const float* term = summed ? a.partials + int64_t{first} * a.max_dim : nullptr;
       float c = 1.0f;
       if (begin + group.lane < count && !summed) {
         const uint32_t payload = a.runs.payloads[first + begin + group.lane];
-        place = place_of(payload);
+        term = gradient_of(payload);
         if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
       }
       const int here = count - begin < G ? count - begin : G;
@@ -136,7 +135,7 @@ struct OccurrenceSum {
         Vec4 x[kRows][kBlocks];
 #pragma unroll
         for (int u = 0; u < kRows; ++u) {
-          const float* row = a.grad + group.broadcast(place, next + u);
+          const float* row = group.broadcast(term, next + u);
           factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
           const bool aligned = rows_aligned(row, D);
 #pragma unroll
@@ -151,12 +150,11 @@ struct OccurrenceSum {
   }
 
  private:
-  // Of an entry, in the gradient.
-  __device__ __forceinline__ int64_t place_of(uint32_t payload) const {
-    if (a.runs.places) return a.runs.places[payload];
+  __device__ __forceinline__ const float* gradient_of(uint32_t payload) const {
+    if (a.runs.gradients) return a.runs.gradients[payload];
     const uint32_t bag = a.runs.bag(payload), batch = static_cast<uint32_t>(a.bags.batch);
-    if (a.bags.starts) return int64_t{bag} * a.output_dim;
-    return int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
+    if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
+    return a.grad + int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
   }
 };
 
@@ -195,7 +193,7 @@ struct SortedOccurrences {
 };
 
 // Bad ids and offsets are noted in `status`.
-SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream);
+SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& grad, cudaStream_t stream);
 
 // The chunk sums of the multiplied tables of one format: gradients times the rows of the other parts. All of them come
 // before any row is updated.

@@ -89,7 +89,8 @@ struct PartRows {
 
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
 __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
-                                           const Group<G>& group, Range ids, int64_t out, int64_t column, bool report) {
+                                           const Group<G>& group, Range ids, uint8_t* out, int64_t column,
+                                           bool report) {
   // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
   constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
   using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
@@ -121,7 +122,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
     const PartsOfColumns parts{part, count, how == Combine::kMult};
     const Feature f = a.features[part];
-    const int64_t D = f.embedding_dim, out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+    const int64_t D = f.embedding_dim;
+    uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = all_aligned<Format>(a, parts, D);
     for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
@@ -167,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
     const Combine how = a.features.parts[part].combine;
     const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
-    const float* g = grad + a.bags.output_row(bag, feature) * a.output_dim;
+    const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim;
     write_dots(a, a.features[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       const Feature first = a.features[part];
       const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;

@@ -53,7 +53,7 @@ constexpr int kRowsOf =
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,
-                                           int64_t out, int64_t column) {
+                                           uint8_t* out, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
   constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks, kWeighted> : 1;
@@ -73,7 +73,7 @@ __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& grou
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
   if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) return;
   const Feature f = a.features[part];
-  const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+  uint8_t* out = a.output_of(bag, feature, f.output_offset);
   const Range ids = range_of(a.bags, bag, a.status);
   const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
   for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
@@ -105,7 +105,7 @@ struct ShortBags {
 // The bag that row number `lane` of ShortBags is added to; of no meaning in lanes behind the last row.
 template <int G>
 struct BagOfRow {
-  int64_t out;    // where its sum goes: an element of the output
+  uint8_t* out;   // where its sum goes
   int counted;    // its ids that count, if their mean is asked for
   unsigned last;  // a bit for each row that is the last of its bag
   bool whole;     // whether four columns of a sum are stored as they are, at once
@@ -117,8 +117,9 @@ struct BagOfRow {
     for (int b = 0; b < kShortBags - 1; ++b) bag += group.broadcast(bags.stop, b) <= group.lane;
     const int start = group.broadcast(bags.start, bag), stop = group.broadcast(bags.stop, bag);
     last = group.ballot(group.lane + 1 == stop);
-    out = a.bags.output_row(bags.first + bag, bags.feature) * a.output_dim + f.output_offset;
-    whole = a.output_format == RowFormat::kFp32 && !f.mean && reinterpret_cast<uintptr_t>(a.output) % 16 == 0 &&
+    out = a.output_of(bags.first + bag, bags.feature, f.output_offset);
+    const auto rows = reinterpret_cast<uintptr_t>(a.bags.rows_of(bags.feature, a.output));
+    whole = a.output_format == RowFormat::kFp32 && !f.mean && rows % 16 == 0 &&
             ((a.output_dim | f.output_offset | f.embedding_dim) & 3) == 0;
     counted =
         f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
@@ -134,8 +135,7 @@ __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Feature&
   for (int b = 0; b < bags.count; ++b) {
     const int64_t bag = bags.first + b;
     if (zeros >> b & 1u)
-      store_output(a, a.bags.output_row(bag, bags.feature) * a.output_dim + f.output_offset, 4 * group.lane,
-                   f.embedding_dim, Vec4{});
+      store_output(a, a.output_of(bag, bags.feature, f.output_offset), 4 * group.lane, f.embedding_dim, Vec4{});
     store_zeros_behind(a, bag, f.embedding_dim, group);
   }
 }
@@ -148,8 +148,8 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Featur
   if (bag.whole) {
 #pragma unroll
     for (int u = 0; u < kFewInFlight; ++u) {
-      const int64_t out = group.broadcast(bag.out, next + u);
-      if (bag.last >> (next + u) & 1u) store_columns(static_cast<float*>(a.output) + out, first, D, true, sums[u]);
+      auto* out = reinterpret_cast<float*>(group.broadcast(bag.out, next + u));
+      if (bag.last >> (next + u) & 1u) store_columns(out, first, D, true, sums[u]);
     }
     return;
   }

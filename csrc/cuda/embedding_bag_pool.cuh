@@ -17,11 +17,10 @@ template <int kBlocks>
 constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
 
 // Columns c .. c+3 of D, of the output's elements from `row` on.
-__device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int64_t c, int64_t D, const Vec4& x) {
-  const bool aligned = D % 4 == 0 && row % 4 == 0;
+__device__ __forceinline__ void store_output(const PoolArgs& a, uint8_t* row, int64_t c, int64_t D, const Vec4& x) {
   if (a.output_format == RowFormat::kFp32) {
-    float* out = static_cast<float*>(a.output) + row;
-    store_columns(out, c, D, aligned && reinterpret_cast<uintptr_t>(a.output) % 16 == 0, x);
+    auto* out = reinterpret_cast<float*>(row);
+    store_columns(out, c, D, rows_aligned(out, D), x);
     return;
   }
   if (c >= D) return;
@@ -31,20 +30,21 @@ __device__ __forceinline__ void store_output(const PoolArgs& a, int64_t row, int
                                                               : Bf16::encode<false>(x.v[j], uint32_t{0});
     codes |= uint64_t{half} << 16 * j;
   }
-  store_little<8>(static_cast<uint8_t*>(a.output) + 2 * (row + c), codes,
-                  aligned && reinterpret_cast<uintptr_t>(a.output) % 8 == 0, 2 * (D - c));
+  const bool aligned = D % 4 == 0 && reinterpret_cast<uintptr_t>(row) % 8 == 0;
+  store_little<8>(row + 2 * c, codes, aligned, 2 * (D - c));
 }
 
 // The whole output, by all threads.
 __device__ __forceinline__ void store_nans(const PoolArgs& a) {
   const int64_t size = a.bags.output_rows() * a.output_dim;
   const Vec4 nan = {{__builtin_nanf("")}};
-  for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride()) store_output(a, i, 0, 1, nan);
+  for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride())
+    store_output(a, a.output + i * a.output_bytes(), 0, 1, nan);
 }
 
-// The sums of a bag of `counted` ids, from column `first` on, go to the output's row at element `out`.
+// The sums of a bag of `counted` ids, from column `first` on, go to the output's row at `out`.
 template <int G, int kBlocks>
-__device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, int64_t counted, int64_t out,
+__device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, int64_t counted, uint8_t* out,
                                            int64_t first, Vec4 (&sum)[kBlocks]) {
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) {
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 // of which a warp has six, and wait for them.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Feature& f,
-                                             const Group<G>& group, Range ids, int64_t out, int64_t column,
+                                             const Group<G>& group, Range ids, uint8_t* out, int64_t column,
                                              bool report) {
   // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
@@ -156,7 +156,9 @@ template <int G>
 __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t bag, int64_t used,
                                                    const Group<G>& group) {
   if (!a.bags.have_own_rows()) return;
-  for (int64_t c = used + group.lane; c < a.output_dim; c += G) store_output(a, bag * a.output_dim + c, 0, 1, Vec4{});
+  uint8_t* row = a.output + bag * a.output_dim * a.output_bytes();
+  for (int64_t c = used + group.lane; c < a.output_dim; c += G)
+    store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});
 }
 
 // How many ids of a bag count.

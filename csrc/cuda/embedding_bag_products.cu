@@ -13,7 +13,7 @@ constexpr int kMostOthers = kMaxParts - 1;
 
 // An entry's term: the gradient of its bag, times rows of other parts in their order, times a coefficient.
 struct Term {
-  int64_t gradient;             // where it begins in the gradients
+  const float* gradient;
   int64_t others[kMostOthers];  // first bytes, of as many rows as there are; then -1
   float coefficient;
 };
@@ -23,7 +23,7 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   const uint32_t payload = a.runs.payloads[entry], position = a.runs.position(payload), bag = a.runs.bag_of[position];
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
   const int64_t first = a.bags.first_part(feature), count = a.bags.first_part(feature + 1) - first;
-  Term term{a.runs.places[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
+  Term term{a.runs.gradients[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
   if (a.features.parts[own].combine != Combine::kMult) return term;  // of another feature that reads the table
   const int64_t id = a.bags.id(position);
   static_assert(kMostOthers == 3, "as many as there are initializers of others");
@@ -57,7 +57,7 @@ struct ProductSum {
         bool multiplied[kTerms];
 #pragma unroll
         for (int u = 0; u < kTerms; ++u) {
-          const float* gradient = a.grad + group.broadcast(mine.gradient, next + u);
+          const float* gradient = group.broadcast(mine.gradient, next + u);
           const int64_t other = group.broadcast(mine.others[0], next + u);
           multiplied[u] = other >= 0;
           if (next + u >= here) continue;

@@ -32,6 +32,12 @@ struct Group {
   __device__ __forceinline__ T broadcast(T x, int from) const {
     return __shfl_sync(mask, x, from, G);
   }
+  // Of addresses in global memory, which nothing else tells the compiler of what comes from another lane.
+  template <class T>
+  __device__ __forceinline__ T* broadcast(T* x, int from) const {
+    return static_cast<T*>(
+        __cvta_global_to_generic(static_cast<size_t>(broadcast(reinterpret_cast<intptr_t>(x), from))));
+  }
   // Bit l: what lane l of the group says.
   __device__ __forceinline__ unsigned ballot(bool x) const {
     return (__ballot_sync(mask, x) & mask) >> (threadIdx.x % kWarpSize - lane);

@@ -16,7 +16,8 @@ struct EntryArgs {
   uint32_t* payloads;
   uint32_t* bag_of;
   float* coefficients;
-  int64_t* places;
+  const float** gradients;
+  const float* grad;
   int64_t output_dim;
   uint64_t left_out;  // key of entries that do not count: above every row
   int64_t* status;
@@ -24,6 +25,10 @@ struct EntryArgs {
 
 __device__ bool counts(const EntryArgs& a, const Feature& f, int64_t id) {
   return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
+}
+
+__device__ const float* gradient_of(const EntryArgs& a, int64_t bag, int64_t feature) {
+  return a.bags.rows_of(feature, a.grad) + a.bags.output_row(bag, feature) * a.output_dim;
 }
 
 // How many ids of the bag count, for every lane of the group.
@@ -51,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag);
     const Feature f = a.features[feature];
-    const int64_t place = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+    const float* gradient = gradient_of(a, bag, feature) + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
@@ -60,7 +65,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
       a.keys[i] = counts(a, f, id) ? static_cast<uint64_t>(f.row_offset + id) : a.left_out;
       const int64_t payload = a.coefficients ? i : bag;
       a.payloads[i] = static_cast<uint32_t>(payload);
-      if (a.places) a.places[payload] = place;
+      if (a.gradients) a.gradients[payload] = gradient;
       if (!a.coefficients) continue;
       a.bag_of[i] = static_cast<uint32_t>(bag);
       a.coefficients[i] = a.bags.per_sample_weights ? a.bags.per_sample_weights[i] * each : each;
@@ -77,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), first = a.bags.first_part(feature);
     const int64_t count = a.bags.first_part(feature + 1) - first;
-    const int64_t start = a.bags.output_row(bag, feature) * a.output_dim;
+    const float* gradient = gradient_of(a, bag, feature);
     const Feature f = a.features[first];
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
         a.keys[entry] = static_cast<uint64_t>(a.features.records[first + p].row_offset + row);
         const int64_t payload = i << a.features.part_bits | p;
         a.payloads[entry] = static_cast<uint32_t>(payload);
-        a.places[payload] = start + a.features[first + p].output_offset;
+        a.gradients[payload] = gradient + a.features[first + p].output_offset;
       }
     }
   }
@@ -175,22 +180,22 @@ void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t strea
 
 }  // namespace
 
-SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& like, cudaStream_t stream) {
+SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& grad, cudaStream_t stream) {
   const int64_t ids = in.bags.num_ids, N = ids * in.features.most_parts;
   check_value(
       N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
       " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
   SortedOccurrences out{};
-  Memory memory(like, &out.memory);
+  Memory memory(grad, &out.memory);
   const bool weighted = in.bags.per_sample_weights || in.any_mean;
   const auto left_out = static_cast<uint64_t>(in.num_rows);
   auto* keys = memory.make<uint64_t>(N);
   auto* payloads = memory.make<uint32_t>(N);
   auto* bag_of = weighted || in.features.parts ? memory.make<uint32_t>(ids) : nullptr;
   auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
-  int64_t* places = nullptr;
-  if (in.features.parts) places = memory.make<int64_t>(ids << in.features.part_bits);
-  else if (in.groups) places = memory.make<int64_t>(weighted ? ids : in.bags.num_bags);
+  const float** gradients = nullptr;
+  if (in.features.parts) gradients = memory.make<const float*>(ids << in.features.part_bits);
+  else if (in.groups) gradients = memory.make<const float*>(weighted ? ids : in.bags.num_bags);
   auto* sorted_keys = memory.make<uint64_t>(N);
   auto* sorted_payloads = memory.make<uint32_t>(N);
   auto* flags = memory.make<uint32_t>(N + 1);
@@ -199,24 +204,25 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   auto* num_runs = memory.make<int64_t>(1);
   // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
   const int64_t most_chunks = in.multiplies ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
-  out.runs = {sorted_keys,     sorted_payloads,      bag_of, coefficients, places, starts, num_runs, sums, N,
+  out.runs = {sorted_keys,     sorted_payloads,      bag_of, coefficients, gradients, starts, num_runs, sums, N,
               most_chunks + 1, in.features.part_bits};
   // Also where there are no ids: this is what reads the offsets.
   write_entries(in,
-                {in.features, in.bags, keys, payloads, bag_of, coefficients, places, in.output_dim, left_out, status},
+                {in.features, in.bags, keys, payloads, bag_of, coefficients, gradients, grad.const_data_ptr<float>(),
+                 in.output_dim, left_out, status},
                 stream);
   if (N == 0) {
     launch(no_runs_kernel, dim3(1), dim3(1), 0, stream, starts, num_runs, sums);
     return out;
   }
-  sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), like, stream);
+  sort_pairs(keys, sorted_keys, payloads, sorted_payloads, N, bit_width(left_out), grad, stream);
   const dim3 grid = blocks_for(N + 1, 1);
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
-  exclusive_sum(flags, sums, N, like, stream);
+  exclusive_sum(flags, sums, N, grad, stream);
   launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
   launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags,
          in.multiplies ? status : nullptr, flags);
-  exclusive_sum(flags, sums, N + 1, like, stream);
+  exclusive_sum(flags, sums, N + 1, grad, stream);
   return out;
 }
 

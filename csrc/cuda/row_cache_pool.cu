@@ -69,7 +69,7 @@ struct CachedRows {
 
 template <class Format, int G, int kBlocks, bool kAligned>
 __device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Feature& f, const Group<G>& group,
-                                          Range ids, int64_t out, int64_t column) {
+                                          Range ids, uint8_t* out, int64_t column) {
   using Rows = CachedRows<Format, G, kBlocks, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
   pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, out, column, column == 0);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
     if (!a.features.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
     const Feature f = a.features[part];
-    const int64_t out = a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+    uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
     const float* first_cached = a.cache.rows + a.features.records[part].cache_row_offset;
     const bool aligned = rows_aligned(first_cached, f.embedding_dim) &&

@@ -14,8 +14,7 @@ struct ShareArgs {
   Bags bags;
   int64_t num_parts, output_dim;
   const int64_t* inverse;  // [G, B]
-  int64_t num_groups, rows_away;
-  int64_t* shifts;         // [F]
+  int64_t num_groups;
   int64_t* sizes;          // [G]: bags of the group's features; -1: it has none
   int32_t* column_groups;  // [output_dim]: -1: of no group
   int64_t* status;
@@ -23,10 +22,6 @@ struct ShareArgs {
 
 // Of a bad layout, no group has a bag or a column.
 __global__ void __launch_bounds__(kThreads) start_kernel(ShareArgs a) {
-  for (int64_t f = Group<1>::first(); f < a.bags.num_features; f += Group<1>::stride())
-    // Unsigned: starts of a bad layout may be anything.
-    a.shifts[f] = static_cast<int64_t>(static_cast<uint64_t>(a.bags.groups[f] < 0 ? 0 : a.rows_away) -
-                                       static_cast<uint64_t>(a.bags.starts[f]));
   for (int64_t g = Group<1>::first(); g < a.num_groups; g += Group<1>::stride()) a.sizes[g] = -1;
   for (int64_t c = Group<1>::first(); c < a.output_dim; c += Group<1>::stride()) a.column_groups[c] = -1;
 }
@@ -78,20 +73,11 @@ __global__ void __launch_bounds__(kThreads) hand_out_kernel(HandOutArgs a) {
 
 }  // namespace
 
-SharedRows::SharedRows(const BagInput& in, const void* rows, ScalarType type, int64_t* status, cudaStream_t stream)
-    : in_(in),
-      rows_(const_cast<void*>(rows)),
-      element_bytes_(type == ScalarType::Float ? 4 : 2),
-      status_(status),
-      stream_(stream) {
-  const int64_t batch = in.bags.batch, row = in.output_dim * element_bytes_;
+SharedRows::SharedRows(const BagInput& in, ScalarType type, int64_t* status, cudaStream_t stream)
+    : in_(in), element_bytes_(type == ScalarType::Float ? 4 : 2), status_(status), stream_(stream) {
   if (!in.groups) return;
-  // A group has at most B rows. One more, so that a whole number of them lies between `rows` and what is used.
-  memory_ = new_tensor(in.values, {(batch + 1) * row}, ScalarType::Byte);
-  const int64_t away = reinterpret_cast<intptr_t>(memory_->const_data_ptr()) - reinterpret_cast<intptr_t>(rows);
-  if (row > 0) rows_away_ = away > 0 ? ceil_div(away, row) : -(-away / row);
-  const int64_t groups = in.inverse->size(0);
-  shifts_ = new_tensor(in.values, {in.bags.num_features}, ScalarType::Long);
+  const int64_t batch = in.bags.batch, groups = in.inverse->size(0);
+  memory_ = new_tensor(in.values, {batch, in.output_dim}, type);  // a group has at most B rows
   sizes_ = new_tensor(in.values, {groups}, ScalarType::Long);
   column_groups_ = new_tensor(in.values, {in.output_dim}, ScalarType::Int);
   const ShareArgs args{in.features,
@@ -100,22 +86,19 @@ SharedRows::SharedRows(const BagInput& in, const void* rows, ScalarType type, in
                        in.output_dim,
                        in.inverse->const_data_ptr<int64_t>(),
                        groups,
-                       rows_away_,
-                       shifts_->mutable_data_ptr<int64_t>(),
                        sizes_->mutable_data_ptr<int64_t>(),
                        column_groups_->mutable_data_ptr<int32_t>(),
                        status};
   const dim3 block(kThreads);
-  launch(start_kernel, blocks_for(std::max({groups, in.output_dim, in.bags.num_features}), 1), block, 0, stream, args);
+  launch(start_kernel, blocks_for(std::max(groups, in.output_dim), 1), block, 0, stream, args);
   launch(column_groups_kernel, blocks_for(in.num_parts, kWarpSize), block, 0, stream, args);
   if (groups * batch > 0) launch(check_inverse_kernel, blocks_for(groups * batch, 1), block, 0, stream, args);
 }
 
-void SharedRows::expand() const {
+void SharedRows::expand(void* output) const {
   if (!memory_ || in_.bags.batch * in_.output_dim * in_.inverse->size(0) == 0) return;
-  const auto* shared = static_cast<const uint8_t*>(rows_) + rows_away_ * in_.output_dim * element_bytes_;
-  const HandOutArgs args{shared,
-                         rows_,
+  const HandOutArgs args{memory_->const_data_ptr(),
+                         output,
                          in_.inverse->const_data_ptr<int64_t>(),
                          sizes_->const_data_ptr<int64_t>(),
                          column_groups_->const_data_ptr<int32_t>(),
@@ -126,13 +109,11 @@ void SharedRows::expand() const {
   launch(kernel, blocks_for(in_.bags.batch * in_.output_dim, 1), dim3(kThreads), 0, stream_, args);
 }
 
-void SharedRows::sum() const {
+void SharedRows::sum(const float* grad) const {
   if (!memory_ || in_.bags.batch * in_.output_dim * in_.inverse->size(0) == 0) return;
   const Tensor& inverse = *in_.inverse;
-  const auto* grad = static_cast<const float*>(rows_);
   sum_rows({Integers(inverse), inverse.size(0), in_.bags.batch, in_.bags.batch, sizes_->const_data_ptr<int64_t>()},
-           {grad, in_.output_dim, column_groups_->const_data_ptr<int32_t>(),
-            static_cast<float*>(rows_) + rows_away_ * in_.output_dim},
+           {grad, in_.output_dim, column_groups_->const_data_ptr<int32_t>(), memory_->mutable_data_ptr<float>()},
            in_.values, stream_);
 }
 

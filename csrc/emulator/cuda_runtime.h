@@ -32,6 +32,8 @@ struct alignas(16) float4 {
 inline void __stwb(float4* p, float4 x) { std::memcpy(static_cast<void*>(p), &x, sizeof x); }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
+inline void* __cvta_global_to_generic(size_t address) { return reinterpret_cast<void*>(address); }
+
 using cudaStream_t = void*;
 
 namespace rec_kernels::emulator {

@@ -67,9 +67,9 @@ struct Bags {
                           // its own; or null: every feature has B, and a row of the output is all features' b-th bags
   const int64_t* groups;  // [F], with `starts`: the group of a feature whose bags samples share, and -1: b-th bags are
                           // row b, as without `starts`; or null
-  const int64_t* row_shifts;  // [F], with `groups`: from a bag to its row; those of groups are not in the output, but
-                              // in memory that is as many rows away (SharedRows)
-  const TablePart* parts;     // the records; null: every feature has one part
+  void* shared_rows;  // with `groups`: SharedRows, which has the rows of bags of features in groups; as wide as those
+                      // of the output
+  const TablePart* parts;  // the records; null: every feature has one part
   int64_t num_parts;
   int64_t padding_idx;  // -1: none
   bool ids64;
@@ -105,11 +105,17 @@ struct Bags {
   }
   // Whether every bag has a row of the output to itself.
   RK_HOST_DEVICE bool have_own_rows() const { return starts && !groups; }
-  // Rows of the output, and which is a bag's of this feature.
+  // Rows of the output.
   RK_HOST_DEVICE int64_t output_rows() const { return have_own_rows() ? num_bags : batch; }
+  // A bag of this feature has row output_row() of rows_of(), which is `own`, the output or its gradient, or what is
+  // shared in place of it.
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
     if (!starts) return bag - feature * batch;
-    return row_shifts ? bag + row_shifts[feature] : bag;
+    return groups ? bag - starts[feature] : bag;
+  }
+  template <class T>
+  RK_HOST_DEVICE T* rows_of(int64_t feature, T* own) const {
+    return groups && groups[feature] >= 0 ? static_cast<T*>(shared_rows) : own;
   }
   // Whether every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
   template <bool kByOne>
