@@ -254,7 +254,11 @@ class _FusedLookup(torch.autograd.Function):
 def _look_up_fused(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
     given = {**signature_of("embedding_bag_fused.layout"), **kwargs}
     given.update(zip(given, args, strict=False))
-    return _FusedLookup.apply(given["token"], given["per_sample_weights"], given)
+    return _apply_fused(given["token"], given["per_sample_weights"], given)
+
+
+# What Function.apply calls where no transform of torch.func is active (rec_kernels/ops/autograd.py).
+_apply_fused: Any = super(torch.autograd.Function, _FusedLookup).apply
 
 
 def overflow_of(grad: Tensor) -> Tensor:
