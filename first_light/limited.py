@@ -89,6 +89,7 @@ def run(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                preexec_fn=_be_asked,
                 start_new_session=True,
             )
         except OSError as error:
@@ -132,6 +133,11 @@ def _has_ended(process: subprocess.Popen, until: float) -> bool:
 def _kill(process: subprocess.Popen) -> None:
     """The process and all that it has started."""
     _suppress(lambda: os.killpg(process.pid, signal.SIGKILL))
+
+
+def _be_asked() -> None:
+    """A shell's background jobs, and what they start, do not hear of Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _suppress(act: Callable[[], None]) -> None:
