@@ -68,7 +68,7 @@ class TableSorter {
   // Returns the first bad position.
   int64_t sort(int64_t number, int64_t workers) const {
     const Table& table = plan_.tables[static_cast<size_t>(number)];
-    const Part& first = feature(table.first);
+    const Part& first = part(table.first);
     const int64_t keys = cached_.slots_of(part_of(first)) + first.num_embeddings;
     const RowSort sort(table.count, bit_width(static_cast<uint64_t>(keys)), out_.payload_bits);
     uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
@@ -83,27 +83,27 @@ class TableSorter {
     runs.first_bag = in_.bags.first_bag(first.number);
     runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
     for (int64_t place = table.first; place < table.last; ++place)
-      runs.multiplied = runs.multiplied || feature(place).combine == Combine::kMult;
+      runs.multiplied = runs.multiplied || part(place).combine == Combine::kMult;
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
     return bounds.position;
   }
 
  private:
   int64_t part_of(const Part& f) const { return &f - in_.parts.get(); }
-  const Part& feature(int64_t place) const { return in_.parts[plan_.parts[static_cast<size_t>(place)]]; }
+  const Part& part(int64_t place) const { return in_.parts[plan_.parts[static_cast<size_t>(place)]]; }
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      const int64_t f = feature(place).number, first_bag = in_.bags.first_bag(f);
+      const int64_t f = part(place).number, first_bag = in_.bags.first_bag(f);
       const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
-      if (feature(place).frozen) {
+      if (part(place).frozen) {
         all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
         continue;
       }
       const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
       std::vector<Bounds> bounds(static_cast<size_t>(workers));
       parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {
-        write_bags(first_bag + begin, first_bag + end, feature(place), {entries, first, last},
+        write_bags(first_bag + begin, first_bag + end, part(place), {entries, first, last},
                    &bounds[static_cast<size_t>(worker)]);
       });
       for (const Bounds& b : bounds) {
