@@ -24,11 +24,11 @@ inline bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* b
 
 // body(parts of a feature, how many, its bags [from, to))
 template <class Body>
-void by_feature(const Bags& bags, const Feature* features, int64_t begin, int64_t end, const Body& body) {
+void by_feature(const Bags& bags, const Part* parts, int64_t begin, int64_t end, const Body& body) {
   while (begin < end) {
     const int64_t feature = bags.feature_of(begin), next = bags.first_bag(feature + 1);
     const int64_t stop = next < end ? next : end, part = bags.first_part(feature);
-    body(features + part, bags.first_part(feature + 1) - part, begin, stop);
+    body(parts + part, bags.first_part(feature + 1) - part, begin, stop);
     begin = stop;
   }
 }

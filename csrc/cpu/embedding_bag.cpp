@@ -12,8 +12,8 @@ namespace rec_kernels {
 namespace {
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in) {
-  return {in.features.get(), in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr, in.output_dim,
-          RowFormat::kFp32,  {}};
+  return {in.parts.get(),   in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr, in.output_dim,
+          RowFormat::kFp32, {}};
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype,
@@ -71,7 +71,7 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
   check_value(weights.numel() == start, "weights must have ", start,
               " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
   for (int64_t i = 0; i < in.num_parts; ++i) {
-    const Feature& f = in.features[i];
+    const Part& f = in.parts[i];
     auto p = std::partition_point(places.begin(), places.end(),
                                   [&](const TablePart& q) { return q.row_offset < f.row_offset; });
     bool known = false;
@@ -148,7 +148,7 @@ Tensor per_sample_weights_gradient_of_table(const Tensor& grad, const Tensor& we
                                             int64_t padding_idx, const std::optional<std::string>& format,
                                             int64_t embedding_dim) {
   const OneTableBags bags{values, offsets, std::nullopt, pooling, include_last_offset, padding_idx, "ignore"};
-  const Feature table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
+  const Part table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
   return weight_gradient(grad, weights, read_bags(bags, table), {});
 }
 

@@ -22,7 +22,7 @@ struct CachedPool {
 };
 
 struct PoolArgs {
-  const Feature* features;
+  const Part* parts;
   Bags bags;
   const uint8_t* weights;
   void* output;

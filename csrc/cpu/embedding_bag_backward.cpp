@@ -152,8 +152,8 @@ class ProductSums {
       for (const bool sets : {false, true})
         for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
           if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(t)) continue;
-          if (in.features[p].combine != Combine::kMult) continue;
-          const auto feature = static_cast<size_t>(in.features[p].number);
+          if (in.parts[p].combine != Combine::kMult) continue;
+          const auto feature = static_cast<size_t>(in.parts[p].number);
           if (sets) taken[feature] = true;
           else at_once[t] = !taken[feature];
         }
@@ -194,7 +194,7 @@ void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, in
 void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
                 float inverse_scale, const RowTarget& target, FinishRuns finish) {
   RunArgs args{in.bags,
-               in.features.get(),
+               in.parts.get(),
                weights,
                o.entries.get(),
                o.payload_bits,

@@ -104,16 +104,16 @@ class ProductRuns {
     for (int64_t i = 0; i < count && i < kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
   }
   // By the rows of the id's other parts. A second one needs the product with the first in memory.
-  void multiply(const Feature& own, int64_t id, int64_t i) {
+  void multiply(const Part& own, int64_t id, int64_t i) {
     const int64_t first = a_.bags.first_part(own.number), count = a_.bags.first_part(own.number + 1) - first;
-    const Feature* parts = a_.features + first;
+    const Part* parts = a_.parts + first;
     float* row = rows_ + i * D_;
     if (count > 2) {
       multiply_by_others(parts, count, &own, a_.weights, id, t_.rows[i], held_, row);
       t_.rows[i] = row;
       return;
     }
-    const Feature& other = parts[parts == &own ? 1 : 0];
+    const Part& other = parts[parts == &own ? 1 : 0];
     t_.factors[i] = row_of_part(other, a_.weights, id, row);
     t_.far = t_.far || is_far(other);
   }
@@ -262,7 +262,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
 
 // Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.
 void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const Feature& f = *table.feature;
+  const Part& f = *table.feature;
   StoredGradients target{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset), nullptr};
   if (t.rows) {
     target.gradients = reinterpret_cast<float*>(t.weights) + table.first_float;
@@ -277,21 +277,21 @@ float* state_of(const RowTarget& t, const TableRuns& table) {
 }
 
 // Whether the table's rows are floats where they lie, and none of them may be in a cache.
-bool is_plain(const RunArgs& a, const RowTarget& t, const Feature& f) {
-  const bool cached = t.cache.tags && t.cache.places[&f - a.features].sets > 0;
+bool is_plain(const RunArgs& a, const RowTarget& t, const Part& f) {
+  const bool cached = t.cache.tags && t.cache.places[&f - a.parts].sets > 0;
   return f.format == RowFormat::kFp32 && !cached;
 }
-FloatRows float_rows(const RowTarget& t, const Feature& f) {
+FloatRows float_rows(const RowTarget& t, const Part& f) {
   return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
 }
-KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Feature& f, float* scratch) {
-  return {f, t, &f - a.features, scratch + scratch_held(f.embedding_dim)};
+KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Part& f, float* scratch) {
+  return {f, t, &f - a.parts, scratch + scratch_held(f.embedding_dim)};
 }
 
 template <class Optimizer>
 void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
             int64_t begin, int64_t end) {
-  const Feature& f = *table.feature;
+  const Part& f = *table.feature;
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
   if (is_plain(a, t, f))
@@ -313,8 +313,8 @@ void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& tabl
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
-  const Feature& f = *table.feature;
-  const int64_t D = f.embedding_dim, first = t.parts[table.feature - a.features].state_offset;
+  const Part& f = *table.feature;
+  const int64_t D = f.embedding_dim, first = t.parts[table.feature - a.parts].state_offset;
   const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
   OptimizerState state = t.state;
   if (state.sum) state.sum = state.moment(state.sum, first);

@@ -30,7 +30,7 @@ struct Decoded {
 
 // Where the rows of all ids of some bags are (CachedRows). Those that are not cached are asked for before the first of
 // them is decoded.
-void find_rows(const PoolArgs& a, const Feature& f, const PooledBags& k, Decoded* decoded, const uint8_t** places) {
+void find_rows(const PoolArgs& a, const Part& f, const PooledBags& k, Decoded* decoded, const uint8_t** places) {
   const int64_t first = k.first_id(), count = k.num_ids(), D = f.embedding_dim;
   const int64_t* slots = a.cache.slots + first;
   const uint8_t* table = a.weights + f.weight_offset;
@@ -86,15 +86,15 @@ Share share_of(const int64_t* slots, int64_t count) {
 
 }  // namespace
 
-bool pool_cached(const PoolArgs& a, const Feature& f, const PooledBags& k) {
+bool pool_cached(const PoolArgs& a, const Part& f, const PooledBags& k) {
   const int64_t* slots = a.cache.slots + k.first_id();
   const Share cached = share_of(slots, k.num_ids());
   if (cached.none) return false;
-  Feature floats = f;
+  Part floats = f;
   floats.format = RowFormat::kFp32;
   floats.row_bytes = 4 * f.embedding_dim;
   if (cached.all) {
-    const float* rows = a.cache.rows + a.cache.parts[&f - a.features].cache_row_offset;
+    const float* rows = a.cache.rows + a.cache.parts[&f - a.parts].cache_row_offset;
     pool_table(k, floats, reinterpret_cast<const uint8_t*>(rows), RowNumbers::found(k, slots));
     return true;
   }

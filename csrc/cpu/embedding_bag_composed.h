@@ -9,18 +9,18 @@ inline namespace RK_ISA {
 
 // Pools bags of a feature whose ids are mapped to rows of its table; to a row of each of `count` parts, which are added
 // or multiplied.
-void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k);
-void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const PooledBags& k);
+void pool_partitioned(const PoolArgs& a, const Part& f, const PooledBags& k);
+void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const PooledBags& k);
 
 // Whether no cache holds a part's table: one of so many bytes stays close to the core while it is in use.
-RK_HOST_DEVICE bool is_far(const Feature& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }
+RK_HOST_DEVICE bool is_far(const Part& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }
 
 // The floats of an id's row in a part: the table's own, or decoded into scratch [D].
-const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch);
+const float* row_of_part(const Part& f, const uint8_t* weights, int64_t id, float* scratch);
 
 // Makes the rows of ids from those of `count` added or multiplied parts; `scratch` is [2, D].
 struct ComposedRow {
-  const Feature* parts;
+  const Part* parts;
   int64_t count;
   float* scratch;
 
@@ -29,7 +29,7 @@ struct ComposedRow {
 };
 
 // out [D] = g times the id's rows in the parts of own's feature but for `own`, one after the other; scratch is [D].
-void multiply_by_others(const Feature* parts, int64_t count, const Feature* own, const uint8_t* weights, int64_t id,
+void multiply_by_others(const Part* parts, int64_t count, const Part* own, const uint8_t* weights, int64_t id,
                         const float* g, float* scratch, float* out);
 
 }  // namespace RK_ISA

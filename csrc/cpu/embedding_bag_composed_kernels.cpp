@@ -31,7 +31,7 @@ void map_narrow(const Id* ids, int64_t count, const Partition p, int64_t* rows) 
 }
 
 template <class Id>
-void map_all(const Id* ids, int64_t count, const Feature& f, int64_t* rows) {
+void map_all(const Id* ids, int64_t count, const Part& f, int64_t* rows) {
   const Partition& p = f.partition;
   if (!f.partitioned || !p.narrow) {
     for (int64_t i = 0; i < count; ++i) rows[i] = f.row(static_cast<int64_t>(ids[i]));
@@ -45,7 +45,7 @@ void map_all(const Id* ids, int64_t count, const Feature& f, int64_t* rows) {
 }
 
 template <class Id>
-void map_ids(const Bags& bags, const Feature& f, const Id* all, int64_t start, int64_t stop, int64_t* rows,
+void map_ids(const Bags& bags, const Part& f, const Id* all, int64_t start, int64_t stop, int64_t* rows,
              Bounds* bounds) {
   const Id* ids = all + start;
   const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
@@ -60,13 +60,13 @@ void map_ids(const Bags& bags, const Feature& f, const Id* all, int64_t start, i
 }
 
 // rows[i - start]: where id i is found in the part's table.
-void map_to_part(const Bags& bags, const Feature& f, int64_t start, int64_t stop, int64_t* rows, Bounds* bounds) {
+void map_to_part(const Bags& bags, const Part& f, int64_t start, int64_t stop, int64_t* rows, Bounds* bounds) {
   if (bags.ids64) map_ids(bags, f, static_cast<const int64_t*>(bags.ids), start, stop, rows, bounds);
   else map_ids(bags, f, static_cast<const int32_t*>(bags.ids), start, stop, rows, bounds);
 }
 
 // The rows of all ids of some bags in a part's table.
-PartRows rows_of_part(const PooledBags& k, const Feature& f, const uint8_t* weights, int64_t* rows, Bounds* bounds) {
+PartRows rows_of_part(const PooledBags& k, const Part& f, const uint8_t* weights, int64_t* rows, Bounds* bounds) {
   const int64_t start = k.first_id();
   map_to_part(*k.bags, f, start, start + k.num_ids(), rows, bounds);
   return {weights + f.weight_offset, rows, is_far(f)};
@@ -117,14 +117,14 @@ void combine_rows(Combine how, const float* y, int64_t D, const float* x, float*
 
 }  // namespace
 
-void pool_partitioned(const PoolArgs& a, const Feature& f, const PooledBags& k) {
+void pool_partitioned(const PoolArgs& a, const Part& f, const PooledBags& k) {
   for_few_bags<int64_t>(k, kMapped, 1, [&](const PooledBags& few, int64_t* rows) {
     const PartRows part = rows_of_part(few, f, a.weights, rows, k.bounds);
     pool_table(few, f, part.rows, RowNumbers::found(few, part.numbers));
   });
 }
 
-void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const PooledBags& k) {
+void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const PooledBags& k) {
   const bool multiplies = parts->combine == Combine::kMult;
   for_few_bags<int64_t>(k, kMapped / count, count, [&](const PooledBags& few, int64_t* rows) {
     Composition c{{}, count, few.first_id(), parts->row_bytes};
@@ -138,7 +138,7 @@ void pool_composed(const PoolArgs& a, const Feature* parts, int64_t count, const
   });
 }
 
-const float* row_of_part(const Feature& f, const uint8_t* weights, int64_t id, float* scratch) {
+const float* row_of_part(const Part& f, const uint8_t* weights, int64_t id, float* scratch) {
   const uint8_t* row = weights + f.weight_offset + f.row(id) * f.row_bytes;
   if (f.format == RowFormat::kFp32) return reinterpret_cast<const float*>(row);
   RowFormatKernels::table<CpuIsa::RK_ISA>.decode[static_cast<int>(f.format)](row, f.embedding_dim, scratch);
@@ -155,9 +155,9 @@ const float* ComposedRow::read(const uint8_t* weights, int64_t id) const {
   return x;
 }
 
-void multiply_by_others(const Feature* parts, int64_t count, const Feature* own, const uint8_t* weights, int64_t id,
+void multiply_by_others(const Part* parts, int64_t count, const Part* own, const uint8_t* weights, int64_t id,
                         const float* g, float* scratch, float* out) {
-  for (const Feature* f = parts; f < parts + count; ++f) {
+  for (const Part* f = parts; f < parts + count; ++f) {
     if (f == own) continue;
     combine_rows(Combine::kMult, row_of_part(*f, weights, id, scratch), f->embedding_dim, g, out);
     g = out;

@@ -7,9 +7,9 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 
 // Pools bags of encoded rows of the table that starts at `rows`.
-void pool_encoded(const PooledBags& k, const Feature& f, const uint8_t* rows, const RowNumbers& numbers);
+void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers);
 // The dot product of g [D] and an encoded row, in the order of core/row_statistics.h.
-float dot_with_encoded(const float* g, const uint8_t* row, const Feature& f);
+float dot_with_encoded(const float* g, const uint8_t* row, const Part& f);
 
 }  // namespace RK_ISA
 }  // namespace rec_kernels

@@ -60,12 +60,12 @@ float dot(const float* g, const uint8_t* row, int64_t D) {
 
 }  // namespace
 
-void pool_encoded(const PooledBags& k, const Feature& f, const uint8_t* rows, const RowNumbers& numbers) {
+void pool_encoded(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers) {
   const Encoded e{k, f.embedding_dim, rows, f.row_bytes, numbers};
   with_bag_format(f.format, [&](auto format) { pool_steps<decltype(format)>(e, 0); });
 }
 
-float dot_with_encoded(const float* g, const uint8_t* row, const Feature& f) {
+float dot_with_encoded(const float* g, const uint8_t* row, const Part& f) {
   return with_bag_format(f.format, [&](auto format) { return dot<decltype(format)>(g, row, f.embedding_dim); });
 }
 

@@ -14,14 +14,14 @@ bool is_alone(const Layout& layout, int64_t i) {
 }
 
 // `own_rows`: every bag has a row of the output, whose columns start with the feature's.
-std::unique_ptr<Feature[]> read_parts(const Layout& layout, const LayoutLimits& limits, bool own_rows) {
-  std::unique_ptr<Feature[]> parts(new Feature[static_cast<size_t>(layout.num_parts)]);
+std::unique_ptr<Part[]> read_parts(const Layout& layout, const LayoutLimits& limits, bool own_rows) {
+  std::unique_ptr<Part[]> parts(new Part[static_cast<size_t>(layout.num_parts)]);
   for (int64_t i = 0; i < layout.num_parts; ++i) {
     const LayoutFault fault = fault_of(layout.parts, i, layout.sizes, limits);
     if (fault != LayoutFault::kNone) throw_layout_fault(layout, limits, i, fault);
   }
   for (int64_t i = 0; i < layout.num_parts; ++i) {
-    parts[i] = Feature::of(layout.parts[i], is_alone(layout, i));
+    parts[i] = Part::of(layout.parts[i], is_alone(layout, i));
     if (own_rows) parts[i].output_offset = layout.parts[i].part_column;
   }
   return parts;
@@ -109,12 +109,12 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
   return in;
 }
 
-BagInput read_bags(const OneTableBags& bags, const Feature& table) {
+BagInput read_bags(const OneTableBags& bags, const Part& table) {
   check_bags(bags);
   BagInput in{as_contiguous(bags.values),
               as_contiguous(bags.offsets),
               as_contiguous(bags.per_sample_weights),
-              std::make_unique<Feature[]>(1),
+              std::make_unique<Part[]>(1),
               nullptr,
               1,
               1,
@@ -126,7 +126,7 @@ BagInput read_bags(const OneTableBags& bags, const Feature& table) {
               Bags{},
               parse_bag_options(bags.padding_idx, bags.bounds_check).raise,
               std::nullopt};
-  in.features[0] = table;
+  in.parts[0] = table;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
                                    bags.padding_idx, bags.bounds_check});
   check_only_offset(in);
@@ -151,7 +151,7 @@ void BagInput::raise(const Bounds& bounds) const {
   }
   const int64_t feature = bags.feature_of(low);
   throw_bad_position({position, feature, low - bags.first_bag(feature), bags.id(position),
-                      features[bags.first_part(feature)].id_limit, 0});
+                      parts[bags.first_part(feature)].id_limit, 0});
 }
 
 }  // namespace rec_kernels

@@ -15,8 +15,8 @@ struct BagInput {
   Tensor values;
   Tensor offsets;
   OptionalTensor per_sample_weights;
-  std::unique_ptr<Feature[]> features;  // their parts
-  const TablePart* records;             // of the parts; null: one table without a layout
+  std::unique_ptr<Part[]> parts;  // their parts
+  const TablePart* records;       // of the parts; null: one table without a layout
   int64_t num_features;
   int64_t num_parts;
   int64_t num_rows;  // linear rows: above every row number
@@ -40,7 +40,7 @@ inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights) {
 // Checks the bags and every record of the layout.
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits);
 // The same of a call without a layout.
-BagInput read_bags(const OneTableBags& bags, const Feature& table);
+BagInput read_bags(const OneTableBags& bags, const Part& table);
 
 // What a counter is after a call that advances it.
 inline int64_t advanced(const Tensor& counter, const char* name) {

@@ -12,7 +12,7 @@ inline namespace RK_ISA {
 namespace {
 
 // Pools bags of a feature's parts [0, parts), which share their columns.
-void pool_feature(const PoolArgs& a, const Feature* f, int64_t parts, const PooledBags& k) {
+void pool_feature(const PoolArgs& a, const Part* f, int64_t parts, const PooledBags& k) {
   if (parts > 1) return pool_composed(a, f, parts, k);
   if (a.cache.slots && pool_cached(a, *f, k)) return;
   if (f->partitioned) return pool_partitioned(a, *f, k);
@@ -24,7 +24,7 @@ constexpr int64_t kWaiting = 2048;
 
 // pool_feature where the output, from `out` on with `stride` bytes a bag, is of half precision: sums of a few bags at a
 // time, then rounded.
-void pool_rounded(const PoolArgs& a, const Feature* f, int64_t parts, PooledBags k, uint8_t* out, int64_t stride) {
+void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k, uint8_t* out, int64_t stride) {
   const int64_t D = f->embedding_dim, bags_at_once = D < kWaiting ? kWaiting / D : 1, end = k.end;
   const auto encode = RowFormatKernels::table<CpuIsa::RK_ISA>.nearest[static_cast<int>(a.output_format)];
   float waiting[kWaiting];
@@ -43,7 +43,7 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
   PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
   uncached.cache.slots = nullptr;
-  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+  by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     const PoolArgs& its = count == 1 ? a : uncached;
     auto* rows = a.bags.rows_of(parts->number, static_cast<uint8_t*>(a.output)) +
                  a.bags.output_row(from, parts->number) * stride;
@@ -56,7 +56,7 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
       if (element == 4) pool_feature(its, parts + p, combined, k);
       else pool_rounded(its, parts + p, combined, k, out, stride);
     }
-    const Feature& last = parts[count - 1];
+    const Part& last = parts[count - 1];
     const int64_t used = last.output_offset + last.embedding_dim;
     const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
     for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
@@ -64,17 +64,17 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   });
 }
 
-float dot_with_row(const float* g, const uint8_t* row, const Feature& f) {
+float dot_with_row(const float* g, const uint8_t* row, const Part& f) {
   if (f.format != RowFormat::kFp32) return dot_with_encoded(g, row, f);
   return row_dot(g, reinterpret_cast<const float*>(row), f.embedding_dim);
 }
 
 // Of one sample's gradient with what an id's parts give.
-float dot_with_parts(const PoolArgs& a, const Feature* parts, int64_t count, const float* grad, int64_t id,
+float dot_with_parts(const PoolArgs& a, const Part* parts, int64_t count, const float* grad, int64_t id,
                      const ComposedRow& composed) {
   if (composed.scratch) return row_dot(grad + parts->output_offset, composed.read(a.weights, id), parts->embedding_dim);
   float sum = 0.0f;
-  for (const Feature* f = parts; f < parts + count; ++f) {
+  for (const Part* f = parts; f < parts + count; ++f) {
     const uint8_t* row = a.weights + f->weight_offset + f->row(id) * f->row_bytes;
     const float dot = dot_with_row(grad + f->output_offset, row, *f);
     sum = f == parts ? dot : sum + dot;
@@ -82,7 +82,7 @@ float dot_with_parts(const PoolArgs& a, const Feature* parts, int64_t count, con
   return sum;
 }
 
-void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t count, int64_t begin, int64_t end,
+void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count, int64_t begin, int64_t end,
                              const float* grad, float* out, Bounds* bounds) {
   const bool composes = count > 1 && parts->combine != Combine::kConcat;
   const ComposedRow composed{parts, count,
@@ -109,7 +109,7 @@ void weight_gradient_feature(const PoolArgs& a, const Feature* parts, int64_t co
 
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+  by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     const float* rows = a.bags.rows_of(parts->number, grad) + a.bags.output_row(from, parts->number) * a.output_dim;
     weight_gradient_feature(a, parts, count, from, to, rows, out, bounds);
   });

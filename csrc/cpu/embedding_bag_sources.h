@@ -69,7 +69,7 @@ struct RowNumbers {
   uint64_t limit;    // a number from it on is out of range; compared unsigned, so that a negative one is, too
   int64_t left_out;  // the number that does not count
 
-  static RowNumbers of_ids(const Bags& bags, const Feature& f) {
+  static RowNumbers of_ids(const Bags& bags, const Part& f) {
     const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
     return {bags.ids, bags.ids64, 0, limit, bags.padding_idx};
   }

@@ -7,7 +7,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 
 // Pools bags of rows of a table in the feature's format, which starts at `rows`.
-void pool_table(const PooledBags& k, const Feature& f, const uint8_t* rows, const RowNumbers& numbers);
+void pool_table(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers);
 
 }  // namespace RK_ISA
 }  // namespace rec_kernels

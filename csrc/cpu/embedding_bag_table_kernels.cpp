@@ -32,7 +32,7 @@ struct PoolFloats {
 
 }  // namespace
 
-void pool_table(const PooledBags& k, const Feature& f, const uint8_t* rows, const RowNumbers& numbers) {
+void pool_table(const PooledBags& k, const Part& f, const uint8_t* rows, const RowNumbers& numbers) {
   if (f.format != RowFormat::kFp32) return pool_encoded(k, f, rows, numbers);
   for_blocks(f.embedding_dim, PoolFloats{k, rows, f.row_bytes, numbers, kind_of(k)});
 }

@@ -11,7 +11,7 @@ namespace {
 // A table with fewer occurrences is sorted by one thread: meeting others several times costs more.
 constexpr int64_t kAlone = 32768;
 
-bool same_table(const Feature& a, const Feature& b) {
+bool same_table(const Part& a, const Part& b) {
   return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
          a.embedding_dim == b.embedding_dim && a.format == b.format && a.shard == b.shard;
 }
@@ -39,12 +39,12 @@ Plan plan_tables(const BagInput& in) {
   Plan plan{parts_by_row(in), {}};
   int64_t entry = 0;
   for (int64_t i = 0; i < in.num_parts; ++i) {
-    const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.features[p].number;
-    if (i == 0 || !same_table(in.features[p], in.features[plan.parts[static_cast<size_t>(i - 1)]]))
+    const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.parts[p].number;
+    if (i == 0 || !same_table(in.parts[p], in.parts[plan.parts[static_cast<size_t>(i - 1)]]))
       plan.tables.push_back({i, i, entry, 0});
     Table& table = plan.tables.back();
     const int64_t count =
-        in.features[p].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
+        in.parts[p].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
     table.last = i + 1;
     table.count += count;
     entry += count;
@@ -68,7 +68,7 @@ class TableSorter {
   // Returns the first bad position.
   int64_t sort(int64_t number, int64_t workers) const {
     const Table& table = plan_.tables[static_cast<size_t>(number)];
-    const Feature& first = feature(table.first);
+    const Part& first = part(table.first);
     const int64_t keys = cached_.slots_of(part_of(first)) + first.num_embeddings;
     const RowSort sort(table.count, bit_width(static_cast<uint64_t>(keys)), out_.payload_bits);
     uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
@@ -83,27 +83,27 @@ class TableSorter {
     runs.first_bag = in_.bags.first_bag(first.number);
     runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
     for (int64_t place = table.first; place < table.last; ++place)
-      runs.multiplied = runs.multiplied || feature(place).combine == Combine::kMult;
+      runs.multiplied = runs.multiplied || part(place).combine == Combine::kMult;
     runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
     return bounds.position;
   }
 
  private:
-  int64_t part_of(const Feature& f) const { return &f - in_.features.get(); }
-  const Feature& feature(int64_t place) const { return in_.features[plan_.parts[static_cast<size_t>(place)]]; }
+  int64_t part_of(const Part& f) const { return &f - in_.parts.get(); }
+  const Part& part(int64_t place) const { return in_.parts[plan_.parts[static_cast<size_t>(place)]]; }
 
   void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
     for (int64_t place = table.first; place < table.last; ++place) {
-      const int64_t f = feature(place).number, first_bag = in_.bags.first_bag(f);
+      const int64_t f = part(place).number, first_bag = in_.bags.first_bag(f);
       const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
-      if (feature(place).frozen) {
+      if (part(place).frozen) {
         all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
         continue;
       }
       const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
       std::vector<Bounds> bounds(static_cast<size_t>(workers));
       parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {
-        write_bags(first_bag + begin, first_bag + end, feature(place), {entries, first, last},
+        write_bags(first_bag + begin, first_bag + end, part(place), {entries, first, last},
                    &bounds[static_cast<size_t>(worker)]);
       });
       for (const Bounds& b : bounds) {
@@ -120,7 +120,7 @@ class TableSorter {
     int64_t first, last;
   };
 
-  void write_bags(int64_t begin, int64_t end, const Feature& f, Destination entries, Bounds* bounds) const {
+  void write_bags(int64_t begin, int64_t end, const Part& f, Destination entries, Bounds* bounds) const {
     // Entries are written where the offsets say: none may lead out of the feature's own.
     const bool inside = in_.bags.offset(begin) >= entries.first && in_.bags.offset(end) <= entries.last;
     const int64_t bad_offset = inside ? in_.bags.bad_offset(begin, end) : -1 - begin;
@@ -129,7 +129,7 @@ class TableSorter {
       return;
     }
     // Once for a feature: another part may be another thread's.
-    if (out_.bag_of && &f == in_.features.get() + in_.bags.first_part(f.number)) {
+    if (out_.bag_of && &f == in_.parts.get() + in_.bags.first_part(f.number)) {
       write_bags_of_ids(begin, end);
       if (out_.coefficients) write_coefficients(begin, end, f);
     }
@@ -138,18 +138,18 @@ class TableSorter {
   }
 
   template <class Id>
-  void write_entries(const Id* ids, int64_t begin, int64_t end, const Feature& part, Destination entries,
+  void write_entries(const Id* ids, int64_t begin, int64_t end, const Part& part, Destination entries,
                      Bounds* bounds) const {
     const int64_t rows = part.num_embeddings;
     if (cached_.slots_of(part_of(part)) == 0) {
       if (!part.partitioned)
         return write_keys(ids, begin, end, part, rows, entries, bounds, [](int64_t id, int64_t) { return id; });
-      const Feature f = part;
+      const Part f = part;
       return write_keys(ids, begin, end, part, rows, entries, bounds, [f](int64_t id, int64_t) { return f.row(id); });
     }
     const CachePlace place = cached_.cache.places[part_of(part)];
     const CacheView cache = cached_.cache;
-    const Feature f = part;
+    const Part f = part;
     const int64_t num_slots = cached_.slots_of(part_of(part)), last = entries.last;
     const int64_t* before = cached_.before;
     write_keys(ids, begin, end, part, num_slots + rows, entries, bounds, [=](int64_t id, int64_t i) {
@@ -161,7 +161,7 @@ class TableSorter {
 
   // key(id, position) is below num_keys, with which what is left out sorts behind every key.
   template <class Id, class Key>
-  void write_keys(const Id* ids, int64_t begin, int64_t end, const Feature& f, int64_t num_keys, Destination entries,
+  void write_keys(const Id* ids, int64_t begin, int64_t end, const Part& f, int64_t num_keys, Destination entries,
                   Bounds* bounds, const Key& key) const {
     const Bags bags = in_.bags;  // copies, which the stores below cannot change
     const int64_t limit = f.id_limit, padding = bags.padding_idx;
@@ -195,7 +195,7 @@ class TableSorter {
         out_.bag_of[i - base_] = static_cast<uint32_t>(bag);
   }
 
-  void write_coefficients(int64_t begin, int64_t end, const Feature& f) const {
+  void write_coefficients(int64_t begin, int64_t end, const Part& f) const {
     const Bags& bags = in_.bags;
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t start = bags.offset(bag), stop = bags.offset(bag + 1);
@@ -222,9 +222,9 @@ void choose_payload(const BagInput& in, const CachedKeys& cached, int64_t ids, O
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;
   for (int64_t p = 0; p < in.num_parts; ++p) {
-    weighted = weighted || in.features[p].mean;
-    multiplied = multiplied || in.features[p].combine == Combine::kMult;
-    most_rows = std::max(most_rows, cached.slots_of(p) + in.features[p].num_embeddings);
+    weighted = weighted || in.parts[p].mean;
+    multiplied = multiplied || in.parts[p].combine == Combine::kMult;
+    most_rows = std::max(most_rows, cached.slots_of(p) + in.parts[p].num_embeddings);
   }
   const bool by_id = weighted || multiplied;
   const int64_t payloads = std::max(by_id ? ids : in.bags.num_bags, int64_t{1});
@@ -285,7 +285,7 @@ Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const Cache
   out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     TableRuns& table = out.tables[t];
-    const Feature& f = *table.feature;
+    const Part& f = *table.feature;
     if (table.num_bags > 0)
       table.gradients = in.bags.rows_of(f.number, grad.const_data_ptr<float>()) +
                         in.bags.output_row(table.first_bag, f.number) * in.output_dim + f.output_offset;

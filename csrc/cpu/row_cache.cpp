@@ -19,7 +19,7 @@ Bounds find_slots(const BagInput& in, const CacheView& cache, int64_t* slots) {
   };
   std::fill(slots, slots + bound(0), -1);
   std::fill(slots + bound(in.bags.num_bags), slots + in.bags.num_ids, -1);
-  const FindSlots args{in.bags, in.features.get(), cache, slots};
+  const FindSlots args{in.bags, in.parts.get(), cache, slots};
   const auto find = kernels<RowCacheKernels>().find;
   return for_bags(in, [&](int64_t begin, int64_t end, Bounds* found) { find(args, begin, end, found); });
 }

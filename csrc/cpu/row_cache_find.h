@@ -8,7 +8,7 @@ namespace rec_kernels {
 
 struct FindSlots {
   Bags bags;
-  const Feature* features;
+  const Part* parts;
   CacheView cache;
   int64_t* slots;  // of the ids
 };

@@ -17,14 +17,14 @@ constexpr int64_t kNoRow = -2;  // no tag is that
 // Ids [begin, end) of the bags of a feature, with one part.
 struct Ids {
   int64_t begin, end;
-  const Feature* feature;
+  const Part* feature;
   CachePlace place;  // without sets: not cached
 };
 
 // The linear rows of ids; kNoRow of those that do not count, of which bad ones are noted.
 template <class Id>
-RK_HOST_DEVICE void rows_of(const Bags& bags, const Feature& f, const Id* ids, int64_t begin, int64_t count,
-                            int64_t* rows, Bounds* bounds) {
+RK_HOST_DEVICE void rows_of(const Bags& bags, const Part& f, const Id* ids, int64_t begin, int64_t count, int64_t* rows,
+                            Bounds* bounds) {
   for (int64_t j = 0; j < count; ++j) {
     const auto id = static_cast<int64_t>(ids[begin + j]);
     const bool in_range = bags.in_range(id, f);
@@ -36,7 +36,7 @@ RK_HOST_DEVICE void rows_of(const Bags& bags, const Feature& f, const Id* ids, i
 template <class Id>
 void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Bags bags = a.bags;
-  const Feature f = *k.feature;
+  const Part f = *k.feature;
   const CachePlace place = k.place;
   const int64_t ways = a.cache.ways, *tags = a.cache.tags;
   const int64_t at_once = ways < kWaysAtOnce ? ways : kWaysAtOnce;
@@ -67,9 +67,9 @@ void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
 
 void find(const FindSlots& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  by_feature(a.bags, a.features, begin, end, [&](const Feature* parts, int64_t count, int64_t from, int64_t to) {
+  by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     Ids k{a.bags.offset(from), a.bags.offset(to), parts, {}};
-    if (count == 1) k.place = a.cache.places[parts - a.features];
+    if (count == 1) k.place = a.cache.places[parts - a.parts];
     if (a.bags.ids64) find_ids<int64_t>(a, k, bounds);
     else find_ids<int32_t>(a, k, bounds);
   });

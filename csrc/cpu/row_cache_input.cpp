@@ -48,7 +48,7 @@ CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const T
   const CachedPool out{cache.rows->const_data_ptr<float>(), in.records, cache.slots->const_data_ptr<int64_t>()};
   const int64_t size = cache.rows->numel();
   for (int64_t f = 0; f < in.num_features; ++f) {
-    const int64_t p = in.bags.first_part(f), D = in.features[p].embedding_dim, offset = in.records[p].cache_row_offset;
+    const int64_t p = in.bags.first_part(f), D = in.parts[p].embedding_dim, offset = in.records[p].cache_row_offset;
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache
     const int64_t begin = in.bags.offset(in.bags.first_bag(f)), end = in.bags.offset(in.bags.first_bag(f + 1));
     const auto inside = [&](int64_t slot) {

@@ -135,7 +135,7 @@ class Insertion {
   int64_t start(int64_t set) const { return starts_[static_cast<size_t>(set)]; }
   int64_t sets() const { return static_cast<int64_t>(starts_.size()) - 1; }
   // Whose statistics are a part's.
-  int64_t table_of(int64_t part) const { return memory_.by_part ? part : int64_t{in_.features[part].shard.table}; }
+  int64_t table_of(int64_t part) const { return memory_.by_part ? part : int64_t{in_.parts[part].shard.table}; }
   int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
   uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
 
@@ -220,7 +220,7 @@ class Insertion {
                     Counters* counters) const {
     const CachePlace& place = cache_.places[part];
     if (place.sets == 0) return;
-    const Feature& f = in_.features[part];
+    const Part& f = in_.parts[part];
     int64_t hits = 0, lookups = 0;
     for (int64_t i = begin; i < end; ++i) {
       if (slots[i] >= 0) {

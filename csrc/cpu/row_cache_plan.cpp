@@ -16,7 +16,7 @@ void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slo
     const int64_t begin = in.bags.offset(in.bags.first_bag(feature));
     const int64_t end = in.bags.offset(in.bags.first_bag(feature + 1));
     for (int64_t p = in.bags.first_part(feature); p < in.bags.first_part(feature + 1); ++p) {
-      const Feature& f = in.features[p];
+      const Part& f = in.parts[p];
       for (int64_t i = begin; i < end; ++i) {
         const int64_t id = in.bags.id(i);
         if (slots[i] >= 0 || !in.bags.in_range(id, f) || id == in.bags.padding_idx) continue;

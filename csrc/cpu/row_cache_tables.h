@@ -19,13 +19,13 @@ class CachedTables {
     rounding_ = {make_noise(how.seed ? *how.seed : 0, clock), how.stochastic};
     rounding_.noise.stream = kEvictionStream;
     for (int64_t p = 0; p < in.num_parts; ++p)
-      if (cache.places[p].sets > 0 && in.features[p].num_embeddings > 0) parts_.push_back(p);
+      if (cache.places[p].sets > 0 && in.parts[p].num_embeddings > 0) parts_.push_back(p);
     // Of parts that read one table, the first comes last.
     std::sort(parts_.begin(), parts_.end(),
               [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
     for (const int64_t p : parts_) {
       const CachePlace& place = cache.places[p];
-      const int64_t first = first_row(p), end = first + in.features[p].num_embeddings;
+      const int64_t first = first_row(p), end = first + in.parts[p].num_embeddings;
       if (!rows_.empty() && rows_.back().end >= first && rows_.back().first_set == place.first &&
           rows_.back().sets == place.sets)
         rows_.back().end = end;
@@ -39,7 +39,7 @@ class CachedTables {
         std::upper_bound(parts_.begin(), parts_.end(), row, [&](int64_t r, int64_t p) { return r < first_row(p); });
     if (after == parts_.begin()) return -1;
     const int64_t p = *(after - 1);
-    return row - first_row(p) < in_.features[p].num_embeddings ? p : -1;
+    return row - first_row(p) < in_.parts[p].num_embeddings ? p : -1;
   }
   // The same of a row in a slot: -1, too, where its table has no such slot. Tags are not ours alone to write.
   int64_t part_at(int64_t slot, int64_t row) const {
@@ -65,7 +65,7 @@ class CachedTables {
   }
   // A slot's row back into the table of a part, as this linear row.
   void encode(int64_t p, int64_t row, int64_t slot) const {
-    const Feature& f = in_.features[p];
+    const Part& f = in_.parts[p];
     const int64_t number = row - f.row_offset;
     RowRounding how = rounding_;
     how.noise.shard = f.shard;
@@ -74,24 +74,24 @@ class CachedTables {
   }
   // A linear row of a part's table into a slot.
   void decode(int64_t p, int64_t row, int64_t slot) const {
-    const Feature& f = in_.features[p];
+    const Part& f = in_.parts[p];
     formats_.decode[static_cast<int>(f.format)](table_row(f, row), f.embedding_dim, slot_row(p, slot));
   }
   void prefetch_row(int64_t p, int64_t row) const {
-    const Feature& f = in_.features[p];
+    const Part& f = in_.parts[p];
     prefetch_bytes(table_row(f, row), f.row_bytes);
   }
   void prefetch_slot(int64_t p, int64_t slot) const {
-    prefetch_bytes(slot_row(p, slot), in_.features[p].embedding_dim * 4);
+    prefetch_bytes(slot_row(p, slot), in_.parts[p].embedding_dim * 4);
   }
 
  private:
-  int64_t first_row(int64_t p) const { return in_.features[p].row_offset; }
-  const uint8_t* table_row(const Feature& f, int64_t row) const {
+  int64_t first_row(int64_t p) const { return in_.parts[p].row_offset; }
+  const uint8_t* table_row(const Part& f, int64_t row) const {
     return weights_ + f.weight_offset + (row - f.row_offset) * f.row_bytes;
   }
   float* slot_row(int64_t p, int64_t slot) const {
-    return cache_.rows + (cache_.places[p].offset + slot * in_.features[p].embedding_dim);
+    return cache_.rows + (cache_.places[p].offset + slot * in_.parts[p].embedding_dim);
   }
 
   const BagInput& in_;

@@ -81,7 +81,7 @@ struct EncodedRows {
   int64_t numbers[kRowsHeld];
   int64_t count = 0;
 
-  EncodedRows(const Feature& f, const RowTarget& t, float* held)
+  EncodedRows(const Part& f, const RowTarget& t, float* held)
       : D(f.embedding_dim),
         row_bytes(f.row_bytes),
         rounding(t.rounding),
@@ -114,7 +114,7 @@ struct EncodedRows {
 // are no slots, and keys are rows.
 class KeptRows {
  public:
-  KeptRows(const Feature& f, const RowTarget& t, int64_t part, float* held)
+  KeptRows(const Part& f, const RowTarget& t, int64_t part, float* held)
       : rows_(f, t, held), cache_(t.cache), first_row_(f.row_offset), D_(f.embedding_dim) {
     if (!t.cache.tags) return;
     const auto& place = t.cache.places[part];

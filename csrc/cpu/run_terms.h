@@ -69,12 +69,12 @@ inline int64_t key_of(const RunArgs& a, int64_t entry) {
 
 // The part of the bag's feature that reads the table, and the gradient of its columns of the bag.
 struct BagPlace {
-  const Feature* part;
+  const Part* part;
   const float* gradient;
 };
 
 inline BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
-  const Feature* f = a.features + a.bags.first_part(a.bags.feature_of(bag));
+  const Part* f = a.parts + a.bags.first_part(a.bags.feature_of(bag));
   for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
   const float* rows = a.bags.rows_of(f->number, a.grad);
   return {f, rows + a.bags.output_row(bag, f->number) * a.output_dim + f->output_offset};

@@ -33,7 +33,7 @@ SharedRows::SharedRows(const BagInput& in, int64_t element_bytes) : in_(in), byt
 std::vector<SharedRows::Columns> SharedRows::columns_of_groups() const {
   std::vector<Columns> out;
   for (int64_t p = 0; p < in_.num_parts; ++p) {
-    const Feature& f = in_.features[p];
+    const Part& f = in_.parts[p];
     const int64_t group = in_.bags.groups[f.number];
     if (group < 0) continue;
     const int64_t end = f.output_offset + f.embedding_dim;

@@ -67,7 +67,7 @@ struct ElementwiseTarget : Base {
   }
   __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
-  __device__ void expect_state(int64_t part, const Feature& f, int64_t row, int lane) const {
+  __device__ void expect_state(int64_t part, const Part& f, int64_t row, int lane) const {
     const OptimizerState& s = u.state;
     for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) {
       const int64_t place = place_of(part, f, row) + c;
@@ -77,14 +77,14 @@ struct ElementwiseTarget : Base {
     }
   }
   // The divisor of row-wise Adam.
-  __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
     const Elementwise o = optimizer();
     if (!o.needs_mean_square()) return 1.0f;
     const float second = o.row_moment(u.state.exp_avg_sq[row], mean_square);
     u.state.exp_avg_sq[row] = second;
     return o.row_divisor(second);
   }
-  __device__ RowState state_of(int64_t part, const Feature& f, int64_t row, float divisor) const {
+  __device__ RowState state_of(int64_t part, const Part& f, int64_t row, float divisor) const {
     const Elementwise o = optimizer();
     const int64_t place = place_of(part, f, row);
     const OptimizerState& s = u.state;
@@ -100,7 +100,7 @@ struct ElementwiseTarget : Base {
 
   // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.
   template <int G, int kBlocks, class Direction>
-  __device__ __forceinline__ float factor(const Elementwise& o, const Feature& f, int64_t row, const Group<G>& group,
+  __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {
     if (!o.needs_norms()) return -o.lr;
     constexpr int64_t kWidth = kBlocks * 4 * G;
@@ -122,7 +122,7 @@ struct ElementwiseTarget : Base {
   }
 
  private:
-  __device__ int64_t place_of(int64_t part, const Feature& f, int64_t row) const {
+  __device__ int64_t place_of(int64_t part, const Part& f, int64_t row) const {
     return u.records[part].state_offset + (row - f.row_offset) * f.embedding_dim;
   }
 };

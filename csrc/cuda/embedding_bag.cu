@@ -14,8 +14,8 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
   const Group<kWarpSize> warp;
   for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) continue;
-    const Feature f = a.features[part];
+    if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) continue;
+    const Part f = a.parts[part];
     const int64_t D = f.embedding_dim;
     const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
     write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
 }
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& status) {
-  return {on_gpu(weights, in.values),         in.features, 0, in.bags, nullptr, RowFormat::kFp32, in.output_dim,
+  return {on_gpu(weights, in.values),         in.parts,    0, in.bags, nullptr, RowFormat::kFp32, in.output_dim,
           status.mutable_data_ptr<int64_t>(), CachedPool{}};
 }
 
@@ -48,10 +48,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   args.output_format = float_format(type);
   args.cache = cache;
   // Also where there are no bags, and rows that are then of a bad layout.
-  for (args.format = 0; args.format < in.features.num_formats && in.bags.output_rows() > 0; ++args.format) {
+  for (args.format = 0; args.format < in.parts.num_formats && in.bags.output_rows() > 0; ++args.format) {
     if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
     else launch_pool(args, in.max_dim, stream);
-    if (in.features.parts) launch_pool_composed(args, in.max_dim, stream);
+    if (in.parts.mapped) launch_pool_composed(args, in.max_dim, stream);
   }
   shared.expand(args.output);
   return {output, status};
@@ -71,7 +71,7 @@ std::tuple<Tensor, Tensor> one_table_cuda(const Tensor& weights, const OneTableB
                                           const std::optional<std::string>& format, int64_t embedding_dim,
                                           std::optional<ScalarType> output_dtype) {
   const ScalarType type = read_output_dtype(output_dtype);
-  const Feature table = read_one_table(weights, bags.values, format, embedding_dim, parse_pooling(bags.pooling));
+  const Part table = read_one_table(weights, bags.values, format, embedding_dim, parse_pooling(bags.pooling));
   const OnDeviceOf device(bags.values);
   return forward(weights, read_bags(bags, table), type, {}, device.stream());
 }
@@ -117,12 +117,12 @@ Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagIn
   PoolArgs args = pool_args(weights, in, status);
   args.bags.shared_rows = shared.rows();
   args.cache = cache;
-  for (args.format = 0; args.format < in.features.num_formats && in.bags.num_bags > 0; ++args.format)
-    with_bag_format(in.features.formats[args.format], [&](auto format) {
+  for (args.format = 0; args.format < in.parts.num_formats && in.bags.num_bags > 0; ++args.format)
+    with_bag_format(in.parts.formats[args.format], [&](auto format) {
       launch(weight_gradient_kernel<decltype(format)>, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
              stream, args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
     });
-  if (in.features.parts && in.bags.num_bags > 0)
+  if (in.parts.mapped && in.bags.num_bags > 0)
     launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), stream);
   return out;
 }
@@ -149,7 +149,7 @@ Tensor per_sample_weights_gradient_of_table(const Tensor& grad, const Tensor& we
                                             int64_t padding_idx, const std::optional<std::string>& format,
                                             int64_t embedding_dim) {
   const OneTableBags bags{values, offsets, std::nullopt, pooling, include_last_offset, padding_idx, "ignore"};
-  const Feature table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
+  const Part table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
   const OnDeviceOf device(values);
   return weight_gradient(grad, weights, read_bags(bags, table), {}, device.stream());
 }

@@ -14,28 +14,28 @@ constexpr int64_t kBadLayout = INT64_MIN;
 inline namespace RK_ISA {
 
 // What start_kernel makes, once a call, of a part of a call that maps ids to rows or has features of several parts.
-struct Part {
+struct MappedPart {
   Partition partition;
   Combine combine;  // with the feature's other parts; kConcat of one alone
   bool composed;    // an id is no row of one table: it is mapped to one, or the feature has several parts
 };
 
 // The parts of a call.
-struct Features {
+struct Parts {
   const TablePart* records;   // null: one table
-  Part* parts;                // or null: every feature is one table, and an id its row
+  MappedPart* mapped;         // or null: every feature is one table, and an id its row
   bool own_rows;              // every bag has a row of the output, whose columns start with the feature's
   int most_parts, part_bits;  // no feature has more; of the number of a part within its feature
-  Feature one;
+  Part one;
   int num_formats;
   RowFormat formats[kNumBagFormats];
 
-  // Part p, without what kernels have from elsewhere: the bytes of a row; parts[p], its partition and what becomes of
+  // Part p, without what kernels have from elsewhere: the bytes of a row; mapped[p], its partition and what becomes of
   // the feature's parts. Those fields are zeros.
-  __device__ __forceinline__ Feature operator[](int64_t p) const {
+  __device__ __forceinline__ Part operator[](int64_t p) const {
     if (!records) return one;
     const TablePart& r = records[p];
-    Feature out{};
+    Part out{};
     out.weight_offset = r.weight_offset;
     out.row_offset = r.row_offset;
     out.num_embeddings = r.num_embeddings;
@@ -54,7 +54,7 @@ struct Features {
     return !records || records[p].format == static_cast<int64_t>(formats[index]);
   }
   // Whether an id of part p's feature is one row of one table.
-  __device__ __forceinline__ bool is_plain(int64_t p) const { return !parts || !parts[p].composed; }
+  __device__ __forceinline__ bool is_plain(int64_t p) const { return !mapped || !mapped[p].composed; }
 };
 
 // Whoever sees that an earlier one is noted leaves it: many bad ids would queue up for one address.
@@ -93,7 +93,7 @@ struct CachedPool {
 // A lookup, as its kernels read it: the features whose rows are of features.formats[format].
 struct PoolArgs {
   const uint8_t* weights;
-  Features features;
+  Parts parts;
   int format;
   Bags bags;
   uint8_t* output;
@@ -116,7 +116,7 @@ struct PoolArgs {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
     if (slot < 0) return -1;
     // Unsigned, so that a slot far beyond all wraps.
-    const auto begin = static_cast<int64_t>(static_cast<uint64_t>(features.records[part].cache_row_offset) +
+    const auto begin = static_cast<int64_t>(static_cast<uint64_t>(parts.records[part].cache_row_offset) +
                                             static_cast<uint64_t>(slot) * D);
     return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
   }
@@ -142,8 +142,8 @@ uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
 // The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
 struct BagInput {
   Tensor values, offsets;
-  OptionalTensor per_sample_weights, parts;
-  Features features;
+  OptionalTensor per_sample_weights, mapped;  // `mapped` is the memory of parts.mapped
+  Parts parts;
   LayoutSizes sizes;
   Bags bags;
   int64_t num_parts, output_dim;
@@ -156,7 +156,7 @@ struct BagInput {
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
 // The same of a call without a layout.
-BagInput read_bags(const OneTableBags& bags, const Feature& table);
+BagInput read_bags(const OneTableBags& bags, const Part& table);
 
 // The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
 inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights) {

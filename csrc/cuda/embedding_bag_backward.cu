@@ -16,12 +16,12 @@ struct DenseTarget {
   float* gradient;
 
   __device__ static bool needs_mean_square() { return false; }
-  __device__ void expect(const Feature&, int64_t, int) const {}
-  __device__ float open(const Feature&, int64_t, int64_t, float) const { return 0.0f; }
-  __device__ float* place(const Feature& f, int64_t row, int64_t) const {
+  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ float open(const Part&, int64_t, int64_t, float) const { return 0.0f; }
+  __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
   }
-  __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
+  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
   __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
 };
@@ -32,14 +32,14 @@ struct SparseTarget {
   const int64_t* first_float;  // of each run
   float* gradients;
 
-  __device__ float open(const Feature& f, int64_t row, int64_t run, float) const {
+  __device__ float open(const Part& f, int64_t row, int64_t run, float) const {
     rows[run] = row - f.row_offset;
     return 0.0f;
   }
   __device__ static bool needs_mean_square() { return false; }
-  __device__ void expect(const Feature&, int64_t, int) const {}
-  __device__ float* place(const Feature&, int64_t, int64_t run) const { return gradients + first_float[run]; }
-  __device__ static Vec4 read(const Feature&, int64_t, int64_t) { return {}; }
+  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
+  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
   __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
   __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
 };
@@ -50,18 +50,18 @@ struct UpdateTarget {
   UpdateArgs u;
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
-  __device__ void expect(const Feature& f, int64_t row, int lane) const {
+  __device__ void expect(const Part& f, int64_t row, int lane) const {
     for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) prefetch(place(f, row, 0) + c);
     if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
-  __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
     return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
-  __device__ float* place(const Feature& f, int64_t row, int64_t) const {
+  __device__ float* place(const Part& f, int64_t row, int64_t) const {
     return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;
   }
-  __device__ Vec4 read(const Feature& f, int64_t row, int64_t c) const {
+  __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
     const float* w = place(f, row, 0);
     return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
   }
@@ -86,8 +86,8 @@ __global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
                  const float* grad_scale, const Skip& skip) {
   const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
-  return {o.runs,  in.features, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
-          nullptr, nullptr,     nullptr, 0, CachedRuns{}};
+  return {o.runs,  in.parts, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
+          nullptr, nullptr,  nullptr, 0, CachedRuns{}};
 }
 
 // The sums of chunks, which finishing starts from; owns their memory.
@@ -109,7 +109,7 @@ ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cuda
     constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
     launch(sum_chunks_kernel<G, kBlocks>, blocks_for(args->runs.most_chunks, G), dim3(kThreads), 0, stream, *args);
   });
-  for (args->format = 0; args->format < in.features.num_formats && in.multiplies; ++args->format)
+  for (args->format = 0; args->format < in.parts.num_formats && in.multiplies; ++args->format)
     launch_product_sums(*args, stream);
   args->format = 0;
   return sums;
@@ -141,7 +141,7 @@ void update_floats(const SumArgs& args, const UpdateArgs& update, Optimizer opti
 __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
   if (a.skip.now()) return;
   for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
-    const CachePlace place = place_of(cache, a.features, part_of_run(a.runs, a.bags, run));
+    const CachePlace place = place_of(cache, a.parts, part_of_run(a.runs, a.bags, run));
     const auto row = static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]);
     const int64_t slot = place.sets ? cache.view().slot_of(place, row) : -1;
     slots[run] = slot;
@@ -159,8 +159,8 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
            slots.mutable_data_ptr<int64_t>());
     args.cache = {slots.const_data_ptr<int64_t>(), false};
   }
-  for (args.format = 0; args.format < in.features.num_formats; ++args.format) {
-    if (in.features.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
+  for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
+    if (in.parts.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
     else update_floats(args, update, optimizer, stream);
   }
   if (!cache.tags) return;
@@ -227,7 +227,7 @@ Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& s
 __global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int64_t* status, int64_t* dims) {
   const int64_t runs = *status < 0 ? 0 : *a.runs.num_runs;
   for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())
-    dims[r] = r < runs ? a.features[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
+    dims[r] = r < runs ? a.parts[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
 }
 
 // Runs whose row is below `row`.
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const i
   if (Group<1>::first() == 0) *sizes = {*status, *a.runs.num_runs, *dims};
   if (*status < 0) return;
   for (int64_t p = Group<1>::first(); p < parts; p += Group<1>::stride()) {
-    const Feature table = a.features[p];
+    const Part table = a.parts[p];
     counts[p] = runs_below(a.runs, table.row_offset + table.num_embeddings) - runs_below(a.runs, table.row_offset);
   }
 }
@@ -331,7 +331,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                           how.seed,
                           counter,
                           elementwise_kind(optimizer),
-                          in.features.records,
+                          in.parts.records,
                           static_cast<float>(fused.beta1),
                           static_cast<float>(fused.beta2),
                           fused.beta_powers ? fused.beta_powers->const_data_ptr<float>() : nullptr};

@@ -68,7 +68,7 @@ struct CachedRuns {
 
 struct SumArgs {
   Runs runs;
-  Features features;
+  Parts parts;
   const uint8_t* weights;  // as they were, for multiplied tables; or null: there are none
   int format;              // of the rows to finish or to multiply, an index into features.formats
   Bags bags;
@@ -83,13 +83,13 @@ struct SumArgs {
   CachedRuns cache;
 
   // Whether a run's row is one to finish now; then its table, or, of a row in a slot, a table in which it lies there.
-  __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Feature* f) const {
+  __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Part* f) const {
     const int64_t slot = cache.slots ? cache.slots[run] : -1;
-    if (cache.hot ? slot < 0 : slot >= 0 || !features.has_format(part, format)) return false;
-    *f = features[part];
+    if (cache.hot ? slot < 0 : slot >= 0 || !parts.has_format(part, format)) return false;
+    *f = parts[part];
     if (slot < 0) return true;
     const int64_t number = static_cast<int64_t>(runs.keys[runs.starts[run]]) - f->row_offset;
-    f->weight_offset = 4 * (features.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
+    f->weight_offset = 4 * (parts.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
     return true;
   }
 };
@@ -154,7 +154,7 @@ struct OccurrenceSum {
     if (a.runs.gradients) return a.runs.gradients[payload];
     const uint32_t bag = a.runs.bag(payload), batch = static_cast<uint32_t>(a.bags.batch);
     if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
-    return a.grad + int64_t{bag % batch} * a.output_dim + a.features[bag / batch].output_offset;
+    return a.grad + int64_t{bag % batch} * a.output_dim + a.parts[bag / batch].output_offset;
   }
 };
 

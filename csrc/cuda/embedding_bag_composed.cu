@@ -39,9 +39,9 @@ struct PartRows {
 #pragma unroll
     for (int p = 0; p < kMaxParts; ++p) {
       const int64_t part = parts.first + p;
-      place.row[p] =
-          p < count() ? a.features[part].weight_offset + a.features.parts[part].partition.row(id) * Format::row_bytes(D)
-                      : place.row[0];
+      place.row[p] = p < count()
+                         ? a.parts[part].weight_offset + a.parts.mapped[part].partition.row(id) * Format::row_bytes(D)
+                         : place.row[0];
     }
     return place;
   }
@@ -88,7 +88,7 @@ struct PartRows {
 };
 
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
-__device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Feature& f,
+__device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Part& f,
                                            const Group<G>& group, Range ids, uint8_t* out, int64_t column,
                                            bool report) {
   // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
@@ -103,7 +103,7 @@ template <class Format>
 __device__ __forceinline__ bool all_aligned(const PoolArgs& a, const PartsOfColumns& parts, int64_t D) {
   bool aligned = true;
   for (int p = 0; p < parts.count; ++p)
-    aligned = aligned && columns_aligned<Format>(a.weights + a.features[parts.first + p].weight_offset, D);
+    aligned = aligned && columns_aligned<Format>(a.weights + a.parts[parts.first + p].weight_offset, D);
   return aligned;
 }
 
@@ -111,17 +111,17 @@ template <class Format, int G, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<G> group;
-  const int bits = a.features.part_bits;
+  const int bits = a.parts.part_bits;
   for (int64_t item = Group<G>::first(); item < a.bags.num_bags << bits; item += Group<G>::stride()) {
     const int64_t bag = item >> bits, number = item - (bag << bits), feature = a.bags.feature_of(bag);
     const int64_t part = a.bags.first_part(feature) + number, behind = a.bags.first_part(feature + 1);
-    if (part >= behind || !a.features.has_format(part, a.format) || a.features.is_plain(part)) continue;
+    if (part >= behind || !a.parts.has_format(part, a.format) || a.parts.is_plain(part)) continue;
     if (a.may_be_cached(feature)) continue;
-    const Combine how = a.features.parts[part].combine;
+    const Combine how = a.parts.mapped[part].combine;
     if (how != Combine::kConcat && number > 0) continue;
     const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
     const PartsOfColumns parts{part, count, how == Combine::kMult};
-    const Feature f = a.features[part];
+    const Part f = a.parts[part];
     const int64_t D = f.embedding_dim;
     uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
@@ -144,8 +144,8 @@ __device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfCo
 #pragma unroll
   for (int p = 0; p < kMaxParts; ++p)
     if (p < parts.count)
-      rows[p] = a.weights + a.features[parts.first + p].weight_offset +
-                a.features.parts[parts.first + p].partition.row(id) * Format::row_bytes(D);
+      rows[p] = a.weights + a.parts[parts.first + p].weight_offset +
+                a.parts.mapped[parts.first + p].partition.row(id) * Format::row_bytes(D);
   const auto read = [&](const uint8_t* row, int64_t c) {
     return ColumnReader<Format>(row, D, columns_aligned<Format>(row, D)).read(c);
   };
@@ -165,18 +165,18 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
   const Group<kWarpSize> warp;
   for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (a.features.is_plain(part)) continue;
+    if (a.parts.is_plain(part)) continue;
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
-    const Combine how = a.features.parts[part].combine;
+    const Combine how = a.parts.mapped[part].combine;
     const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
     const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim;
-    write_dots(a, a.features[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
-      const Feature first = a.features[part];
+    write_dots(a, a.parts[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
+      const Part first = a.parts[part];
       const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;
       if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp.lane);
       float sum = 0.0f;
       for (int p = 0; p < count; p += combined) {
-        const Feature f = a.features[part + p];
+        const Part f = a.parts[part + p];
         const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
         const float dot = with_bag_format(f.format, [&](auto of) {
           return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
@@ -196,11 +196,11 @@ void launch_composed_weight_gradient(const PoolArgs& a, const float* grad, float
 }
 
 void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
-  with_bag_format(a.features.formats[a.format], [&](auto format) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
     const auto start = [&](auto group, auto blocks) {
       constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
-      const int64_t items = a.bags.num_bags << a.features.part_bits;
+      const int64_t items = a.bags.num_bags << a.parts.part_bits;
       launch(pool_composed_kernel<Format, G, kBlocks>, blocks_for_bags(items, G), dim3(kThreads), 0, stream, a);
     };
     if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);

@@ -14,22 +14,22 @@ struct EncodedTarget {
   static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
   UpdateArgs u;
 
-  __device__ void expect(const Feature& f, int64_t row, int lane) const {
+  __device__ void expect(const Part& f, int64_t row, int lane) const {
     const int64_t bytes = Format::row_bytes(f.embedding_dim);
     for (int64_t i = 128 * lane; i < bytes; i += 128 * kWarpSize) prefetch(place(f, row) + i);
     if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
   }
   __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
-  __device__ Vec4 read(const Feature& f, int64_t row, int64_t c) const {
+  __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
     const uint8_t* w = place(f, row);
     return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
   }
-  __device__ float open(const Feature&, int64_t row, int64_t, float mean_square) const {
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
     return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
   }
   // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
   template <int G, int kBlocks, class Gradient>
-  __device__ __forceinline__ void put_row(const Feature& f, int64_t row, float factor, const Group<G>& group,
+  __device__ __forceinline__ void put_row(const Part& f, int64_t row, float factor, const Group<G>& group,
                                           Vec4 (&x)[kBlocks], const Gradient& gradient) const {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
@@ -68,7 +68,7 @@ struct EncodedTarget {
   }
 
  private:
-  __device__ __forceinline__ uint8_t* place(const Feature& f, int64_t row) const {
+  __device__ __forceinline__ uint8_t* place(const Part& f, int64_t row) const {
     return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
   }
 };
@@ -83,7 +83,7 @@ void finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
 }  // namespace
 
 void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream) {
-  with_bag_format(a.features.formats[a.format], [&](auto format) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
     if constexpr (!std::is_same<Format, Fp32>::value) {
       using Plain = EncodedTarget<Format, Sgd>;

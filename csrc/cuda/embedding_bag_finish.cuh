@@ -18,7 +18,7 @@ constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
 // The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
 // a row is wider, read(c) being columns c .. c+3 of its weights.
 template <int G, int kBlocks, class Target, class Gradient>
-__device__ __forceinline__ void put_row(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
+__device__ __forceinline__ void put_row(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
                                         const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
@@ -37,7 +37,7 @@ __device__ __forceinline__ void put_row(const Target& target, const Feature& f, 
 }
 
 template <int G, int kBlocks, class Target, class Gradient>
-__device__ __forceinline__ void put(const Target& target, const Feature& f, int64_t row, int64_t run, float factor,
+__device__ __forceinline__ void put(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
                                     const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
   if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
   else put_row(target, f, row, run, factor, group, g, gradient);
@@ -114,7 +114,7 @@ struct StepOf<Target, true> {
 // Sums a row's gradient and gives it to the target.
 template <int G, int kBlocks, class Target, class Sum>
 __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
-                                           const Feature& f, int64_t row, int64_t run, const Sum& sum) {
+                                           const Part& f, int64_t row, int64_t run, const Sum& sum) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
   const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
@@ -183,7 +183,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
     const int64_t start = a.runs.starts[run], count = a.runs.count(run);
     if (count > kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    Feature f;
+    Part f;
     if (!a.finishes(run, part, &f)) continue;
     const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
     const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
@@ -246,8 +246,8 @@ __global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
     const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
     if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    if (a.weights && a.features.records[part].multiplied) continue;
-    const int64_t D = a.features[part].embedding_dim;
+    if (a.weights && a.parts.records[part].multiplied) continue;
+    const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
     write_chunk_sum<G, kBlocks>(
         a, group, chunk, D,
@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
     const int64_t run = a.owners[chunk];
     if (a.runs.chunk_starts[run] != chunk || a.runs.count(run) <= kChunk) continue;
     const int64_t part = part_of_run(a.runs, a.bags, run);
-    Feature f;
+    Part f;
     if (!a.finishes(run, part, &f)) continue;  // the whole block
     const int64_t D = f.embedding_dim;
     int64_t count = ceil_div(a.runs.count(run), kChunk);

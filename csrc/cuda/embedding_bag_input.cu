@@ -10,7 +10,7 @@ namespace {
 
 // What start_kernel looks at.
 struct StartArgs {
-  Features features;
+  Parts parts;
   Bags bags;
   LayoutSizes sizes;
   LayoutLimits limits;
@@ -43,17 +43,17 @@ __device__ void check_starts(const StartArgs& a) {
 
 // Checks the records of a layout, and writes the parts of calls that map ids.
 __device__ void check_parts(const StartArgs& a) {
-  const TablePart* records = a.features.records;
+  const TablePart* records = a.parts.records;
   for (int64_t i = threadIdx.x; i < a.limits.num_parts; i += blockDim.x) {
     const bool good = fault_of(records, i, a.sizes, a.limits) == LayoutFault::kNone;
     if (!good) note_bad(a.status, kBadLayout);
-    if (!good || !a.features.parts) continue;
+    if (!good || !a.parts.mapped) continue;
     const TablePart& r = records[i];
     const bool first = records[r.feature].part_start == i;
     const bool alone = first && part_start(records, r.feature + 1, a.sizes, a.limits.num_parts) == i + 1;
     const Partition partition = Partition::of(r.divisor, r.modulus, r.id_limit);
-    a.features.parts[i] = {partition, alone ? Combine::kConcat : static_cast<Combine>(r.combine),
-                           !alone || partition.divides || partition.wraps};
+    a.parts.mapped[i] = {partition, alone ? Combine::kConcat : static_cast<Combine>(r.combine),
+                         !alone || partition.divides || partition.wraps};
   }
 }
 
@@ -67,12 +67,12 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   }
   __syncthreads();
   check_starts(a);
-  if (a.features.records) check_parts(a);
+  if (a.parts.records) check_parts(a);
 }
 
-void read_formats(const LayoutSizes& sizes, Features* features) {
+void read_formats(const LayoutSizes& sizes, Parts* parts) {
   for (int f = 0; f < kNumRowFormats; ++f)
-    if (sizes.formats >> f & 1) features->formats[features->num_formats++] = static_cast<RowFormat>(f);
+    if (sizes.formats >> f & 1) parts->formats[parts->num_formats++] = static_cast<RowFormat>(f);
 }
 
 // [2, F]: the group of each feature, and the first feature of that group.
@@ -102,7 +102,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
               as_contiguous(bags.offsets),
               as_contiguous(bags.per_sample_weights),
               std::nullopt,
-              Features{},
+              Parts{},
               sizes,
               Bags{},
               layout.num_parts,
@@ -114,15 +114,15 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
               (sizes.flags & kAnyMean) != 0,
               (sizes.flags & kMultiplies) != 0,
               parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
-  Features& f = in.features;
-  f.records = layout.parts;
-  f.own_rows = own_rows;
-  f.most_parts = static_cast<int>(sizes.most_parts);
-  while (1 << f.part_bits < f.most_parts) ++f.part_bits;
-  read_formats(sizes, &f);
+  Parts& parts = in.parts;
+  parts.records = layout.parts;
+  parts.own_rows = own_rows;
+  parts.most_parts = static_cast<int>(sizes.most_parts);
+  while (1 << parts.part_bits < parts.most_parts) ++parts.part_bits;
+  read_formats(sizes, &parts);
   if (sizes.most_parts > 1 || sizes.flags & kMapsIds) {
-    in.parts = new_tensor(in.values, {in.num_parts * static_cast<int64_t>(sizeof(Part))}, ScalarType::Byte);
-    f.parts = static_cast<Part*>(in.parts->mutable_data_ptr());
+    in.mapped = new_tensor(in.values, {in.num_parts * static_cast<int64_t>(sizeof(MappedPart))}, ScalarType::Byte);
+    parts.mapped = static_cast<MappedPart*>(in.mapped->mutable_data_ptr());
   }
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
                                    bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
@@ -134,13 +134,13 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
   return in;
 }
 
-BagInput read_bags(const OneTableBags& bags, const Feature& table) {
+BagInput read_bags(const OneTableBags& bags, const Part& table) {
   check_bags(bags);
   BagInput in{as_contiguous(bags.values),
               as_contiguous(bags.offsets),
               as_contiguous(bags.per_sample_weights),
               std::nullopt,
-              Features{},
+              Parts{},
               LayoutSizes{},
               Bags{},
               1,
@@ -152,9 +152,9 @@ BagInput read_bags(const OneTableBags& bags, const Feature& table) {
               table.mean,
               false,
               parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
-  in.features.one = table;
-  in.features.most_parts = in.features.num_formats = 1;
-  in.features.formats[0] = table.format;
+  in.parts.one = table;
+  in.parts.most_parts = in.parts.num_formats = 1;
+  in.parts.formats[0] = table.format;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
                                    bags.padding_idx, bags.bounds_check});
   return in;
@@ -162,7 +162,7 @@ BagInput read_bags(const OneTableBags& bags, const Feature& table) {
 
 Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream) {
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
-  const StartArgs args{in.features, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
+  const StartArgs args{in.parts, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
   return status;
 }

@@ -52,7 +52,7 @@ constexpr int kRowsOf =
                           : (kBlocks == 1 && kTwice<Format, kWeighted> ? 2 * kFewInFlight : kFewInFlight);
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
-__device__ __forceinline__ void pool_table(const PoolArgs& a, const Feature& f, const Group<G>& group, Range ids,
+__device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
                                            uint8_t* out, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
@@ -71,8 +71,8 @@ constexpr int kResident = kBlocks == 1 ? (kHalves<Format> && !kWeighted ? 4 : 3)
 template <class Format, int G, int kBlocks, bool kWeighted>
 __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-  if (!a.features.has_format(part, a.format) || !a.features.is_plain(part)) return;
-  const Feature f = a.features[part];
+  if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) return;
+  const Part f = a.parts[part];
   uint8_t* out = a.output_of(bag, feature, f.output_offset);
   const Range ids = range_of(a.bags, bag, a.status);
   const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
@@ -110,7 +110,7 @@ struct BagOfRow {
   unsigned last;  // a bit for each row that is the last of its bag
   bool whole;     // whether four columns of a sum are stored as they are, at once
 
-  __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Feature& f, const Group<G>& group, const ShortBags& bags,
+  __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Part& f, const Group<G>& group, const ShortBags& bags,
                                       unsigned counting) {
     int bag = 0;
 #pragma unroll
@@ -129,7 +129,7 @@ struct BagOfRow {
 // What the sums of bags leave out: zeros of the bags in `zeros`, a bit for each, and of the columns behind the
 // feature's.
 template <int G>
-__device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Feature& f, const Group<G>& group,
+__device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Part& f, const Group<G>& group,
                                                const ShortBags& bags, unsigned zeros) {
 #pragma unroll 1
   for (int b = 0; b < bags.count; ++b) {
@@ -142,7 +142,7 @@ __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Feature&
 
 // The sums up to rows [next, next + kFewInFlight) go to the output where the row is its bag's last.
 template <int G>
-__device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Feature& f, const Group<G>& group,
+__device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& f, const Group<G>& group,
                                                  const BagOfRow<G>& bag, int next, const Vec4 (&sums)[kFewInFlight]) {
   const int64_t first = 4 * group.lane, D = f.embedding_dim;
   if (bag.whole) {
@@ -167,7 +167,7 @@ __device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Featur
 
 // The only block of columns of such bags. Rows are added, bag by bag, as in pool_columns: the sums have the same bits.
 template <class Source, int G, bool kWeighted>
-__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Feature& f,
+__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Part& f,
                                                 const Group<G>& group, const ShortBags& bags) {
   const int64_t first = 4 * group.lane;
   const int total = group.broadcast(bags.stop, bags.count - 1);
@@ -201,12 +201,12 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
     const int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
     const int64_t feature = a.bags.feature_of(first), part = a.bags.first_part(feature);
     const bool together = first + count <= a.bags.first_bag(feature + 1);
-    if (together && !(a.features.has_format(part, a.format) && a.features.is_plain(part))) continue;
+    if (together && !(a.parts.has_format(part, a.format) && a.parts.is_plain(part))) continue;
     const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
     const bool good =
         together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids && stop - begin <= G;
-    const Feature f = a.features[part];
+    const Part f = a.parts[part];
     if (group.ballot(!good) != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
       for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
       continue;
@@ -248,7 +248,7 @@ void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
 }  // namespace
 
 void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
-  with_bag_format(a.features.formats[a.format], [&](auto format) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
     if (a.bags.per_sample_weights) launch_format<decltype(format), true>(a, max_dim, stream);
     else launch_format<decltype(format), false>(a, max_dim, stream);
   });

@@ -44,7 +44,7 @@ __device__ __forceinline__ void store_nans(const PoolArgs& a) {
 
 // The sums of a bag of `counted` ids, from column `first` on, go to the output's row at `out`.
 template <int G, int kBlocks>
-__device__ __forceinline__ void store_sums(const PoolArgs& a, const Feature& f, int64_t counted, uint8_t* out,
+__device__ __forceinline__ void store_sums(const PoolArgs& a, const Part& f, int64_t counted, uint8_t* out,
                                            int64_t first, Vec4 (&sum)[kBlocks]) {
 #pragma unroll
   for (int k = 0; k < kBlocks; ++k) {
@@ -72,8 +72,8 @@ struct IdsOfLanes {
   float factor = 1.0f;
   unsigned counting;  // a bit for each lane whose id counts
 
-  __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Feature& f,
-                                        const Group<G>& group, int64_t begin, int64_t stop, bool report) {
+  __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Part& f, const Group<G>& group,
+                                        int64_t begin, int64_t stop, bool report) {
     const int64_t i = begin + group.lane;
     bool counts = false, bad = false;
     if (i < stop) {
@@ -128,7 +128,7 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 // the first is added, which spares a branch for each; with many loads a row they would share these loads' scoreboards,
 // of which a warp has six, and wait for them.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
-__device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Feature& f,
+__device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, uint8_t* out, int64_t column,
                                              bool report) {
   // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
@@ -162,7 +162,7 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
 }
 
 // How many ids of a bag count.
-__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Feature& f, Range ids) {
+__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, Range ids) {
   int64_t counted = 0;
   for (int64_t i = ids.start; i < ids.stop; ++i) {
     const int64_t id = a.bags.id(i);
@@ -173,7 +173,7 @@ __device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Feature& f
 
 // out[i] for the ids of a bag: dot(id, i), times 1 / n for mean.
 template <class Dot>
-__device__ __forceinline__ void write_dots(const PoolArgs& a, const Feature& f, Range ids, int lane, float* out,
+__device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, Range ids, int lane, float* out,
                                            const Dot& dot) {
   const int64_t counted = f.mean ? count_ids(a, f, ids) : 0;
   const float each = counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;

@@ -24,14 +24,14 @@ __device__ __forceinline__ Term term_of(const SumArgs& a, int64_t entry, int64_t
   const int64_t feature = a.bags.feature_of(bag), own = a.runs.part(a.bags, feature, payload);
   const int64_t first = a.bags.first_part(feature), count = a.bags.first_part(feature + 1) - first;
   Term term{a.runs.gradients[payload], {-1, -1, -1}, a.runs.coefficients ? a.runs.coefficients[position] : 1.0f};
-  if (a.features.parts[own].combine != Combine::kMult) return term;  // of another feature that reads the table
+  if (a.parts.mapped[own].combine != Combine::kMult) return term;  // of another feature that reads the table
   const int64_t id = a.bags.id(position);
   static_assert(kMostOthers == 3, "as many as there are initializers of others");
 #pragma unroll
   for (int o = 0; o < kMostOthers; ++o) {
     if (o + 1 >= count) continue;
     const int64_t part = first + o + (first + o >= own);
-    term.others[o] = a.features[part].weight_offset + a.features.parts[part].partition.row(id) * Format::row_bytes(D);
+    term.others[o] = a.parts[part].weight_offset + a.parts.mapped[part].partition.row(id) * Format::row_bytes(D);
   }
   return term;
 }
@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_k
   const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
   for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
     const int64_t run = a.owners[chunk], part = part_of_run(a.runs, a.bags, run);
-    if (!a.features.records[part].multiplied || !a.features.has_format(part, a.format)) continue;
-    const int64_t D = a.features[part].embedding_dim;
+    if (!a.parts.records[part].multiplied || !a.parts.has_format(part, a.format)) continue;
+    const int64_t D = a.parts[part].embedding_dim;
     const ChunkOfRun here(a.runs, run, chunk);
     write_chunk_sum<G, kBlocks>(a, group, chunk, D,
                                 ProductSum<Format, G, kBlocks>{a, group, here.first, here.count, D});
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) sum_products_k
 }  // namespace
 
 void launch_product_sums(const SumArgs& a, cudaStream_t stream) {
-  with_bag_format(a.features.formats[a.format], [&](auto format) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
     const auto start = [&](auto group, auto blocks) {
       constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;

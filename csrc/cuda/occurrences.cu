@@ -10,7 +10,7 @@ namespace rec_kernels {
 namespace {
 
 struct EntryArgs {
-  Features features;
+  Parts parts;
   Bags bags;
   uint64_t* keys;
   uint32_t* payloads;
@@ -23,7 +23,7 @@ struct EntryArgs {
   int64_t* status;
 };
 
-__device__ bool counts(const EntryArgs& a, const Feature& f, int64_t id) {
+__device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
   return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
 }
 
@@ -33,7 +33,7 @@ __device__ const float* gradient_of(const EntryArgs& a, int64_t bag, int64_t fea
 
 // How many ids of the bag count, for every lane of the group.
 template <int G>
-__device__ int64_t count_ids(const EntryArgs& a, const Feature& f, const Group<G>& group, Range ids) {
+__device__ int64_t count_ids(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
   int64_t n = 0;
   for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) n += counts(a, f, a.bags.id(i));
   for (int distance = G / 2; distance > 0; distance /= 2) n += __shfl_xor_sync(group.mask, n, distance, G);
@@ -42,7 +42,7 @@ __device__ int64_t count_ids(const EntryArgs& a, const Feature& f, const Group<G
 
 // 1 / n of a bag of a feature with mean pooling, if coefficients are asked for.
 template <int G>
-__device__ float factor_of_bag(const EntryArgs& a, const Feature& f, const Group<G>& group, Range ids) {
+__device__ float factor_of_bag(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
   if (!a.coefficients || !f.mean) return 1.0f;
   const int64_t n = count_ids(a, f, group, ids);
   return n > 0 ? 1.0f / static_cast<float>(n) : 1.0f;
@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag);
-    const Feature f = a.features[feature];
+    const Part f = a.parts[feature];
     const float* gradient = gradient_of(a, bag, feature) + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
@@ -83,7 +83,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
     const int64_t feature = a.bags.feature_of(bag), first = a.bags.first_part(feature);
     const int64_t count = a.bags.first_part(feature + 1) - first;
     const float* gradient = gradient_of(a, bag, feature);
-    const Feature f = a.features[first];
+    const Part f = a.parts[first];
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
@@ -93,12 +93,12 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
       if (!f.frozen && !a.bags.in_range(id, f)) note_bad(a.status, i);
       if (!counts(a, f, id)) continue;
       for (int64_t p = 0; p < count; ++p) {
-        const int64_t entry = i * a.features.most_parts + p;
-        const int64_t row = a.features.parts[first + p].partition.row(id);
-        a.keys[entry] = static_cast<uint64_t>(a.features.records[first + p].row_offset + row);
-        const int64_t payload = i << a.features.part_bits | p;
+        const int64_t entry = i * a.parts.most_parts + p;
+        const int64_t row = a.parts.mapped[first + p].partition.row(id);
+        a.keys[entry] = static_cast<uint64_t>(a.parts.records[first + p].row_offset + row);
+        const int64_t payload = i << a.parts.part_bits | p;
         a.payloads[entry] = static_cast<uint32_t>(payload);
-        a.gradients[payload] = gradient + a.features[first + p].output_offset;
+        a.gradients[payload] = gradient + a.parts[first + p].output_offset;
       }
     }
   }
@@ -136,11 +136,10 @@ __global__ void __launch_bounds__(kThreads)
 
 // `status`, of calls that multiply, says whether runs make sense: bags with bad offsets may have ids in common.
 __global__ void __launch_bounds__(kThreads)
-    count_chunks_kernel(Runs runs, Features features, Bags bags, const int64_t* status, uint32_t* chunks) {
+    count_chunks_kernel(Runs runs, Parts parts, Bags bags, const int64_t* status, uint32_t* chunks) {
   for (int64_t r = Group<1>::first(); r <= runs.most_runs; r += Group<1>::stride()) {
     const int64_t count = r < *runs.num_runs ? runs.count(r) : 0;
-    const bool multiplied =
-        status && *status >= 0 && count > 0 && features.records[part_of_run(runs, bags, r)].multiplied;
+    const bool multiplied = status && *status >= 0 && count > 0 && parts.records[part_of_run(runs, bags, r)].multiplied;
     chunks[r] = count > kChunk || multiplied ? static_cast<uint32_t>(ceil_div(count, kChunk)) : 0;
   }
 }
@@ -167,13 +166,13 @@ class Memory {
 };
 
 void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t stream) {
-  const int64_t N = in.bags.num_ids, entries = N * in.features.most_parts;
+  const int64_t N = in.bags.num_ids, entries = N * in.parts.most_parts;
   launch(leave_out_kernel, blocks_for(entries, 1), dim3(kThreads), 0, stream, args.keys, args.payloads, entries,
          args.left_out);
   if (in.bags.num_bags == 0) return;
   with_lanes(lanes_for(4 * ceil_div(N, in.bags.num_bags)), [&](auto group) {
     constexpr int G = decltype(group)::value;
-    const auto kernel = in.features.parts ? part_entries_kernel<G> : entries_kernel<G>;
+    const auto kernel = in.parts.mapped ? part_entries_kernel<G> : entries_kernel<G>;
     launch(kernel, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream, args);
   });
 }
@@ -181,9 +180,9 @@ void write_entries(const BagInput& in, const EntryArgs& args, cudaStream_t strea
 }  // namespace
 
 SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& grad, cudaStream_t stream) {
-  const int64_t ids = in.bags.num_ids, N = ids * in.features.most_parts;
+  const int64_t ids = in.bags.num_ids, N = ids * in.parts.most_parts;
   check_value(
-      N < INT64_C(0xffffffff) && ids << in.features.part_bits < INT64_C(0xffffffff), "values has ", ids,
+      N < INT64_C(0xffffffff) && ids << in.parts.part_bits < INT64_C(0xffffffff), "values has ", ids,
       " ids; at most 2^32 - 2 fit in a call on a GPU, half of it where features have two parts, a quarter with more");
   SortedOccurrences out{};
   Memory memory(grad, &out.memory);
@@ -191,10 +190,10 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   const auto left_out = static_cast<uint64_t>(in.num_rows);
   auto* keys = memory.make<uint64_t>(N);
   auto* payloads = memory.make<uint32_t>(N);
-  auto* bag_of = weighted || in.features.parts ? memory.make<uint32_t>(ids) : nullptr;
+  auto* bag_of = weighted || in.parts.mapped ? memory.make<uint32_t>(ids) : nullptr;
   auto* coefficients = weighted ? memory.make<float>(ids) : nullptr;
   const float** gradients = nullptr;
-  if (in.features.parts) gradients = memory.make<const float*>(ids << in.features.part_bits);
+  if (in.parts.mapped) gradients = memory.make<const float*>(ids << in.parts.part_bits);
   else if (in.groups) gradients = memory.make<const float*>(weighted ? ids : in.bags.num_bags);
   auto* sorted_keys = memory.make<uint64_t>(N);
   auto* sorted_payloads = memory.make<uint32_t>(N);
@@ -204,11 +203,11 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   auto* num_runs = memory.make<int64_t>(1);
   // A run of a multiplied table has a chunk where it has a single entry; there are no more runs than rows.
   const int64_t most_chunks = in.multiplies ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
-  out.runs = {sorted_keys,     sorted_payloads,      bag_of, coefficients, gradients, starts, num_runs, sums, N,
-              most_chunks + 1, in.features.part_bits};
+  out.runs = {sorted_keys,     sorted_payloads,   bag_of, coefficients, gradients, starts, num_runs, sums, N,
+              most_chunks + 1, in.parts.part_bits};
   // Also where there are no ids: this is what reads the offsets.
   write_entries(in,
-                {in.features, in.bags, keys, payloads, bag_of, coefficients, gradients, grad.const_data_ptr<float>(),
+                {in.parts, in.bags, keys, payloads, bag_of, coefficients, gradients, grad.const_data_ptr<float>(),
                  in.output_dim, left_out, status},
                 stream);
   if (N == 0) {
@@ -220,7 +219,7 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   launch(flag_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags);
   exclusive_sum(flags, sums, N, grad, stream);
   launch(write_runs_kernel, grid, dim3(kThreads), 0, stream, sorted_keys, N, left_out, flags, sums, starts, num_runs);
-  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.features, in.bags,
+  launch(count_chunks_kernel, grid, dim3(kThreads), 0, stream, out.runs, in.parts, in.bags,
          in.multiplies ? status : nullptr, flags);
   exclusive_sum(flags, sums, N + 1, grad, stream);
   return out;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kThreads)
 
 struct FindArgs {
   CacheTensors cache;
-  Features features;
+  Parts parts;
   Bags bags;
   int64_t* slots;
   MissingKeys missing;
@@ -48,8 +48,8 @@ __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
   for_features_of_warp(a.bags, [&](int64_t feature, int64_t first, int64_t last) {
     const int64_t part = a.bags.first_part(feature);
     const bool alone = a.bags.first_part(feature + 1) - part == 1;
-    const Feature f = a.features[part];
-    const CachePlace place = place_of(a.cache, a.features, part);
+    const Part f = a.parts[part];
+    const CachePlace place = place_of(a.cache, a.parts, part);
     for (int64_t bag = first + group.in_warp(); bag < last; bag += kWarpSize / G) {
       const Range ids = range_of(a.bags, bag, a.status);
       for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
         int64_t row = -1;
         if (!a.bags.in_range(id, f)) note_bad(a.status, i);
         else if (id != a.bags.padding_idx && alone && place.sets > 0)
-          row = f.row_offset + (a.features.parts ? a.features.parts[part].partition.row(id) : id);
+          row = f.row_offset + (a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id);
         const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
         a.slots[i] = slot;
         if (a.missing.keys && row >= 0 && slot < 0)
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads) no_slots_kernel(int64_t* slots, int6
 struct FlushArgs {
   Eviction eviction;
   CacheTensors cache;
-  Features features;
+  Parts parts;
   int format;
   int64_t first_slot, last_slot;
   const int64_t* status;
@@ -88,9 +88,9 @@ __global__ void __launch_bounds__(kThreads) flush_kernel(FlushArgs a) {
   for (int64_t slot = a.first_slot + Group<G>::first(); slot < a.last_slot; slot += Group<G>::stride()) {
     const int64_t row = a.cache.tags[slot];
     if (row < 0 || !a.cache.dirty[slot]) continue;
-    const int64_t part = part_at(a.cache, a.features, slot, row);
-    if (part < 0 || !a.features.has_format(part, a.format)) continue;
-    encode_slot<Format>(a.eviction, a.cache, a.features, part, row, slot, group);
+    const int64_t part = part_at(a.cache, a.parts, slot, row);
+    if (part < 0 || !a.parts.has_format(part, a.format)) continue;
+    encode_slot<Format>(a.eviction, a.cache, a.parts, part, row, slot, group);
   }
 }
 
@@ -199,13 +199,13 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   FlushArgs args{{on_gpu(weights, values), how.seed, cache_clock.const_data_ptr<int64_t>(), how.stochastic},
                  cache,
-                 in.features,
+                 in.parts,
                  0,
                  first_slot,
                  first_slot + slots,
                  status.const_data_ptr<int64_t>()};
-  for (; args.format < in.features.num_formats && slots > 0; ++args.format)
-    with_bag_format(in.features.formats[args.format], [&](auto format) {
+  for (; args.format < in.parts.num_formats && slots > 0; ++args.format)
+    with_bag_format(in.parts.formats[args.format], [&](auto format) {
       with_row_lanes(in.max_dim, [&](auto lanes) {
         constexpr int G = decltype(lanes)::value;
         launch(flush_kernel<decltype(format), G>, blocks_for(slots, G), dim3(kThreads), 0, stream, args);
@@ -271,8 +271,8 @@ Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* statu
   auto* numbers = memory.mutable_data_ptr<int64_t>();
   cache->order = {numbers, numbers + parts, numbers + 2 * parts};
   if (parts > 0)
-    launch(order_parts_kernel, blocks_for(parts, kWarpSize), dim3(kThreads), 0, stream, cache->order,
-           in.features.records, parts, status);
+    launch(order_parts_kernel, blocks_for(parts, kWarpSize), dim3(kThreads), 0, stream, cache->order, in.parts.records,
+           parts, status);
   return memory;
 }
 
@@ -284,7 +284,7 @@ void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, c
   with_lanes(lanes_of_bags(in.bags), [&](auto group) {
     constexpr int G = decltype(group)::value;
     launch(find_slots_kernel<G>, blocks_for(in.bags.num_bags, G), dim3(kThreads), 0, stream,
-           FindArgs{cache, in.features, in.bags, slots, missing, status});
+           FindArgs{cache, in.parts, in.bags, slots, missing, status});
   });
 }
 

@@ -27,13 +27,13 @@ struct CacheTensors {
 
 inline namespace RK_ISA {
 
-__device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const Features& features, int64_t part) {
-  const TablePart& p = features.records[part];
+__device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const Parts& parts, int64_t part) {
+  const TablePart& p = parts.records[part];
   return CachePlace::of(p.cache_sets, p.cache_first_set, p.cache_row_offset, cache.ways, p.num_embeddings);
 }
 
 // The first cached part whose table has a linear row, or -1.
-__device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Features& features, int64_t row) {
+__device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Parts& parts, int64_t row) {
   int64_t low = 0, high = *cache.order.count;
   while (low < high) {
     const int64_t middle = low + (high - low) / 2;
@@ -42,14 +42,13 @@ __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const 
   }
   if (low == 0) return -1;
   const int64_t p = cache.order.parts[low - 1];
-  return row - cache.order.first_rows[low - 1] < features.records[p].num_embeddings ? p : -1;
+  return row - cache.order.first_rows[low - 1] < parts.records[p].num_embeddings ? p : -1;
 }
 
 // The same of a row in a slot: -1, too, where its table has no such slot.
-__device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Features& features, int64_t slot,
-                                           int64_t row) {
-  const int64_t p = part_of_row(cache, features, row);
-  return p >= 0 && place_of(cache, features, p).has(slot, cache.ways) ? p : -1;
+__device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Parts& parts, int64_t slot, int64_t row) {
+  const int64_t p = part_of_row(cache, parts, row);
+  return p >= 0 && place_of(cache, parts, p).has(slot, cache.ways) ? p : -1;
 }
 
 __device__ __forceinline__ int64_t warp_sum(int64_t x) {
@@ -110,11 +109,11 @@ inline namespace RK_ISA {
 
 // A group of lanes takes the row in a slot back into its part's table, whose format is Format.
 template <class Format, int G>
-__device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensors& cache, const Features& features,
+__device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensors& cache, const Parts& parts,
                                             int64_t part, int64_t row, int64_t slot, const Group<G>& group) {
-  const Feature f = features[part];
+  const Part f = parts[part];
   const int64_t D = f.embedding_dim, number = row - f.row_offset;
-  const float* from = cache.rows + (features.records[part].cache_row_offset + slot * D);
+  const float* from = cache.rows + (parts.records[part].cache_row_offset + slot * D);
   uint8_t* to = e.weights + f.weight_offset + number * Format::row_bytes(D);
   Rounding how = update_rounding(e.seed, e.clock, f.shard, e.stochastic);
   how.noise.stream = kEvictionStream;

@@ -19,7 +19,7 @@ struct Moves {
 
 struct InsertArgs {
   CacheTensors cache;
-  Features features;
+  Parts parts;
   Bags bags;
   int64_t *stamps, *clock;
   uint8_t *counts, *row_counts;  // or null
@@ -50,13 +50,13 @@ struct InsertArgs {
   }
   __device__ __forceinline__ void count_part(int64_t part, CacheStat stat, int64_t n = 1) const {
     if (!stats || n == 0) return;
-    const int64_t table = features.records[part].table_id;
+    const int64_t table = parts.records[part].table_id;
     if (table >= num_tables) return;
     atomicAdd(reinterpret_cast<unsigned long long*>(stats + table * kCacheStats + stat),
               static_cast<unsigned long long>(n));
   }
   __device__ __forceinline__ void count_row(int64_t row, CacheStat stat) const {
-    count_part(part_of_row(cache, features, row), stat);
+    count_part(part_of_row(cache, parts, row), stat);
   }
 };
 
@@ -101,8 +101,8 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   const auto now = static_cast<unsigned long long>(*a.clock);
   for_features_of_warp(a.bags, [&](int64_t feature, int64_t first, int64_t last) {
     const int64_t part = a.bags.first_part(feature);
-    if (a.features.records[part].cache_sets == 0 || a.bags.first_part(feature + 1) - part != 1) return;
-    const Feature f = a.features[part];
+    if (a.parts.records[part].cache_sets == 0 || a.bags.first_part(feature + 1) - part != 1) return;
+    const Part f = a.parts[part];
     int64_t lookups = 0, hits = 0;
     for (int64_t bag = first + group.in_warp(); bag < last; bag += kWarpSize / G) {
       const int64_t stop = a.bags.offset(bag + 1);
@@ -146,7 +146,7 @@ __device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
   for (int64_t slot = first + lane; slot < first + a.cache.ways; slot += kWarpSize) {
     const int64_t tag = a.cache.tags[slot];
     if (tag < 0) best = better(best, {0, 0, slot});
-    else if (a.stamps[slot] != *a.clock && part_at(a.cache, a.features, slot, tag) >= 0)
+    else if (a.stamps[slot] != *a.clock && part_at(a.cache, a.parts, slot, tag) >= 0)
       best = better(best, {a.counts ? uint64_t{a.counts[slot]} + 1 : 1, static_cast<uint64_t>(a.stamps[slot]), slot});
   }
   return best;
@@ -167,7 +167,7 @@ __device__ void take_slot(const InsertArgs& a, int64_t i, int64_t slot, uint8_t 
   const int64_t row = a.row_of(i), before = a.cache.tags[slot];
   if (before >= 0) {
     if (a.counts) a.row_counts[before] = a.counts[slot];
-    const int64_t part = part_of_row(a.cache, a.features, before);
+    const int64_t part = part_of_row(a.cache, a.parts, before);
     a.count_part(part, kEvicted);
     if (a.cache.dirty[slot]) {
       a.count_part(part, kWritten);
@@ -288,9 +288,9 @@ __global__ void __launch_bounds__(kThreads) evict_kernel(InsertArgs a, Eviction 
   for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
     if (a.keys[i] == a.left_out) return;
     if (a.moves.evicted[i] < 0) continue;
-    const int64_t part = part_of_row(a.cache, a.features, a.moves.evicted[i]);
-    if (!a.features.has_format(part, format)) continue;
-    encode_slot<Format>(eviction, a.cache, a.features, part, a.moves.evicted[i], a.moves.slots[i], group);
+    const int64_t part = part_of_row(a.cache, a.parts, a.moves.evicted[i]);
+    if (!a.parts.has_format(part, format)) continue;
+    encode_slot<Format>(eviction, a.cache, a.parts, part, a.moves.evicted[i], a.moves.slots[i], group);
   }
 }
 
@@ -302,22 +302,22 @@ __global__ void __launch_bounds__(kThreads) decode_kernel(InsertArgs a, const ui
   for (int64_t i = Group<G>::first(); i < a.count; i += Group<G>::stride()) {
     if (a.keys[i] == a.left_out) return;
     if (a.moves.slots[i] < 0) continue;
-    const int64_t part = part_of_row(a.cache, a.features, a.row_of(i));
-    if (!a.features.has_format(part, format)) continue;
-    const Feature f = a.features[part];
+    const int64_t part = part_of_row(a.cache, a.parts, a.row_of(i));
+    if (!a.parts.has_format(part, format)) continue;
+    const Part f = a.parts[part];
     const int64_t D = f.embedding_dim;
     const uint8_t* table = weights + f.weight_offset;
     const ColumnReader<Format> reader(table + (a.row_of(i) - f.row_offset) * Format::row_bytes(D), D,
                                       columns_aligned<Format>(table, D));
-    float* to = a.cache.rows + (a.features.records[part].cache_row_offset + a.moves.slots[i] * D);
+    float* to = a.cache.rows + (a.parts.records[part].cache_row_offset + a.moves.slots[i] * D);
     for (int64_t c = 4 * group.lane; c < D; c += 4 * G) store_columns(to, c, D, rows_aligned(to, D), reader.read(c));
   }
 }
 
 void move_rows(const BagInput& in, const InsertArgs& a, const Eviction& eviction, cudaStream_t stream) {
   const auto every_format = [&](const auto& body) {
-    for (int i = 0; i < in.features.num_formats; ++i)
-      with_bag_format(in.features.formats[i],
+    for (int i = 0; i < in.parts.num_formats; ++i)
+      with_bag_format(in.parts.formats[i],
                       [&](auto format) { with_row_lanes(in.max_dim, [&](auto lanes) { body(i, format, lanes); }); });
   };
   every_format([&](int i, auto format, auto lanes) {
@@ -407,7 +407,7 @@ Tensor insert(const Tensor& weights, const Tensor& cache_rows, const Tensor& cac
   const Tensor order = order_parts(&cache, in, status.const_data_ptr<int64_t>(), stream);
   InsertArgs a{};
   a.cache = cache;
-  a.features = in.features;
+  a.parts = in.parts;
   a.bags = in.bags;
   a.stamps = optional_pointer<int64_t>(stamps);
   a.clock = cache_clock.mutable_data_ptr<int64_t>();

@@ -10,7 +10,7 @@ namespace {
 template <class Format, int G, int kBlocks, bool kAligned>
 struct CachedRows {
   const PoolArgs& a;
-  const Feature& f;
+  const Part& f;
   int64_t part;
 
   // Twice the row's first byte among the table's, or, and 1, among the cache's.
@@ -18,7 +18,7 @@ struct CachedRows {
   __device__ __forceinline__ Place find(int64_t id, int64_t i) const {
     const int64_t cached = a.cached_place(part, f.embedding_dim, i);
     if (cached >= 0) return 2 * static_cast<int64_t>(sizeof(float)) * cached + 1;
-    const int64_t number = a.features.parts ? a.features.parts[part].partition.row(id) : id;
+    const int64_t number = a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id;
     return 2 * (f.weight_offset + number * Format::row_bytes(f.embedding_dim));
   }
   __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
@@ -68,7 +68,7 @@ struct CachedRows {
 };
 
 template <class Format, int G, int kBlocks, bool kAligned>
-__device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Feature& f, const Group<G>& group,
+__device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
                                           Range ids, uint8_t* out, int64_t column) {
   using Rows = CachedRows<Format, G, kBlocks, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
@@ -81,11 +81,11 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
   const Group<G> group;
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
-    if (!a.features.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
-    const Feature f = a.features[part];
+    if (!a.parts.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
+    const Part f = a.parts[part];
     uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
-    const float* first_cached = a.cache.rows + a.features.records[part].cache_row_offset;
+    const float* first_cached = a.cache.rows + a.parts.records[part].cache_row_offset;
     const bool aligned = rows_aligned(first_cached, f.embedding_dim) &&
                          columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
 }  // namespace
 
 void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
-  with_bag_format(a.features.formats[a.format], [&](auto format) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
     with_few_widths(max_dim, [&](auto group, auto blocks) {
       constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
       launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0,

@@ -10,7 +10,7 @@ namespace rec_kernels {
 namespace {
 
 struct ShareArgs {
-  Features features;
+  Parts parts;
   Bags bags;
   int64_t num_parts, output_dim;
   const int64_t* inverse;  // [G, B]
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads) column_groups_kernel(ShareArgs a) {
   if (*a.status == kBadLayout) return;
   const Group<kWarpSize> warp;
   for (int64_t p = Group<kWarpSize>::first(); p < a.num_parts; p += Group<kWarpSize>::stride()) {
-    const Feature f = a.features[p];
+    const Part f = a.parts[p];
     const int64_t group = a.bags.groups[f.number];
     for (int64_t c = warp.lane; c < f.embedding_dim; c += kWarpSize)
       a.column_groups[f.output_offset + c] = static_cast<int32_t>(group);
@@ -80,7 +80,7 @@ SharedRows::SharedRows(const BagInput& in, ScalarType type, int64_t* status, cud
   memory_ = new_tensor(in.values, {batch, in.output_dim}, type);  // a group has at most B rows
   sizes_ = new_tensor(in.values, {groups}, ScalarType::Long);
   column_groups_ = new_tensor(in.values, {in.output_dim}, ScalarType::Int);
-  const ShareArgs args{in.features,
+  const ShareArgs args{in.parts,
                        in.bags,
                        in.num_parts,
                        in.output_dim,

@@ -12,7 +12,7 @@ constexpr int64_t kNoBadPosition = INT64_MAX;
 constexpr int64_t kChunk = 64;
 
 // A table as a feature reads it. A feature of several parts has one of these for each, one after the other.
-struct Feature {
+struct Part {
   int64_t weight_offset;  // in bytes
   int64_t row_offset;
   int64_t num_embeddings;
@@ -32,8 +32,8 @@ struct Feature {
   RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
 
   // Of a record that fault_of() has passed; `alone`: the only part of its feature.
-  RK_HOST_DEVICE static Feature of(const TablePart& p, bool alone) {
-    Feature f{};
+  RK_HOST_DEVICE static Part of(const TablePart& p, bool alone) {
+    Part f{};
     f.weight_offset = p.weight_offset;
     f.row_offset = p.row_offset;
     f.num_embeddings = p.num_embeddings;
@@ -85,7 +85,7 @@ struct Bags {
     return ids64 ? static_cast<const int64_t*>(ids)[i] : static_cast<const int32_t*>(ids)[i];
   }
   // Compared unsigned, so that a negative id is out of range too.
-  RK_HOST_DEVICE bool in_range(int64_t id, const Feature& f) const {
+  RK_HOST_DEVICE bool in_range(int64_t id, const Part& f) const {
     return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.id_limit);
   }
   // Feature f has the parts from first_part(f) up to first_part(f + 1).

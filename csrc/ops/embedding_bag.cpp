@@ -77,8 +77,8 @@ void read_options(const BagOptions& options, Bags* b) {
   b->check_ids = options.check_ids;
 }
 
-Feature one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
-  Feature f{};
+Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
+  Part f{};
   f.num_embeddings = f.id_limit = rows;
   f.embedding_dim = D;
   f.row_bytes = row_bytes(format, D);
@@ -164,7 +164,7 @@ void check_bags(const BagArguments& bags, const Layout& layout) {
   const int64_t features = layout.sizes.num_features, count = bags.offsets.numel() - 1;
   check_groups(bags, features);
   if (bags.bag_starts) {
-    check_shape(*bags.bag_starts, {features + 1}, "bag_starts");
+    check_shape(*bags.bag_starts, {parts + 1}, "bag_starts");
     check_dtype(*bags.bag_starts, ScalarType::Long, "bag_starts");
     check_contiguous(*bags.bag_starts, "bag_starts");
     check_same_device(*bags.bag_starts, bags.values, "bag_starts", "values");
@@ -201,8 +201,8 @@ Bags read_bags(const OneTableBags& bags) {
   return b;
 }
 
-Feature read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
-                       int64_t embedding_dim, bool mean) {
+Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
+                    int64_t embedding_dim, bool mean) {
   check_rank(weights, 2, "weights");
   check_dtype(weights, format ? ScalarType::Byte : ScalarType::Float, "weights");
   check_contiguous(weights, "weights");
@@ -215,13 +215,13 @@ Feature read_one_table(const Tensor& weights, const Tensor& values, const std::o
               "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
-  const Feature f = one_table(known, rows, embedding_dim, mean);
+  const Part f = one_table(known, rows, embedding_dim, mean);
   check_value(columns == f.row_bytes, "weights must have rows of ", f.row_bytes, " bytes for format \"", *format,
               "\" and embedding_dim = ", embedding_dim, ", got ", columns);
   return f;
 }
 
-Feature read_one_table(const std::vector<int64_t>& shape, bool mean) {
+Part read_one_table(const std::vector<int64_t>& shape, bool mean) {
   check_value(shape.size() == 2, "weights_shape must have 2 elements, got ", shape.size());
   check_value(shape[0] >= 0 && shape[1] >= 1 && shape[1] <= INT32_MAX,
               "weights must have at least one column, got shape [", shape[0], ", ", shape[1], "]");

@@ -160,10 +160,10 @@ RK_EXPORT Bags read_bags(const BagArguments& bags, const Layout& layout);
 RK_EXPORT Bags read_bags(const OneTableBags& bags);
 
 // The one table of a call without a layout, whose weights are [rows, columns]: floats, or bytes of `format`.
-RK_EXPORT Feature read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
-                                 int64_t embedding_dim, bool mean);
+RK_EXPORT Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
+                              int64_t embedding_dim, bool mean);
 // The same of a gradient of this shape.
-RK_EXPORT Feature read_one_table(const std::vector<int64_t>& weights_shape, bool mean);
+RK_EXPORT Part read_one_table(const std::vector<int64_t>& weights_shape, bool mean);
 // Dtype, rank and memory of `weights` in a call with a layout. Beside values on a GPU, weights may be in host memory.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // That tables are floats, which have gradients that torch can take.
