@@ -162,7 +162,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cpu(const Tensor& values
   const float* weight = weights ? weights->const_data_ptr<float>() : nullptr;
   std::vector<SampleGroup> groups(static_cast<size_t>(sizes.groups), SampleGroup{rows, weight, sizes.batch, {}});
   for (size_t f = 0; f < group_of.size(); ++f)
-    if (group_of[f] >= 0) groups[static_cast<size_t>(group_of[f])].parts.push_back(static_cast<int64_t>(f));
+    if (group_of[f] >= 0) groups[static_cast<size_t>(group_of[f])].features.push_back(static_cast<int64_t>(f));
   Tensor first = new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long);
   Tensor inverse = new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long);
   Tensor counts = new_tensor(values, {sizes.groups}, ScalarType::Long);

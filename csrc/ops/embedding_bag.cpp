@@ -164,7 +164,7 @@ void check_bags(const BagArguments& bags, const Layout& layout) {
   const int64_t features = layout.sizes.num_features, count = bags.offsets.numel() - 1;
   check_groups(bags, features);
   if (bags.bag_starts) {
-    check_shape(*bags.bag_starts, {parts + 1}, "bag_starts");
+    check_shape(*bags.bag_starts, {features + 1}, "bag_starts");
     check_dtype(*bags.bag_starts, ScalarType::Long, "bag_starts");
     check_contiguous(*bags.bag_starts, "bag_starts");
     check_same_device(*bags.bag_starts, bags.values, "bag_starts", "values");
