@@ -15,7 +15,7 @@ struct BagInput {
   Tensor values;
   Tensor offsets;
   OptionalTensor per_sample_weights;
-  std::unique_ptr<Part[]> parts;  // their parts
+  std::unique_ptr<Part[]> parts;  // of all features
   const TablePart* records;       // of the parts; null: one table without a layout
   int64_t num_features;
   int64_t num_parts;

@@ -90,7 +90,7 @@ struct CachedPool {
   int64_t num_elements;
 };
 
-// A lookup, as its kernels read it: the features whose rows are of features.formats[format].
+// A lookup, as its kernels read it: the parts whose rows are of parts.formats[format].
 struct PoolArgs {
   const uint8_t* weights;
   Parts parts;
@@ -129,8 +129,8 @@ struct PoolArgs {
 void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // The same of the features of one part, of calls with a cache.
 void launch_pool_cached(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
-// The same of the features that are not plain, of calls with partition_starts; with a cache, of those with several
-// parts.
+// The same of the features that are not plain, of ids that are mapped and of several parts; with a cache, of those with
+// several parts.
 void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
 void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);

@@ -70,7 +70,7 @@ struct SumArgs {
   Runs runs;
   Parts parts;
   const uint8_t* weights;  // as they were, for multiplied tables; or null: there are none
-  int format;              // of the rows to finish or to multiply, an index into features.formats
+  int format;              // of the rows to finish or to multiply, an index into parts.formats
   Bags bags;
   const float* grad;
   int64_t output_dim;
