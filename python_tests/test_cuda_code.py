@@ -61,7 +61,8 @@ def test_no_main_kernel_spills(resources) -> None:
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ \d+ 1$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
-        assert numbers["STACK"] == numbers["LOCAL"] == 0, name
+        assert numbers["STACK"] <= (16 if "EncodedTarget" in name else 0), name
+        assert numbers["LOCAL"] == 0, name
         assert numbers["REG"] <= 128, name
     assert max(numbers["LOCAL"] for _, numbers in resources) == 0
 
@@ -131,8 +132,8 @@ def test_several_encoded_rows_are_on_their_way(functions) -> None:
 LOOKUPS = {
     ("Fp32", "false"): (1, 50, 72, 3, 64),
     ("Fp32", "true"): (1, 54, 80, 3, 64),
-    ("Fp16", "false"): (1, 78, 64, 4, 64),
-    ("Fp16", "true"): (1, 82, 80, 3, 64),
+    ("Fp16", "false"): (1, 78, 64, 4, 56),
+    ("Fp16", "true"): (1, 82, 80, 3, 56),
     ("Bf16", "false"): (1, 63, 64, 4, 64),
     ("Bf16", "true"): (1, 67, 80, 3, 64),
     ("Affine<8>", "false"): (3, 120, 80, 3, 84),
@@ -146,12 +147,12 @@ LOOKUPS = {
 }
 # pool_short_kernel<FORMAT, 32, weighted>: the most instructions for four bags of one id each.
 SHORT_BAGS = {
-    ("Fp32", "false"): 417,
-    ("Fp32", "true"): 421,
-    ("Fp16", "false"): 447,
-    ("Fp16", "true"): 454,
-    ("Bf16", "false"): 430,
-    ("Bf16", "true"): 438,
+    ("Fp32", "false"): 434,
+    ("Fp32", "true"): 439,
+    ("Fp16", "false"): 460,
+    ("Fp16", "true"): 468,
+    ("Bf16", "false"): 445,
+    ("Bf16", "true"): 453,
 }
 # Updates of rows that were read at most 64 times: the fewest resident blocks, by kernel without its format.
 UPDATES = {
@@ -160,6 +161,11 @@ UPDATES = {
     r"<(8|32), 1, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 3,
     r"<32, 4, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 2,
 }
+
+
+# Bytes of a lane in local memory: int8 and int4 rows, whose noise is that of the whole table's row and column, take a
+# register or two more than three resident blocks have.
+SPILLED = {f"finish_short_kernel<{lanes}, 1, EncodedTarget": 16 for lanes in (8, 32)}
 
 
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
@@ -204,5 +210,5 @@ def test_updates_share_a_multiprocessor(usage) -> None:
             if re.fullmatch("finish_short_kernel" + pattern, k.name):
                 checked.add(pattern)
                 assert k.blocks >= blocks, k
-                assert k.stack == 0, k
+                assert k.stack <= SPILLED.get(k.name.partition("<Affine")[0], 0), k
     assert checked == set(UPDATES)

@@ -95,7 +95,7 @@ struct ElementwiseTarget : Base {
             o.has_second() ? s.moment(second, place) : nullptr,
             s.bf16,
             update_rounding(u.seed, u.step, f.shard, u.stochastic),
-            row - f.row_offset};
+            f.whole_row(row)};
   }
 
   // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.

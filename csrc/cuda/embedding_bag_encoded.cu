@@ -37,7 +37,7 @@ struct EncodedTarget {
     const bool aligned = columns_aligned<Format>(out, D);
     const ColumnReader<Format> reader(out, D, aligned);
     const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
-    ColumnWriter<Format, G> writer{group, how, row - f.row_offset, D, out, aligned};
+    ColumnWriter<Format, G> writer{group, how, f.whole_row(row), D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column, bool last) {
       if (D > kWidth) gradient(column, last, [&](int64_t c) { return reader.read(c); });

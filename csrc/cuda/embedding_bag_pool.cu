@@ -87,7 +87,10 @@ template <class Format, int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
-  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride())
+  // There are fewer than 2^32: a second register for the number would be one too many.
+  const auto bags = static_cast<uint32_t>(a.bags.num_bags), stride = static_cast<uint32_t>(Group<G>::stride());
+  for (auto bag = static_cast<uint32_t>(Group<G>::first()); bag < bags;
+       bag += stride < bags - bag ? stride : bags - bag)
     pool_bag<Format, G, kBlocks, kWeighted>(a, group, bag);
 }
 

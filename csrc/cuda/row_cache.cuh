@@ -118,7 +118,8 @@ __device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensor
   Rounding how = update_rounding(e.seed, e.clock, f.shard, e.stochastic);
   how.noise.stream = kEvictionStream;
   const bool aligned = rows_aligned(from, D);
-  ColumnWriter<Format, G> writer{group, how, number, D, to, columns_aligned<Format>(e.weights + f.weight_offset, D)};
+  ColumnWriter<Format, G> writer{group, how, f.whole_row(row),
+                                 D,     to,  columns_aligned<Format>(e.weights + f.weight_offset, D)};
   if constexpr (ColumnWriter<Format, G>::kScans) {
     for (int64_t c = 0; c < D; c += 4 * G)
       writer.scan(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));

@@ -32,9 +32,10 @@ struct Rounding {
 };
 
 // Of rows that an update writes back: by chance with its step's noise and scales upwards, or to nearest. No seed is 0.
+// Rows have their numbers in the whole table (Part::whole_row): to add them up here would cost registers.
 __device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step, const TableShard& shard,
                                                     bool stochastic) {
-  return {make_noise(seed ? *seed : 0, *step, shard), stochastic, stochastic};
+  return {make_noise(seed ? *seed : 0, *step, {shard.table, shard.first_block, 0}), stochastic, stochastic};
 }
 
 __device__ __forceinline__ PhiloxWords words_of(const Rounding& how, int64_t number, int64_t c) {

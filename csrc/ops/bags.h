@@ -29,6 +29,8 @@ struct Part {
   Partition partition;  // unless !partitioned: an id is its row
   Combine combine;      // with the feature's other parts
 
+  // Of a linear row: its number in the whole table.
+  RK_HOST_DEVICE int64_t whole_row(int64_t linear) const { return linear - row_offset + shard.first_row; }
   RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
 
   // Of a record that fault_of() has passed; `alone`: the only part of its feature.
