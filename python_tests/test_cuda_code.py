@@ -57,11 +57,14 @@ def resources(usage) -> list[tuple[str, dict[str, int]]]:
 
 
 def test_no_main_kernel_spills(resources) -> None:
-    """Rows of up to 128 columns: nothing goes to local memory, and two blocks of 256 threads fit, at the least."""
+    """Rows of up to 128 columns: two blocks of 256 threads fit, and no float or half goes to local memory.
+
+    Of encoded rows, a register or two of a lane may: three blocks leave 80.
+    """
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ \d+ 1$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
-        assert numbers["STACK"] <= (16 if "EncodedTarget" in name else 0), name
+        assert numbers["STACK"] <= (16 if re.search("EncodedTarget|Affine|SharedMicroexponents", name) else 0), name
         assert numbers["LOCAL"] == 0, name
         assert numbers["REG"] <= 128, name
     assert max(numbers["LOCAL"] for _, numbers in resources) == 0
@@ -163,11 +166,6 @@ UPDATES = {
 }
 
 
-# Bytes of a lane in local memory: int8 and int4 rows, whose noise is that of the whole table's row and column, take a
-# register or two more than three resident blocks have.
-SPILLED = {f"finish_short_kernel<{lanes}, 1, EncodedTarget": 16 for lanes in (8, 32)}
-
-
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
     """A change that needs more than its ceiling says so here, and in docs/results.md."""
     wanted = re.compile(r"11pool_kernel.*Li32ELi1ELb")
@@ -210,5 +208,5 @@ def test_updates_share_a_multiprocessor(usage) -> None:
             if re.fullmatch("finish_short_kernel" + pattern, k.name):
                 checked.add(pattern)
                 assert k.blocks >= blocks, k
-                assert k.stack <= SPILLED.get(k.name.partition("<Affine")[0], 0), k
+                assert k.stack <= (16 if "EncodedTarget<Affine" in k.name else 0), k
     assert checked == set(UPDATES)
