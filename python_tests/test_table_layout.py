@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pytest
 import torch
 from backends import every_backend
@@ -103,6 +104,15 @@ def _shards(**changes: list[int]) -> dict[str, rk.Shards]:
         ({"frozen": [True] * 3}, "frozen must have an element for each of the 2 features, got 3"),
         ({"widest_feature": 31}, "widest_feature = 31 must be 32, the most columns of a feature, or more"),
         ({"state_offsets": [0, 79]}, "state_offsets[1] = 79 lies in the table of feature 0"),
+        ({"num_rows": 2**63}, f"num_rows = {2**63} must be below 2^63"),
+        (
+            {"partitions": rk.IdPartitions([0, 1, 2], [2**63, 1], [5, 3], [5, 3], ["concat"] * 2)},
+            f"divisor of part 0 of feature 0 = {2**63} must be below 2^63",
+        ),
+        (
+            {"cache": rk.CachePlaces(1, [1, 0], [0, 0], [2**63, 0])},
+            f"cache_row_offset of feature 0 = {2**63} must be below 2^63",
+        ),
         ({"row_offsets": [0, 4]}, "row_offsets[1] = 4 lies in the table of feature 0"),
     ],
 )
@@ -121,6 +131,20 @@ def test_features_of_one_table_agree() -> None:
         message = rf"shards.{name}\[1\] = 32 must be .*, that of feature 0, which reads the same"
         with pytest.raises(ValueError, match=message):
             rk.table_layout([5, 5], [8, 8], **one, **given)
+
+
+def test_integers_of_any_kind() -> None:
+    """Tensors, arrays and lists of them; a layout's sizes are Python's, and no number is cut off."""
+    expected = rk.table_layout([5, 3], [16, 32])
+    for kind in (torch.tensor, np.array):
+        found = rk.table_layout(kind([5, 3]), kind([16, 32]), row_offsets=kind([0, 5]))
+        assert torch.equal(found.layout, expected.layout)
+        assert found.layout_sizes == expected.layout_sizes
+        assert {type(n) for n in found.layout_sizes} == {int}
+    with pytest.raises(ValueError, match=r"num_embeddings\[1\] = 5.5 must be an integer"):
+        rk.table_layout([5, 5.5], [16, 32])
+    with pytest.raises(ValueError, match=r"table_ids\[0\] = 'a' must be an integer"):
+        rk.table_layout([5, 5], [16, 32], table_ids=["a", 1])
 
 
 def test_no_tables() -> None:

@@ -21,7 +21,9 @@ from rec_kernels.ops.layout_records import (
     Shards,
     Size,
     check,
+    integers,
     sized,
+    sized_integers,
 )
 from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 
@@ -62,7 +64,7 @@ class Builder:
     def _part_starts(starts: Sequence[int] | None, count: int) -> list[int]:
         if starts is None:
             return list(range(count + 1))
-        starts = list(starts)
+        starts = integers(starts, "partitions.starts")
         check(len(starts) > 0, "partitions.starts must have num_features + 1 elements, got none")
         check(starts[0] == 0, f"partitions.starts[0] = {starts[0]} must be 0")
         for f, (before, here) in enumerate(itertools.pairwise(starts), 1):
@@ -88,9 +90,9 @@ class Builder:
                 rows = record[Column.num_embeddings]
                 record[Column.id_limit], record[Column.divisor], record[Column.modulus] = rows, 1, max(rows, 1)
             return
-        divisors = sized(partitions.divisors, len(self.records), "partitions.divisors", "parts") or []
-        moduli = sized(partitions.moduli, len(self.records), "partitions.moduli", "parts") or []
-        limits = sized(partitions.id_limits, self.num_features, "partitions.id_limits", "features") or []
+        divisors = sized_integers(partitions.divisors, len(self.records), "partitions.divisors", "parts") or []
+        moduli = sized_integers(partitions.moduli, len(self.records), "partitions.moduli", "parts") or []
+        limits = sized_integers(partitions.id_limits, self.num_features, "partitions.id_limits", "features") or []
         combine = sized(partitions.combine, self.num_features, "partitions.combine", "features") or []
         for i, record in enumerate(self.records):
             f = record[Column.feature]
@@ -150,7 +152,7 @@ class Builder:
             Column.state_offset: (state_offsets, "state_offsets", elements),
         }
         for column, (given, name, lengths) in places.items():
-            starts = sized(given, size, name, "parts") or self._one_after_another(lengths, column)
+            starts = sized_integers(given, size, name, "parts") or self._one_after_another(lengths, column)
             for i, record in enumerate(self.records):
                 here = starts[i]
                 most = f"[0, 2^63 - num_embeddings[{i}])" if column == Column.row_offset else "[0, 2^62)"
@@ -162,7 +164,7 @@ class Builder:
             odd = self.formats[i] == "fp32" and record[Column.weight_offset] % 4
             at = f"weight_offsets[{i}] = {record[Column.weight_offset] // element}"
             check(not odd, f'{at} must be a multiple of 4 for format "fp32"')
-        ids = sized(table_ids, size, "table_ids", "parts") or [0] * size
+        ids = sized_integers(table_ids, size, "table_ids", "parts") or [0] * size
         for i, record in enumerate(self.records):
             check(0 <= ids[i] < MAX_TABLE_ID, f"table_ids[{i}] = {ids[i]} must be in [0, {MAX_TABLE_ID})")
             record[Column.table_id] = ids[i]
@@ -185,9 +187,9 @@ class Builder:
                 record[Column.table_rows] = record[Column.num_embeddings]
             return
         size = len(self.records)
-        firsts = sized(shards.first_rows, size, "shards.first_rows", "parts") or []
-        columns = sized(shards.first_columns, size, "shards.first_columns", "parts") or []
-        whole = sized(shards.table_rows, size, "shards.table_rows", "parts") or []
+        firsts = sized_integers(shards.first_rows, size, "shards.first_rows", "parts") or []
+        columns = sized_integers(shards.first_columns, size, "shards.first_columns", "parts") or []
+        whole = sized_integers(shards.table_rows, size, "shards.table_rows", "parts") or []
         least = [first + r[Column.num_embeddings] for first, r in zip(firsts, self.records, strict=True)]
         for i, record in enumerate(self.records):
             check(firsts[i] >= 0, f"shards.first_rows[{i}] = {firsts[i]} must not be negative")
@@ -232,7 +234,7 @@ class Builder:
             ("first_sets", Column.cache_first_set),
             ("row_offsets", Column.cache_row_offset),
         ):
-            numbers = sized(getattr(cache, name), len(self.records), f"cache.{name}", "parts") or []
+            numbers = sized_integers(getattr(cache, name), len(self.records), f"cache.{name}", "parts") or []
             for record, number in zip(self.records, numbers, strict=True):
                 record[column] = number
         for i, record in enumerate(self.records):
@@ -260,6 +262,13 @@ class Builder:
         for record, part in zip(self.records, sorted(range(len(self.records)), key=key), strict=True):
             record[Column.by_row] = part
 
+    def check_numbers(self) -> None:
+        """What other checks let pass, as it may be any number, is an int64."""
+        for i, record in enumerate(self.records):
+            for column, number in zip(Column, record, strict=True):
+                good = -LARGEST <= number <= LARGEST
+                check(good, f"{column.name} of {self._name(i)} = {number} must be below 2^63")
+
     def sizes(self, widest: int | None, num_rows: int | None, cache: CachePlaces | None) -> list[int]:
         """layout_sizes."""
         least = max(self.widths, default=0)
@@ -269,6 +278,7 @@ class Builder:
         above = rows if num_rows is None else num_rows
         most = "the most of row_offsets + num_embeddings"
         check(above >= rows, f"num_rows = {above} must be {rows}, {most}, or more")
+        check(max(wide, above) <= LARGEST, f"widest_feature = {wide} and num_rows = {above} must be below 2^63")
         flags = {
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias, TypeVar
+from typing import SupportsIndex, TypeAlias, TypeVar
 
 T = TypeVar("T")
 #: A record for each part.
@@ -109,3 +110,19 @@ def sized(values: Iterable[T] | None, size: int, name: str, what: str) -> list[T
     found = list(values)
     check(len(found) == size, f"{name} must have an element for each of the {size} {what}, got {len(found)}")
     return found
+
+
+def integers(values: Iterable[SupportsIndex], name: str) -> list[int]:
+    """Python's integers, of a list, an array or a tensor of them."""
+    found = []
+    for i, value in enumerate(values):
+        try:
+            found.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"{name}[{i}] = {value!r} must be an integer") from None
+    return found
+
+
+def sized_integers(values: Iterable[SupportsIndex] | None, size: int, name: str, what: str) -> list[int] | None:
+    given = sized(values, size, name, what)
+    return None if given is None else integers(given, name)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rec_kernels.ops.layout_builder import Builder
-from rec_kernels.ops.layout_records import CachePlaces, Column, Flag, IdPartitions, Shards, Size
+from rec_kernels.ops.layout_records import CachePlaces, Column, Flag, IdPartitions, Shards, Size, integers
 
 __all__ = [
     "CachePlaces",
@@ -89,7 +89,8 @@ def table_layout(
             their places in a cache that overlap in part. The message names the argument, the element, and what is
             allowed.
     """
-    build = Builder(list(num_embeddings), list(embedding_dims), partitions, formats)
+    rows, dims = integers(num_embeddings, "num_embeddings"), integers(embedding_dims, "embedding_dims")
+    build = Builder(rows, dims, partitions, formats)
     build.place_features(partitions)
     build.place_tables(weight_offsets, row_offsets, state_offsets, table_ids)
     build.place_shards(shards)
@@ -99,6 +100,7 @@ def table_layout(
     build.place_cache(cache)
     build.check_tables()
     build.order_by_row()
+    build.check_numbers()
     sizes = build.sizes(widest_feature, num_rows, cache)
     records = torch.tensor(build.records, dtype=torch.int64, device=device).reshape(-1, len(Column))
     return TableLayout(records, sizes)
