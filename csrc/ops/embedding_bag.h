@@ -92,8 +92,7 @@ struct Layout {
 };
 RK_EXPORT Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, const Tensor& values);
 // Throws what is wrong with record i.
-[[noreturn]] RK_EXPORT void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i,
-                                               LayoutFault fault);
+[[noreturn]] void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i, LayoutFault fault);
 
 // How bags are read.
 struct BagOptions {
