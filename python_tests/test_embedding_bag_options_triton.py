@@ -15,6 +15,7 @@ import pytest
 import torch
 from backends import PASSED, OnDevice
 from embedding_bag_cases import LR, make_case
+from jagged_cases import BAD_LAYOUT, BAD_OFFSETS
 from layout_calls import OF_LAYOUT, OPS, InLists, as_call, make_layout
 from test_embedding_bag_bad_input import BAD_ARGUMENTS, FAMILY, WRITTEN, arguments, call
 from test_embedding_bag_strides import _two_features
@@ -38,7 +39,6 @@ from rec_kernels import triton  # noqa: E402  (after the check that it can be im
 DEVICE = "cpu" if INTERPRETED else "cuda"
 LISTED = InLists(triton)
 on_device = OnDevice(triton, lambda t: t.to(DEVICE), Tensor.cpu)
-INT64_MAX, BAD_LAYOUT = 2**63 - 1, -(2**63)
 
 
 def _moved(arguments: dict) -> dict:
@@ -221,17 +221,7 @@ def test_the_three_lookups_are_one() -> None:
     assert all(same_bits(a, b) for result in results for a, b in zip(result, results[0], strict=True))
 
 
-@pytest.mark.parametrize(
-    ("offsets", "first"),
-    [
-        ([0, 1, 3, 2, 4, 6, 7], 3),
-        ([0, 1, 3, 3, 4, 6, 8], 6),
-        ([0, 99, 3, 3, 4, 6, 7], 1),
-        ([-1, 1, 3, 3, 4, 6, 7], 0),
-        ([8, 8, 8, 8, 8, 8, 8], 0),
-        ([0, 1, -3, 3, 4, 6, 7], 2),
-    ],
-)
+@pytest.mark.parametrize(("offsets", "first"), BAD_OFFSETS)
 @pytest.mark.parametrize("mode", ["error", "ignore", "none"])
 def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
     """Noted in every mode, before bad ids; the bags are empty, nothing outside of values is read, no row changes."""

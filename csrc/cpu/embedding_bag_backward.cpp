@@ -73,7 +73,7 @@ class LongRuns {
     });
   }
 
-  static int64_t dim_of(const Origin& o) { return o.table->feature->embedding_dim; }
+  static int64_t dim_of(const Origin& o) { return o.table->part->embedding_dim; }
 
   RunArgs args_;
   int64_t max_dim_;
@@ -89,7 +89,7 @@ struct Piece {
 };
 
 int64_t cost_of(const TableRuns& t, int64_t begin, int64_t end) {
-  return (t.starts[end] - t.starts[begin]) * t.feature->embedding_dim + (end - begin) * 16;
+  return (t.starts[end] - t.starts[begin]) * t.part->embedding_dim + (end - begin) * 16;
 }
 
 // All runs, in pieces of about equal cost (in floats).
@@ -116,7 +116,7 @@ class ProductSums {
     const std::vector<bool> at_once = finished_at_once(in, o, *tables);
     int64_t floats = 0;
     for (size_t t = 0; t < tables->size(); ++t)
-      if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].feature->embedding_dim;
+      if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].part->embedding_dim;
     if (floats == 0) return;
     memory_ = Scratch<float>(floats);
     float* sums = memory_.get();
@@ -128,7 +128,7 @@ class ProductSums {
         continue;
       }
       table.sums = sums;
-      sums += table.num_runs * table.feature->embedding_dim;
+      sums += table.num_runs * table.part->embedding_dim;
       summed_.push_back(table);
     }
     tables->swap(rest);
@@ -144,7 +144,7 @@ class ProductSums {
                                             const std::vector<TableRuns>& tables) {
     std::vector<size_t> order(tables.size());
     for (size_t t = 0; t < order.size(); ++t) order[t] = t;
-    const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].feature->embedding_dim; };
+    const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
     std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
     std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
     for (const size_t t : order) {
@@ -208,7 +208,7 @@ void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, co
                inverse_scale,
                0};
   for (const TableRuns& t : o.tables)
-    if (t.multiplied) args.product_dim = std::max(args.product_dim, t.feature->embedding_dim);
+    if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
   const LongRuns long_runs(args, o.tables, in.max_dim);
   args.long_runs = long_runs.runs().data();
   args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());

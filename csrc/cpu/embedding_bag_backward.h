@@ -12,7 +12,7 @@ namespace rec_kernels {
 
 // The runs of a table: each is one row's occurrences.
 struct TableRuns {
-  const Part* feature;          // the first part that reads the table
+  const Part* part;             // the first part that reads the table
   int64_t first_bag, num_bags;  // of that part's feature
   const float* gradients;       // of its columns: that of the first bag, and on from there RunArgs::output_dim apart
   const int64_t* starts;        // run r is entries [starts[r], starts[r + 1]) of RunArgs::sorted

@@ -64,7 +64,7 @@ __attribute__((noinline)) void sum_products(const SumProducts& sum, int64_t D) {
 class ProductRuns {
  public:
   ProductRuns(const RunArgs& a, const TableRuns& table, float* scratch)
-      : a_(a), table_(table), D_(table.feature->embedding_dim) {
+      : a_(a), table_(table), D_(table.part->embedding_dim) {
     if (!table.multiplied) return;
     ones_ = scratch;
     held_ = ones_ + D_;
@@ -131,7 +131,7 @@ void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t 
   ProductRuns runs(a, table, scratch);
   for (int64_t r = begin; r < end; ++r)
     if (table.starts[r + 1] - table.starts[r] <= kChunk)
-      runs.sum_run(r, end, table.sums + r * table.feature->embedding_dim);
+      runs.sum_run(r, end, table.sums + r * table.part->embedding_dim);
 }
 
 // Chunks [begin, end), all of one table, of occurrences.
@@ -139,14 +139,14 @@ void sum_chunks_of_table(const RunArgs& a, const ChunkSum* chunks, int64_t begin
   const TableRuns& table = *chunks[begin].table;
   TermsInOrder terms(a, table, chunks[end - 1].first + chunks[end - 1].count);
   for (int64_t i = begin; i < end; ++i)
-    sum_terms(terms.take(chunks[i].first, chunks[i].count), table.feature->embedding_dim, chunks[i].out);
+    sum_terms(terms.take(chunks[i].first, chunks[i].count), table.part->embedding_dim, chunks[i].out);
 }
 
 void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
   TermsOfPartials terms;
   for (int64_t i = begin, next; i < end; i = next) {
     const ChunkSum& c = chunks[i];
-    const int64_t D = c.table->feature->embedding_dim;
+    const int64_t D = c.table->part->embedding_dim;
     next = i + 1;
     if (c.partials) {
       sum_terms(terms.take(c.partials, c.count, D), D, c.out);
@@ -262,7 +262,7 @@ void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float*
 
 // Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.
 void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  const Part& f = *table.feature;
+  const Part& f = *table.part;
   StoredGradients target{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset), nullptr};
   if (t.rows) {
     target.gradients = reinterpret_cast<float*>(t.weights) + table.first_float;
@@ -273,7 +273,7 @@ void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* 
 
 // Of the table's first row; null stays null.
 float* state_of(const RowTarget& t, const TableRuns& table) {
-  return t.state.sum ? t.state.sum + table.feature->row_offset : nullptr;
+  return t.state.sum ? t.state.sum + table.part->row_offset : nullptr;
 }
 
 // Whether the table's rows are floats where they lie, and none of them may be in a cache.
@@ -291,7 +291,7 @@ KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Part& f, float* s
 template <class Optimizer>
 void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
             int64_t begin, int64_t end) {
-  const Part& f = *table.feature;
+  const Part& f = *table.part;
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
   if (is_plain(a, t, f))
@@ -313,8 +313,8 @@ void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& tabl
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
-  const Part& f = *table.feature;
-  const int64_t D = f.embedding_dim, first = t.parts[table.feature - a.parts].state_offset;
+  const Part& f = *table.part;
+  const int64_t D = f.embedding_dim, first = t.parts[table.part - a.parts].state_offset;
   const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
   OptimizerState state = t.state;
   if (state.sum) state.sum = state.moment(state.sum, first);

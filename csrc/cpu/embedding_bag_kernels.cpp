@@ -45,8 +45,7 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   uncached.cache.slots = nullptr;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     const PoolArgs& its = count == 1 ? a : uncached;
-    auto* rows = a.bags.rows_of(parts->number, static_cast<uint8_t*>(a.output)) +
-                 a.bags.output_row(from, parts->number) * stride;
+    auto* rows = a.bags.row_of(from, parts->number, static_cast<uint8_t*>(a.output), stride);
     const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
     Bounds repeated;                                                          // of ids that the first part has noted
     for (int64_t p = 0; p < count; p += combined) {
@@ -110,7 +109,7 @@ void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count
 void weight_gradient(const PoolArgs& a, const float* grad, float* out, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
-    const float* rows = a.bags.rows_of(parts->number, grad) + a.bags.output_row(from, parts->number) * a.output_dim;
+    const float* rows = a.bags.row_of(from, parts->number, grad, a.output_dim);
     weight_gradient_feature(a, parts, count, from, to, rows, out, bounds);
   });
 }

@@ -78,7 +78,7 @@ class TableSorter {
     sort.sort(sorted, other, workers);
     TableRuns& runs = out_.tables[static_cast<size_t>(number)];
     auto* starts = reinterpret_cast<int64_t*>(other);  // one more than there are entries
-    runs.feature = &first;
+    runs.part = &first;
     runs.starts = starts;
     runs.first_bag = in_.bags.first_bag(first.number);
     runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
@@ -285,10 +285,10 @@ Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const Cache
   out.part_tables.resize(static_cast<size_t>(in.num_parts));
   for (size_t t = 0; t < plan.tables.size(); ++t) {
     TableRuns& table = out.tables[t];
-    const Part& f = *table.feature;
+    const Part& f = *table.part;
     if (table.num_bags > 0)
-      table.gradients = in.bags.rows_of(f.number, grad.const_data_ptr<float>()) +
-                        in.bags.output_row(table.first_bag, f.number) * in.output_dim + f.output_offset;
+      table.gradients =
+          in.bags.row_of(table.first_bag, f.number, grad.const_data_ptr<float>(), in.output_dim) + f.output_offset;
     table.first_run = out.num_runs;
     table.first_float = out.num_floats;
     out.num_runs += table.num_runs;

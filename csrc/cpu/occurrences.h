@@ -30,7 +30,7 @@ struct CachedKeys {
   int64_t slots_of(int64_t part) const { return cache.tags ? cache.places[part].sets * cache.ways : 0; }
 };
 
-// Throws for features that share a part of a table, for bad offsets and, when the caller asked for it, for bad ids.
+// Throws for bad offsets and, when the caller asked for it, for bad ids.
 // Where gradients lie in `grad` is noted; nothing is read there.
 Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached = {});
 

@@ -17,7 +17,7 @@ constexpr int64_t kNoRow = -2;  // no tag is that
 // Ids [begin, end) of the bags of a feature, with one part.
 struct Ids {
   int64_t begin, end;
-  const Part* feature;
+  const Part* part;
   CachePlace place;  // without sets: not cached
 };
 
@@ -36,7 +36,7 @@ RK_HOST_DEVICE void rows_of(const Bags& bags, const Part& f, const Id* ids, int6
 template <class Id>
 void find_ids(const FindSlots& a, const Ids& k, Bounds* bounds) {
   const Bags bags = a.bags;
-  const Part f = *k.feature;
+  const Part f = *k.part;
   const CachePlace place = k.place;
   const int64_t ways = a.cache.ways, *tags = a.cache.tags;
   const int64_t at_once = ways < kWaysAtOnce ? ways : kWaysAtOnce;

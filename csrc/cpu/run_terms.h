@@ -75,15 +75,14 @@ struct BagPlace {
 
 inline BagPlace place_in_shared_table(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const Part* f = a.parts + a.bags.first_part(a.bags.feature_of(bag));
-  for (; f->row_offset != table.feature->row_offset || f->num_embeddings == 0; ++f) continue;
-  const float* rows = a.bags.rows_of(f->number, a.grad);
-  return {f, rows + a.bags.output_row(bag, f->number) * a.output_dim + f->output_offset};
+  for (; f->row_offset != table.part->row_offset || f->num_embeddings == 0; ++f) continue;
+  return {f, a.bags.row_of(bag, f->number, a.grad, a.output_dim) + f->output_offset};
 }
 
 RK_HOST_DEVICE BagPlace place_of(const RunArgs& a, const TableRuns& table, uint32_t bag) {
   const int64_t number = bag - table.first_bag;
   if (static_cast<uint64_t>(number) < static_cast<uint64_t>(table.num_bags))
-    return {table.feature, table.gradients + number * a.output_dim};
+    return {table.part, table.gradients + number * a.output_dim};
   return place_in_shared_table(a, table, bag);
 }
 
@@ -93,7 +92,7 @@ class TermsInOrder {
  public:
   // Up to occurrence `end` of RunArgs::sorted.
   TermsInOrder(const RunArgs& a, const TableRuns& table, int64_t end)
-      : a_(a), table_(table), bytes_(table.feature->embedding_dim * 4), end_(end) {}
+      : a_(a), table_(table), bytes_(table.part->embedding_dim * 4), end_(end) {}
 
   // Occurrences [first, first + count), count <= kChunk. They stay until the next call.
   Terms take(int64_t first, int64_t count) {

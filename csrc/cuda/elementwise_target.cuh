@@ -15,7 +15,7 @@ struct RowState {
   float *first, *second;  // [D], or null
   bool bf16;              // what first and second are
   Rounding rounding;
-  int64_t number;  // of the row in its table
+  int64_t number;  // of the row in the whole table
 
   // Columns c .. c+3 of moments, which are `aligned`.
   __device__ __forceinline__ Vec4 load(const float* moments, int64_t c, int64_t D, bool aligned) const {

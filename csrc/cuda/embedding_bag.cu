@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
     if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) continue;
     const Part f = a.parts[part];
     const int64_t D = f.embedding_dim;
-    const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim + f.output_offset;
+    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim) + f.output_offset;
     write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
       const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);

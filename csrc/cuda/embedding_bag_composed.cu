@@ -169,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(Pool
     const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
     const Combine how = a.parts.mapped[part].combine;
     const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
-    const float* g = a.bags.rows_of(feature, grad) + a.bags.output_row(bag, feature) * a.output_dim;
+    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim);
     write_dots(a, a.parts[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
       const Part first = a.parts[part];
       const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;

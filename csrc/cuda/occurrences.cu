@@ -27,10 +27,6 @@ __device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
   return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
 }
 
-__device__ const float* gradient_of(const EntryArgs& a, int64_t bag, int64_t feature) {
-  return a.bags.rows_of(feature, a.grad) + a.bags.output_row(bag, feature) * a.output_dim;
-}
-
 // How many ids of the bag count, for every lane of the group.
 template <int G>
 __device__ int64_t count_ids(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
@@ -56,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag);
     const Part f = a.parts[feature];
-    const float* gradient = gradient_of(a, bag, feature) + f.output_offset;
+    const float* gradient = a.bags.row_of(bag, feature, a.grad, a.output_dim) + f.output_offset;
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);
     for (int64_t i = ids.start + group.lane; i < ids.stop; i += G) {
@@ -82,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
     const int64_t feature = a.bags.feature_of(bag), first = a.bags.first_part(feature);
     const int64_t count = a.bags.first_part(feature + 1) - first;
-    const float* gradient = gradient_of(a, bag, feature);
+    const float* gradient = a.bags.row_of(bag, feature, a.grad, a.output_dim);
     const Part f = a.parts[first];
     const Range ids = range_of(a.bags, bag, a.status);
     const float each = factor_of_bag(a, f, group, ids);

@@ -109,15 +109,20 @@ struct Bags {
   RK_HOST_DEVICE bool have_own_rows() const { return starts && !groups; }
   // Rows of the output.
   RK_HOST_DEVICE int64_t output_rows() const { return have_own_rows() ? num_bags : batch; }
-  // A bag of this feature has row output_row() of rows_of(), which is `own`, the output or its gradient, or what is
-  // shared in place of it.
+  // Which row is a bag's of this feature.
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
     if (!starts) return bag - feature * batch;
     return groups ? bag - starts[feature] : bag;
   }
+  // In which rows it is: in `own`, of the output or its gradient, or in what is shared in place of them.
   template <class T>
   RK_HOST_DEVICE T* rows_of(int64_t feature, T* own) const {
     return groups && groups[feature] >= 0 ? static_cast<T*>(shared_rows) : own;
+  }
+  // This row, of `width` elements.
+  template <class T>
+  RK_HOST_DEVICE T* row_of(int64_t bag, int64_t feature, T* own, int64_t width) const {
+    return rows_of(feature, own) + output_row(bag, feature) * width;
   }
   // Whether every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
   template <bool kByOne>

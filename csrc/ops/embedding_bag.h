@@ -201,7 +201,7 @@ struct BadPosition {
   int64_t feature;
   int64_t bag;
   int64_t value;
-  int64_t limit;     // ids: num_embeddings; offsets: number of ids
+  int64_t limit;     // ids: id_limit; offsets: number of ids
   int64_t previous;  // offsets: the offset before
 };
 [[noreturn]] void throw_bad_position(const BadPosition& bad);

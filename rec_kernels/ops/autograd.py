@@ -111,17 +111,14 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
         if not (torch.is_grad_enabled() and _any_requires_grad(*inputs)):
             with torch._C._AutoDispatchBelowAutograd():
                 return overload(*inputs)
-        inputs += defaults[len(inputs) :]  # the dispatcher drops trailing arguments that equal their defaults
-        flat = inputs if place is None else _flat(inputs, place)
-        if torch._C._are_functorch_transforms_active():
-            return function.apply(*flat)
-        return apply(*flat)
+        return differentiated(inputs, {})
 
     def differentiated(args: tuple, kwargs: dict[str, Any]) -> Any:
-        inputs = [*args, *defaults[len(args) :]]
+        inputs = [*args, *defaults[len(args) :]]  # the dispatcher drops trailing arguments that equal their defaults
         for name, given in kwargs.items():
             inputs[places[name]] = given
-        return apply(*(inputs if place is None else _flat(tuple(inputs), place)))
+        flat = inputs if place is None else _flat(tuple(inputs), place)
+        return function.apply(*flat) if torch._C._are_functorch_transforms_active() else apply(*flat)
 
     places = {name: i for i, name in enumerate(signature_of(op))}
     _differentiated[overload] = differentiated

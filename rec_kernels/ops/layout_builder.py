@@ -103,8 +103,8 @@ class Builder:
             record[Column.id_limit] = limits[f]
             self._check_rows(i, record)
             record[Column.combine] = int(number) if self.starts[f + 1] - self.starts[f] > 1 else 0
-        for record in self.records:
-            self._check_parts(record[Column.feature])
+        for f in range(self.num_features):
+            self._check_parts(f)
 
     def _check_rows(self, i: int, record: list[int]) -> None:
         f, divisor, modulus, limit = (
