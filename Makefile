@@ -88,7 +88,7 @@ carry: $(VENV)/.env
 WITHOUT_TRAINER = $(shell $(PYTHON) -c 'import importlib.util as u, sys; \
   m = [n for n in "matplotlib pandas pyarrow scipy sklearn tqdm".split() if u.find_spec(n) is None]; \
   m and sys.stderr.write("the tests of the trainer are left out: no " + ", ".join(m) + "\n"); \
-  print("--ignore-glob=*/test_dlrm_*" if m else "")')
+  print("--ignore-glob=*/test_dlrm_* --ignore-glob=*/test_studies_*" if m else "")')
 
 check-gpu:
 	@$(PYTHON) -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || \

@@ -18,7 +18,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, compare_report
+from bench.studies import compare, compare_report
+from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.runs import RunExistsError

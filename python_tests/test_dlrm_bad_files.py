@@ -17,7 +17,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
-from rec_kernels.dlrm import TrainConfig, checkpoint, compare, report, train
+from bench.studies import compare
+from rec_kernels.dlrm import TrainConfig, checkpoint, report, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.runs import PARTS, Records

@@ -8,11 +8,11 @@ from pathlib import Path
 import dlrm_records
 import pytest
 import torch
+from command_lines import main
 from dlrm_stops import StopAfter
 from row_cache_disk_cases import skip_without_host
 
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, train
-from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.report import memory_table, summary
 from rec_kernels.dlrm.train import Run, TrainingError

@@ -16,6 +16,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
+from command_lines import main
+
 import rec_kernels
 from rec_kernels.dlrm import (
     DLRM,
@@ -30,7 +32,6 @@ from rec_kernels.dlrm import (
     train,
     window,
 )
-from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.window import Window

@@ -12,9 +12,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
+from command_lines import main
+
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, compare, model, train
-from rec_kernels.dlrm.__main__ import main
+from bench.studies import compare
+from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint, model, train
 from rec_kernels.dlrm.config import EMBEDDINGS
 from rec_kernels.dlrm.data import Feature
 from rec_kernels.dlrm.synthetic import Synthetic

@@ -16,19 +16,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
+from command_lines import main
+
 import rec_kernels as rk
-from rec_kernels.dlrm import (
-    DLRM,
-    DataError,
-    RunInterruptedError,
-    TrainConfig,
-    checkpoint,
-    compare,
-    evaluate,
-    page,
-    train,
-)
-from rec_kernels.dlrm.__main__ import main
+from bench.studies import compare
+from rec_kernels.dlrm import DLRM, DataError, RunInterruptedError, TrainConfig, checkpoint, evaluate, page, train
 from rec_kernels.dlrm.config import FORMATS, ROUNDINGS
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run, build_model

@@ -20,7 +20,8 @@ pytest.importorskip("pandas")
 
 from matplotlib.figure import Figure
 
-from rec_kernels.dlrm import TrainConfig, TrainingError, caches, compare, page, train
+from bench.studies import compare
+from rec_kernels.dlrm import TrainConfig, TrainingError, caches, page, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run

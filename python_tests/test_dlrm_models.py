@@ -15,8 +15,10 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
-from rec_kernels.dlrm import TrainConfig, checkpoint, compare, evaluate, report, train
-from rec_kernels.dlrm.__main__ import main
+from command_lines import main
+
+from bench.studies import compare
+from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, OPTIONS_OF
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.networks import flops_per_example

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_lines import main
 from dlrm_stops import StopAfter
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, linear
 
 import rec_kernels as rk
 from rec_kernels.dlrm import DLRM, Batch, Feature, RunInterruptedError, TrainConfig, checkpoint, evaluate, train
-from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run
 from rec_kernels.reference import row_formats

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy
@@ -31,19 +30,3 @@ def versions() -> dict[str, str]:
 def here(device: torch.device) -> dict:
     """This machine: "cpu", "threads" and "gpu", which is None on a CPU."""
     return {"cpu": cpu_model(), "threads": torch.get_num_threads(), "gpu": devices.gpu_name(device)}
-
-
-def described(runs: Iterable[dict]) -> list[str]:
-    """Every machine of the finished runs of a comparison once, as text.
-
-    Args:
-        runs: each with "machines", those that it computed on one after the other; of a run from before they were
-            recorded it is missing or None.
-    """
-    found = [machine for run in runs if run["outcome"] == "test" for machine in run.get("machines") or [None]]
-    return sorted({"not recorded" if machine is None else _text(machine) for machine in found})
-
-
-def _text(machine: dict) -> str:
-    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
-    return ", ".join(filter(None, (machine["cpu"], threads, machine["gpu"])))

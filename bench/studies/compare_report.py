@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,8 +15,8 @@ from matplotlib.ticker import LogLocator, NullFormatter
 from matplotlib.transforms import ScaledTranslation
 from scipy import stats
 
-from rec_kernels.dlrm import files, machines, page
-from rec_kernels.dlrm.compare import Comparison, comparable_defaults
+from bench.studies.compare import Comparison, comparable_defaults
+from rec_kernels.dlrm import files, page
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.page import number
 from rec_kernels.dlrm.runs import MACHINE
@@ -209,12 +209,28 @@ def _notes(result: dict) -> str:
 
 def machines_note(result: dict) -> str | None:
     """That examples per second do not compare, and why; None if all runs are of one machine."""
-    found = machines.described(run for c in result["configurations"] for run in c["runs"])
+    found = machines_of(run for c in result["configurations"] for run in c["runs"])
     if len(found) < 2:
         return None
     return (
         f"Examples per second do not compare: runs are of several machines or numbers of threads: {'; '.join(found)}."
     )
+
+
+def machines_of(runs: Iterable[dict]) -> list[str]:
+    """Every machine of the finished runs of a comparison once, as text.
+
+    Args:
+        runs: each with "machines", those that it computed on one after the other; of a run from before they were
+            recorded it is missing or None.
+    """
+    found = [machine for run in runs if run["outcome"] == "test" for machine in run.get("machines") or [None]]
+    return sorted({"not recorded" if machine is None else _machine_text(machine) for machine in found})
+
+
+def _machine_text(machine: dict) -> str:
+    threads = f"{machine['threads']} thread{'s' * (machine['threads'] != 1)}"
+    return ", ".join(filter(None, (machine["cpu"], threads, machine["gpu"])))
 
 
 def _common(result: dict) -> dict:

@@ -1,4 +1,4 @@
-"""Configurations side by side over paired seeds: ``python -m rec_kernels.dlrm compare``."""
+"""Configurations side by side over paired seeds: ``python -m bench.studies compare``."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rec_kernels.dlrm import machines
-from rec_kernels.dlrm.compare_report import half_width
+from bench.studies.compare_report import half_width, machines_of
 
 MET, NOT_MET, CANNOT_TELL = VERDICTS = ("met", "not met", "cannot tell")
 RULE = (
@@ -121,7 +120,7 @@ class Faster(_OfTwo):
         return dataclasses.replace(found, failed=_failed(result, self.names), unlike=self._unlike(result))
 
     def _unlike(self, result: dict) -> str:
-        where = machines.described(run for name in self.names for run in _configuration(result, name)["runs"])
+        where = machines_of(run for name in self.names for run in _configuration(result, name)["runs"])
         if where == ["not recorded"]:
             return "the machine and the threads of its runs are not recorded"
         return f"its runs are of several machines or numbers of threads: {'; '.join(where)}" if len(where) > 1 else ""

@@ -13,9 +13,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
-from rec_kernels.dlrm import claims, compare_report
-from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding, Premise, Same
-from rec_kernels.dlrm.experiments import EXPERIMENTS
+from bench.studies import claims, compare_report
+from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster, Fewer, Finding, Premise, Same
+from bench.studies.experiments import EXPERIMENTS
 
 ROOT = Path(__file__).parent.parent
 HERE = {"cpu": "c", "threads": 1, "gpu": None}

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from rec_kernels.dlrm import compare_report, files, page, reproduce_pictures
-from rec_kernels.dlrm.claims import RULE, VERDICTS
-from rec_kernels.dlrm.experiments import LOSS
+from bench.studies import compare_report, reproduce_pictures
+from bench.studies.claims import RULE, VERDICTS
+from bench.studies.experiments import LOSS
+from rec_kernels.dlrm import files, page
 
 CLAIMS, BYTES, SPEED, COMPARISON = "claims.png", "bytes.png", "speed.png", "compare.png"
 

@@ -18,22 +18,15 @@ pytest.importorskip("sklearn")
 pytest.importorskip("pandas")
 
 from matplotlib.figure import Figure
-from test_dlrm_claims import HERE, published
+from test_studies_claims import HERE, published
 
-from rec_kernels.dlrm import __main__ as command_line
-from rec_kernels.dlrm import (
-    compare,
-    experiments,
-    report,
-    reproduce,
-    reproduce_pictures,
-    reproduce_report,
-    runs,
-)
-from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster
-from rec_kernels.dlrm.compare import DATA_OPTIONS
+from bench.studies import __main__ as command_line
+from bench.studies import compare, experiments, reproduce, reproduce_pictures, reproduce_report
+from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Auc, Claim, Faster
+from bench.studies.compare import DATA_OPTIONS
+from bench.studies.experiments import EXPERIMENTS, Experiment
+from rec_kernels.dlrm import report, runs
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.experiments import EXPERIMENTS, Experiment
 from rec_kernels.dlrm.runs import RunExistsError
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError
 
@@ -151,7 +144,7 @@ def planned(command: str) -> tuple:
 
 def test_the_list_is_what_the_results_are_of():
     lines = re.findall(
-        r"^ {4}(python -m rec_kernels.dlrm compare .*)", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE
+        r"^ {4}(python -m bench.studies compare .*)", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE
     )
     published = [planned(line) for line in lines]
     for experiment in EXPERIMENTS:

@@ -16,8 +16,9 @@ pytest.importorskip("pandas")
 from dlrm_tiny import TinyData
 from scipy import stats
 
-from rec_kernels.dlrm import TrainConfig, compare, compare_report, report, runs, train
-from rec_kernels.dlrm.__main__ import main
+from bench.studies import compare, compare_report
+from bench.studies.__main__ import main
+from rec_kernels.dlrm import TrainConfig, report, runs, train
 from rec_kernels.dlrm.data import HeldOut
 from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.train import Run, RunInterruptedError

@@ -1,4 +1,4 @@
-"""The comparisons that ``python -m rec_kernels.dlrm reproduce`` trains, and the claims that they answer."""
+"""The comparisons that ``python -m bench.studies reproduce`` trains, and the claims that they answer."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rec_kernels.dlrm.claims import Auc, Claim, Faster, Fewer, Premise, Same
-from rec_kernels.dlrm.compare import Comparison, plan
+from bench.studies.claims import Auc, Claim, Faster, Fewer, Premise, Same
+from bench.studies.compare import Comparison, plan
 from rec_kernels.dlrm.config import TrainConfig
 
 QUICK_WEEKS, QUICK_SEEDS = 8, 4  # of `--quick`: fewer rows and pairs, all of the configurations
@@ -42,7 +42,7 @@ ALL_ROUNDED = "the paper: every tensor of the network in bfloat16; here: rows of
 
 @dataclass(frozen=True)
 class Experiment:
-    """A comparison, as ``python -m rec_kernels.dlrm compare`` makes it.
+    """A comparison, as ``python -m bench.studies compare`` makes it.
 
     Args:
         name: of its folder.
@@ -80,7 +80,7 @@ class Experiment:
         values = {o: ",".join(map(str, v)) if isinstance(v, tuple) else str(v) for o, v in given.items()}
         flags = [part for option, value in values.items() for part in (f"--{option.replace('_', '-')}", value)]
         words = [*self.configurations, *flags, "--seeds", self._seeds(quick), "--name", self.name]
-        return "python -m rec_kernels.dlrm compare " + " ".join(map(shlex.quote, words))
+        return "python -m bench.studies compare " + " ".join(map(shlex.quote, words))
 
     def _options(self, quick: bool) -> dict[str, Any]:
         fewer = quick and self.options.get("data", TrainConfig.data) == "completejourney"

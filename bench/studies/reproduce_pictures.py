@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from rec_kernels.dlrm.claims import CANNOT_TELL, MET, NOT_MET, Faster
-from rec_kernels.dlrm.compare_report import COLORS, half_width
+from bench.studies.claims import CANNOT_TELL, MET, NOT_MET, Faster
+from bench.studies.compare_report import COLORS, half_width
 
 VERDICT_COLORS = {MET: "#1a7f37", NOT_MET: "#b00020", CANNOT_TELL: "#8a6d00"}
 VERDICT_MARKERS = {MET: "o", NOT_MET: "X", CANNOT_TELL: "D"}  # told apart without colours, too

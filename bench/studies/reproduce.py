@@ -1,4 +1,4 @@
-"""Every technique's promise on real data: ``python -m rec_kernels.dlrm reproduce``."""
+"""Every technique's promise on real data: ``python -m bench.studies reproduce``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
-from rec_kernels.dlrm import compare, compare_report, files, machines, page, reproduce_pictures, reproduce_report
-from rec_kernels.dlrm.claims import answer
+from bench.studies import compare, compare_report, reproduce_pictures, reproduce_report
+from bench.studies.claims import answer
+from bench.studies.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
+from rec_kernels.dlrm import files, machines, page
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
 from rec_kernels.dlrm.train import RunInterruptedError
 
 RESULTS = "results.json"

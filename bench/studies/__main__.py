@@ -1,0 +1,137 @@
+"""Command line of the studies: ``python -m bench.studies compare``, ``reproduce``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from bench.studies import compare, compare_report, reproduce, reproduce_report
+from rec_kernels.dlrm.__main__ import config_of, execute
+from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, add_options
+from rec_kernels.dlrm.train import RunInterruptedError
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.studies",
+        description="Studies: many runs of the trainer, and what they show together.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    _add_compare(commands)
+    _add_reproduce(commands)
+    return parser
+
+
+def _add_compare(commands: Any) -> None:
+    command = commands.add_parser(
+        "compare",
+        help="train configurations with the same seeds and compare their test scores",
+        description="Train every configuration with every seed and compare the test scores, pair by pair of the same "
+        "seed. Configurations are named, or are those of lists, as in --format fp32,int8,int4 --rounding "
+        "stochastic,nearest, --embedding full,hash,qr,mixed or --model dlrm,dcnv2,wukong. Given again, the command "
+        "goes on where it stopped. Other flags are options of all configurations.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(run_command=_compare)
+    command.add_argument(
+        "configurations",
+        nargs="*",
+        metavar="NAME[:OPTION=VALUE,...]",
+        help="the first is what the others are compared with; widths are joined by +, as in wide:bottom=128+64",
+    )
+    command.add_argument(
+        "--format",
+        metavar="FORMAT,...",
+        help=f"format of the tables' rows, or a list, the first being what the others are compared with: every "
+        f"configuration in every format; {', '.join(FORMATS)} (default: fp32)",
+    )
+    command.add_argument(
+        "--rounding",
+        metavar="ROUNDING,...",
+        help=f"of updated rows that are not fp32, or a list: every format with every rounding; {', '.join(ROUNDINGS)} "
+        f"(default: {ROUNDINGS[0]})",
+    )
+    command.add_argument(
+        "--embedding",
+        metavar="KIND,...",
+        help=f"kind of tables, or a list: every configuration with each; {', '.join(EMBEDDINGS)} (default: full)",
+    )
+    command.add_argument(
+        "--model",
+        metavar="MODEL,...",
+        help=f"model, or a list: every configuration with each; {', '.join(MODELS)} (default: dlrm)",
+    )
+    command.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
+    command.add_argument("--name", default="comparison", help="folder in the runs' folder (default: comparison)")
+    add_options(command, without=("run", "seed", "format", "rounding", "embedding", "model"))
+
+
+def _add_reproduce(commands: Any) -> None:
+    command = commands.add_parser(
+        "reproduce",
+        help="train a list of comparisons and set what papers claim beside what comes out",
+        description="Train a list of comparisons and set what papers claim beside what comes out: one page with "
+        "pictures, in runs/reproduce or runs/reproduce-quick. Given again, the command goes on where it stopped.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(run_command=_reproduce)
+    command.add_argument("--list", action="store_true", help="print the experiments and what they take, do nothing")
+    command.add_argument("--quick", action="store_true", help="fewer weeks and seeds, the same experiments")
+    command.add_argument("--only", metavar="NAME,...", help="only these experiments; the page keeps those there are")
+    command.add_argument("--movielens", metavar="PATH", help="folder of a MovieLens data set, for what needs one")
+    command.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
+    command.add_argument("--runs-dir", default="runs", help="folder that gets the folder of runs (default: runs)")
+    command.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+
+
+def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
+    configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
+    lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
+    try:
+        return compare.plan(configurations, config_of(parser, options), seeds, name, **lists, given=list(options))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def _compare(parser: argparse.ArgumentParser, options: dict) -> None:
+    plan = _plan(parser, options)
+    try:
+        outcomes = compare.run(plan)
+    except RunInterruptedError as interrupted:
+        print(f"{interrupted}; the same command goes on from there", file=sys.stderr)
+        raise KeyboardInterrupt from interrupted
+    print(f"{compare_report.write(plan, compare_report.summarise(plan, outcomes))}\nwritten to {plan.folder}")
+
+
+def _reproduce(parser: argparse.ArgumentParser, options: dict) -> int:
+    if options.pop("list"):
+        print(reproduce.listing())
+        return 0
+    only, quick, movielens = (options.pop(key) for key in ("only", "quick", "movielens"))
+    try:
+        names = () if only is None else tuple(only.split(","))
+        request = reproduce.Request(config_of(parser, options), names, quick, movielens)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        results = reproduce.run(request)
+    except (RunInterruptedError, KeyboardInterrupt) as interrupted:
+        print(f"the same command goes on; so far: {request.folder / 'report.md'}", file=sys.stderr)
+        raise KeyboardInterrupt from interrupted
+    print(f"{reproduce_report.counts(results)}\nwritten to {request.folder / 'report.html'}")
+    failed = reproduce.failures(results, [experiment.name for experiment in request.chosen()])
+    for line in failed:
+        print(f"error: {line}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns 0 when done, 1 on an error, 130 when interrupted; wrong usage exits 2."""
+    return execute(_parser(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
