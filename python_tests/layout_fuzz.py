@@ -152,12 +152,13 @@ def check(number: int, backend: Backend) -> str:
     """
     forgery = forge(number)
     try:
-        return _check(forgery, backend)
+        return check_forgery(forgery, backend)
     except Exception as error:
         raise AssertionError(f"{backend.name}: call {number}: {forgery.op}: {forgery.changes}: {error!r}") from error
 
 
-def _check(forgery: Forgery, backend: Backend) -> str:
+def check_forgery(forgery: Forgery, backend: Backend) -> str:
+    """What came of it, as ``check`` says it."""
     found, error, state = forgery.run(backend.ops)
     if error is not None:
         expected = (ValueError, IndexError) if backend.kind == "cpu" else (ValueError, IndexError, RuntimeError)

@@ -309,7 +309,10 @@ def test_bad_argument(name: str, change, message: str) -> None:
         (lambda t: _changed(t, "modulus", 0), "layout[1]: id_limit, divisor and modulus must lead to rows"),
         (lambda t: _changed(t, "mean", 1), "layout[1]: id_limit, combine, mean and frozen must be those"),
         (lambda t: _changed(t, "table_id", 65536), "layout[1]: table_id must be in [0, 65536)"),
-        (lambda t: _changed(t, "first_row", -1), "layout[1]: first_row and first_column must lie in the whole table"),
+        (lambda t: _changed(t, "first_row", -1), "layout[1]: first_row and table_rows must be those of a shard"),
+        (lambda t: _changed(t, "table_rows", 2**44 + 1), "layout[1]: first_row and table_rows must be those of a"),
+        (lambda t: _changed(t, "first_column", 2), "layout[1]: first_row and table_rows must be those of a shard"),
+        (lambda t: _changed(t, "multiplied", 1), "layout[1]: id_limit, combine, mean and frozen must be those"),
     ],
 )
 def test_forged_layout(op: str, change, message: str) -> None:
@@ -360,10 +363,7 @@ def adam(**changes: object) -> dict[str, object]:
             {"moment_offsets": torch.tensor([0, 81, 0])},
             "layout[1]: the state of a table of 3 x 32 at state_offset 81 does not fit in optimizer state of 176",
         ),
-        (
-            {"moment_offsets": torch.tensor([-1, 80, -1])},
-            "state_offsets[0] = -1 must be in [0, 2^62)",
-        ),
+        ({"moment_offsets": torch.tensor([-1, 80, -1])}, "state_offsets[0] = -1 must be in [0, 2^62)"),
         ({"moment_offsets": torch.tensor([0, 79, 0])}, "state_offsets[1] = 79 lies in the table of feature"),
         (
             {name: torch.ones(256) for name in ("exp_avg", "exp_avg_sq")}

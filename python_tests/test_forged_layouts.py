@@ -7,10 +7,10 @@ import collections
 import pytest
 import torch
 from backends import Backend, emulated
-from layout_fuzz import BAD_LAYOUT, check, forge
+from layout_fuzz import BAD_LAYOUT, Forgery, check, check_forgery, forge
 
 import rec_kernels as rk
-from rec_kernels.ops.table_layout import Flag, Size
+from rec_kernels.ops.table_layout import Column, Flag, Size
 
 CALLS = 3_000
 
@@ -30,6 +30,76 @@ def test_calls_are_those_of_their_number() -> None:
     """A finding can be looked at again."""
     assert forge(7).changes == forge(7).changes
     assert torch.equal(forge(7).arguments["layout"], forge(7).arguments["layout"])
+
+
+def _of_one_table_twice(how: str) -> Forgery:
+    """A dense gradient of 40 equal ids of a feature whose two parts have one table's records."""
+    parts = rk.IdPartitions([0, 2], [1, 1], [8, 8], [8], [how])
+    made = rk.table_layout([8, 8], [4, 4], partitions=parts)
+    for column in (Column.row_offset, Column.weight_offset, Column.state_offset):
+        made.layout[1, column] = made.layout[0, column]
+    return _gradient(made, torch.zeros(64))
+
+
+def _gradient(made: rk.TableLayout, weights: torch.Tensor) -> Forgery:
+    grad = torch.ones(1, made.layout_sizes[Size.output_dim])
+    bag = {"values": torch.zeros(40, dtype=torch.int64), "offsets": torch.tensor([0, 40])}
+    given = {"grad": grad, "weights": weights, **bag, **made._asdict()}
+    return Forgery("embedding_bag_backward_dense.layout", given, ["by hand"])
+
+
+def _without_parts_to_multiply() -> Forgery:
+    """A gradient of one table of which the flags and its record say that it is multiplied."""
+    made = rk.table_layout([8], [4])
+    made.layout_sizes[Size.flags] = Flag.multiplies
+    made.layout[0, Column.multiplied] = 1
+    return _gradient(made, torch.zeros(32))
+
+
+@pytest.mark.parametrize("kind", ["cpu", "cuda_emulated"])
+@pytest.mark.parametrize(
+    "forgery",
+    [*map(_of_one_table_twice, ["concat", "add", "mult"]), _without_parts_to_multiply()],
+    ids=["concat", "add", "mult", "flag"],
+)
+def test_known_forgeries(kind: str, forgery: Forgery) -> None:
+    """Records by which a run of ids is longer than the ids, or rows are multiplied by those of no part."""
+    backend = Backend(kind, torch.ops.rec_kernels if kind == "cpu" else emulated())
+    by_sizes = forgery.arguments["layout_sizes"][Size.num_features] == len(forgery.arguments["layout"])
+    outcome = check_forgery(forgery, backend)
+    assert outcome == ("raised" if by_sizes or kind == "cpu" else "noted")
+
+
+@pytest.mark.parametrize("op", ["embedding_bag.layout", "embedding_bag_fused.layout", "embedding_bag.table"])
+def test_floats_between_multiples_of_four_bytes(op: str) -> None:
+    """Kernels would read floats at addresses at which a GPU has none."""
+    made = rk.table_layout([8], [4], formats=["fp32"])
+    rows = torch.zeros(8 * 16 + 1, dtype=torch.uint8)[1:]
+    bag = torch.tensor([1]), torch.tensor([0, 1])
+    calls = {
+        "embedding_bag.layout": lambda ops: ops.embedding_bag.layout(rows, *bag, *made),
+        "embedding_bag_fused.layout": lambda ops: ops.embedding_bag_fused.layout(
+            rows, None, torch.tensor(0), torch.tensor(1.0), torch.empty(0), *bag, *made, optimizer="sgd"
+        ),
+        "embedding_bag.table": lambda ops: ops.embedding_bag.table(
+            rows.view(8, 16), *bag, format="fp32", embedding_dim=4
+        ),
+    }
+    for ops in (torch.ops.rec_kernels, emulated().ops):
+        with pytest.raises(ValueError, match="weights must start at a multiple of 4 bytes, as its rows are float32"):
+            calls[op](ops)
+
+
+def test_no_features_in_groups() -> None:
+    """Samples have a row of the output, of no columns."""
+    made = rk.table_layout([], [])
+    nothing, start = torch.empty(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    shared = {"bag_starts": start, "inverse": torch.empty(0, 3, dtype=torch.int64), "groups": []}
+    for ops in (torch.ops.rec_kernels, emulated().ops):
+        assert ops.embedding_bag.layout(torch.empty(0), nothing, start, *made, **shared)[0].shape == (3, 0)
+        sizes = [4 if size == Size.output_dim else n for size, n in zip(Size, made.layout_sizes, strict=True)]
+        with pytest.raises(ValueError, match=r"layout_sizes\[1\] = 4 must be the columns of all features"):
+            ops.embedding_bag.layout(torch.empty(0), nothing, start, made.layout, sizes, **shared)
 
 
 @pytest.mark.parametrize("flag", Flag)

@@ -26,6 +26,8 @@ struct Noise {
 
 // Tables have 16 bits of a counter.
 constexpr int64_t kMaxTableId = 65536;
+// A table has noise for so many rows at most.
+constexpr int64_t kMaxNoisyRows = INT64_C(1) << 44;
 
 RK_HOST_DEVICE Noise make_noise(int64_t seed, int64_t step, const TableShard& shard = {}) {
   const auto key = static_cast<uint64_t>(seed);

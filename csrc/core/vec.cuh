@@ -24,6 +24,7 @@ __device__ __forceinline__ Vec4 load_columns(const float* row, int64_t c, int64_
     const float4 f = *reinterpret_cast<const float4*>(row + c);
     return {{f.x, f.y, f.z, f.w}};
   }
+  check_alignment(row, sizeof(float));
   for (int j = 0; j < 4; ++j)
     if (c + j < columns) out.v[j] = row[c + j];
   return out;
@@ -37,6 +38,7 @@ __device__ __forceinline__ void store_columns(float* row, int64_t c, int64_t col
     __stwb(reinterpret_cast<float4*>(row + c), make_float4(x.v[0], x.v[1], x.v[2], x.v[3]));
     return;
   }
+  check_alignment(row, sizeof(float));
   for (int j = 0; j < 4; ++j)
     if (c + j < columns) row[c + j] = x.v[j];
 }

@@ -80,7 +80,7 @@ void check_only_offset(const BagInput& in) {
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits) {
   check_bags(bags, layout);
-  const bool own_rows = bags.bag_starts && !bags.groups;
+  const bool own_rows = bags.have_own_rows();
   const LayoutSizes& sizes = layout.sizes;
   BagInput in{as_contiguous(bags.values),
               as_contiguous(bags.offsets),

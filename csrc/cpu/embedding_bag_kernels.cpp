@@ -57,7 +57,7 @@ void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
     }
     const Part& last = parts[count - 1];
     const int64_t used = last.output_offset + last.embedding_dim;
-    const int64_t behind = a.bags.have_own_rows() ? (a.output_dim - used) * element : 0;
+    const int64_t behind = a.bags.own_rows ? (a.output_dim - used) * element : 0;
     for (int64_t bag = from; behind && bag < to; ++bag, rows += stride)
       memset(rows + used * element, 0, static_cast<size_t>(behind));
   });

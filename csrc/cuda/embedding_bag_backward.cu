@@ -96,7 +96,7 @@ struct ChunkSums {
 };
 
 ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
-  const int64_t rows = in.bags.num_ids > kChunk || in.multiplies ? args->runs.most_chunks : 0;
+  const int64_t rows = args->runs.most_runs > kChunk || in.multiplies ? args->runs.most_chunks : 0;
   ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float),
                  new_tensor(like, {rows * 4}, ScalarType::Byte)};

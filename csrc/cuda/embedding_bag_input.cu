@@ -1,5 +1,4 @@
 // From the tensors of an embedding_bag call to what its CUDA kernels read. Nothing is read back from the GPU.
-#include <algorithm>
 #include <vector>
 
 #include "cuda/jagged.cuh"
@@ -32,9 +31,10 @@ __device__ void check_starts(const StartArgs& a) {
         (i == bags.num_features && bags.starts[i] != bags.num_bags))
       note_bad(a.status, kBadLayout);
   }
+  if (!bags.groups) return;
   const auto batch = static_cast<uint64_t>(bags.batch);
   const int64_t* first_of = bags.groups + bags.num_features;  // of each feature: the first one of its group
-  for (int64_t f = threadIdx.x; bags.groups && f < bags.num_features; f += blockDim.x) {
+  for (int64_t f = threadIdx.x; f < bags.num_features; f += blockDim.x) {
     const uint64_t count = bags_of(bags, f);
     const bool good = bags.groups[f] < 0 ? count == batch : count <= batch && count == bags_of(bags, first_of[f]);
     if (!good) note_bad(a.status, kBadLayout);
@@ -75,11 +75,15 @@ void read_formats(const LayoutSizes& sizes, Parts* parts) {
     if (sizes.formats >> f & 1) parts->formats[parts->num_formats++] = static_cast<RowFormat>(f);
 }
 
-// [2, F]: the group of each feature, and the first feature of that group.
-Tensor read_groups(const std::vector<int64_t>& groups, const Tensor& like, cudaStream_t stream) {
-  std::vector<int64_t> both(groups);
-  for (size_t f = 0; f < groups.size(); ++f)
-    both.push_back(std::find(groups.begin(), groups.end(), groups[f]) - groups.begin());
+// [2, F]: the group of each feature, of `count` groups, and the first feature of that group.
+Tensor read_groups(const std::vector<int64_t>& groups, int64_t count, const Tensor& like, cudaStream_t stream) {
+  std::vector<int64_t> both(groups), first_of(static_cast<size_t>(count), -1);
+  for (size_t f = 0; f < groups.size(); ++f) {
+    const auto here = static_cast<int64_t>(f);
+    int64_t* first = groups[f] < 0 ? nullptr : &first_of[static_cast<size_t>(groups[f])];
+    if (first && *first < 0) *first = here;
+    both.push_back(first ? *first : here);
+  }
   return to_gpu(both, like, stream);
 }
 
@@ -97,7 +101,7 @@ uint8_t* on_gpu(const Tensor& weights, const Tensor& values) {
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream) {
   check_bags(bags, layout);
   const LayoutSizes& sizes = layout.sizes;
-  const bool own_rows = bags.bag_starts && !bags.groups;
+  const bool own_rows = bags.have_own_rows();
   BagInput in{as_contiguous(bags.values),
               as_contiguous(bags.offsets),
               as_contiguous(bags.per_sample_weights),
@@ -128,7 +132,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
                                    bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
                       layout);
   if (bags.groups) {
-    in.groups = read_groups(*bags.groups, in.values, stream);
+    in.groups = read_groups(*bags.groups, bags.inverse->size(0), in.values, stream);
     in.bags.groups = in.groups->const_data_ptr<int64_t>();
   }
   return in;

@@ -177,7 +177,7 @@ __device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source&
   const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
   const bool zero = group.lane < bags.count && (mine.counting == 0 || bags.start == bags.stop);
   const unsigned zeros = group.ballot(zero);
-  if (zeros != 0 || a.bags.have_own_rows()) store_zeros_of(a, f, group, bags, zeros);
+  if (zeros != 0 || a.bags.own_rows) store_zeros_of(a, f, group, bags, zeros);
   if (mine.counting == 0) return;
   const BagOfRow<G> bag(a, f, group, bags, mine.counting);
   Vec4 sum[1] = {};

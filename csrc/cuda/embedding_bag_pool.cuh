@@ -155,7 +155,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
 template <int G>
 __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t bag, int64_t used,
                                                    const Group<G>& group) {
-  if (!a.bags.have_own_rows()) return;
+  if (!a.bags.own_rows) return;
   uint8_t* row = a.output + bag * a.output_dim * a.output_bytes();
   for (int64_t c = used + group.lane; c < a.output_dim; c += G)
     store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});

@@ -85,8 +85,8 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
     const Part f = a.parts[part];
     uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
-    const float* first_cached = a.cache.rows + a.parts.records[part].cache_row_offset;
-    const bool aligned = rows_aligned(first_cached, f.embedding_dim) &&
+    const bool aligned = rows_aligned(a.cache.rows, f.embedding_dim) &&
+                         a.parts.records[part].cache_row_offset % 4 == 0 &&
                          columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
       if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, out, column);

@@ -108,6 +108,7 @@ struct RawColumns<Fp32> {
       x = load_columns(from, 0, 4, true);
       return;
     }
+    check_alignment(from, sizeof(float));
     const int last = D - c < 4 ? static_cast<int>(D - c) - 1 : 3;
 #pragma unroll
     for (int j = 0; j < 4; ++j) x.v[j] = from[j < last ? j : last];

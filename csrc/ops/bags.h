@@ -74,6 +74,7 @@ struct Bags {
   const TablePart* parts;  // the records; null: every feature has one part
   int64_t num_parts;
   int64_t padding_idx;  // -1: none
+  bool own_rows;        // every bag has a row of the output to itself: there are `starts`, and no `groups`
   bool ids64;
   bool offsets64;
   bool check_ids;
@@ -105,10 +106,8 @@ struct Bags {
     }
     return low;
   }
-  // Whether every bag has a row of the output to itself.
-  RK_HOST_DEVICE bool have_own_rows() const { return starts && !groups; }
   // Rows of the output.
-  RK_HOST_DEVICE int64_t output_rows() const { return have_own_rows() ? num_bags : batch; }
+  RK_HOST_DEVICE int64_t output_rows() const { return own_rows ? num_bags : batch; }
   // Which row is a bag's of this feature.
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
     if (!starts) return bag - feature * batch;

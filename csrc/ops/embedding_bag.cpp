@@ -15,7 +15,8 @@ void check_sizes(const LayoutSizes& s, int64_t parts) {
   };
   check(s.num_features >= 0 && s.num_features <= parts && (s.num_features > 0) == (parts > 0), Size::kNumFeatures,
         s.num_features, "the number of features, of which each has a row of layout or several");
-  check(s.output_dim >= 0, Size::kOutputDim, s.output_dim, "at least 0");
+  check(parts > 0 ? s.output_dim > 0 : s.output_dim == 0, Size::kOutputDim, s.output_dim,
+        "the columns of all features, 0 without any");
   check(s.widest_feature >= 0, Size::kWidestFeature, s.widest_feature, "at least 0");
   check(s.num_rows >= 0, Size::kNumRows, s.num_rows, "at least 0");
   check(s.max_embedding_dim >= (parts > 0) && s.max_embedding_dim <= INT32_MAX, Size::kMaxEmbeddingDim,
@@ -27,6 +28,8 @@ void check_sizes(const LayoutSizes& s, int64_t parts) {
     if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
   check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
   check(s.flags >= 0 && s.flags < 16, Size::kFlags, s.flags, "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped");
+  check(!(s.flags & kMultiplies) || s.most_parts > 1, Size::kFlags, s.flags,
+        "without 2 (multiplies), as no feature has several parts");
 }
 
 void check_groups(const BagArguments& bags, int64_t features) {
@@ -135,12 +138,14 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
       "",
       "column and part_column must be those behind the part before, and end where layout_sizes says",
       "id_limit, divisor and modulus must lead to rows of the table, and be known to layout_sizes where they map ids",
-      "id_limit, combine, mean and frozen must be those of the feature's first part, and known to layout_sizes",
+      "id_limit, combine, mean and frozen must be those of the feature's first part; they, and multiplied, must be "
+      "known to layout_sizes",
       "table_id must be in [0, 65536)",
-      "first_row and first_column must lie in the whole table",
+      "first_row and table_rows must be those of a shard in a table of at most 2^44 rows, first_column a multiple of 4",
       "",
       "cache_sets, cache_first_set and cache_row_offset must lie in the cache, and be 0 for a feature of several parts",
-      "by_row must name the parts by their rows, and two parts must read one table or have no row in common",
+      "by_row must name the parts by their rows; two parts must read one table or have no row in common, those of one "
+      "feature the latter",
   };
   throw_value_error(join("layout[", i, "]: ", texts[static_cast<int>(fault)],
                          "; rec_kernels.table_layout makes layout and layout_sizes"));
@@ -185,6 +190,7 @@ Bags read_bags(const BagArguments& bags, const Layout& layout) {
   Bags b = read_jagged(bags.values, bags.offsets, bags.per_sample_weights, bags.offsets.numel() - 1);
   b.num_features = features;
   b.batch = bags.inverse ? bags.inverse->size(1) : features ? b.num_bags / features : 0;
+  b.own_rows = bags.have_own_rows();
   b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
   b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
   b.num_parts = layout.num_parts;
@@ -209,12 +215,14 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
   check_same_device(weights, values, "weights", "values");
   const int64_t rows = weights.size(0), columns = weights.size(1);
   check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
+  if (!format) check_floats_aligned(weights, "weights");
   if (!format) return read_one_table({rows, columns}, mean);
   const RowFormat known = parse_row_format(*format, "format");
   check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
               "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
+  if (known == RowFormat::kFp32) check_floats_aligned(weights, "weights");
   const Part f = one_table(known, rows, embedding_dim, mean);
   check_value(columns == f.row_bytes, "weights must have rows of ", f.row_bytes, " bytes for format \"", *format,
               "\" and embedding_dim = ", embedding_dim, ", got ", columns);
@@ -234,6 +242,7 @@ void check_weights(const Tensor& weights, const Tensor& values, const Layout& la
   // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of cuda/embedding_bag.cuh to say.
   if (!weights.is_cpu() || !values.is_cuda()) check_same_device(weights, values, "weights", "values");
   check_rank(weights, 1, "weights");
+  if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights, "weights");
 }
 
 void check_trainable(const Layout& layout) {

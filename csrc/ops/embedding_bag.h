@@ -62,6 +62,9 @@ struct BagArguments {
   const std::optional<std::vector<int64_t>>& groups;
   int64_t padding_idx;
   const std::string& bounds_check;
+
+  // Whether every bag has a row of the output to itself.
+  bool have_own_rows() const { return bag_starts && !groups; }
 };
 template <>
 struct ArgumentsOf<const BagArguments&> {

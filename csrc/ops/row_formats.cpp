@@ -28,6 +28,12 @@ RowFormat parse_row_format(const std::string& name, const std::string& argument)
   throw_value_error(join(argument, " must be one of ", known, "; got \"", name, "\""));
 }
 
+void check_floats_aligned(const Tensor& rows, const char* name) {
+  const auto past = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % alignof(float);
+  check_value(past == 0, name, " must start at a multiple of ", alignof(float),
+              " bytes, as its rows are float32; it starts ", past, " bytes past one: a clone of it does not");
+}
+
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
 
 QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
@@ -53,8 +59,8 @@ QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, c
   check_scalar(seed, x, "seed");
   check_scalar(step, x, "step");
   check_value(table >= 0 && table < kMaxTableId, "table = ", table, " must be in [0, ", kMaxTableId, ")");
-  check_value(first_row >= 0 && first_row <= (int64_t{1} << 44) - rows, "first_row = ", first_row,
-              " must be in [0, 2^44 - ", rows, "]");
+  check_value(first_row >= 0 && first_row <= kMaxNoisyRows - rows, "first_row = ", first_row, " must be in [0, 2^44 - ",
+              rows, "]");
   return {f, stochastic, scale_rule ? *scale_rule == "rceil" : stochastic, static_cast<uint32_t>(table), first_row};
 }
 
@@ -64,6 +70,7 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
   check_dtype(rows, ScalarType::Byte, "rows");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
+  if (f == RowFormat::kFp32) check_floats_aligned(rows, "rows");
   const int64_t want = row_bytes(f, embedding_dim);
   check_value(rows.size(1) == want, "rows must be ", want, " bytes wide for format \"", format,
               "\" and embedding_dim = ", embedding_dim, ", got ", rows.size(1));

@@ -219,6 +219,14 @@ RK_HOST_DEVICE bool follows_in_rows(const TablePart* parts, int64_t i, int64_t n
   return a.row_offset >= 0 && a.row_offset < b.row_offset && (!full || a.num_embeddings <= b.row_offset - a.row_offset);
 }
 
+// Whether a part before part i of its feature reads rows of the same table: each would have its own part of a gradient.
+RK_HOST_DEVICE bool repeats_table(const TablePart* parts, int64_t i) {
+  bool repeats = false;
+  for (int64_t j = parts[parts[i].feature].part_start; j < i; ++j)
+    repeats |= parts[j].row_offset == parts[i].row_offset && parts[j].num_embeddings > 0;
+  return repeats && parts[i].num_embeddings > 0;
+}
+
 RK_HOST_DEVICE LayoutFault cache_fault_of(const TablePart& p, bool alone, const LayoutSizes& sizes,
                                           const LayoutLimits& limits) {
   if (limits.cache_slots < 0 || p.cache_sets == 0) return LayoutFault::kNone;
@@ -256,15 +264,17 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
   const bool alone = first == i && last;
   if (!agrees_with_first(p, parts[first], alone) || (p.mean != 0 && !(sizes.flags & kAnyMean)) ||
       (!alone && p.combine == static_cast<int64_t>(Combine::kMult) &&
-       (!(sizes.flags & kMultiplies) || (p.num_embeddings > 0 && p.multiplied != 1))))
+       (!(sizes.flags & kMultiplies) || (p.num_embeddings > 0 && p.multiplied != 1))) ||
+      p.multiplied < 0 || p.multiplied > ((sizes.flags & kMultiplies) != 0))
     return LayoutFault::kParts;
   if (p.table_id < 0 || p.table_id >= kMaxTableId) return LayoutFault::kTableId;
-  if (!lies_in(p.first_row, p.num_embeddings, p.table_rows) || p.first_column < 0 || p.first_column > INT32_MAX)
+  if (!lies_in(p.first_row, p.num_embeddings, p.table_rows) || p.table_rows > kMaxNoisyRows || p.first_column < 0 ||
+      p.first_column > INT32_MAX || p.first_column % 4 != 0)
     return LayoutFault::kShard;
   if (limits.state_elements >= 0 && (!is_fraction(p.state_offset, limits.state_elements) ||
                                      p.num_embeddings > (limits.state_elements - p.state_offset) / p.embedding_dim))
     return LayoutFault::kState;
-  if (!follows_in_rows(parts, i, limits.num_parts)) return LayoutFault::kOverlap;
+  if (!follows_in_rows(parts, i, limits.num_parts) || repeats_table(parts, i)) return LayoutFault::kOverlap;
   return cache_fault_of(p, alone, sizes, limits);
 }
 
