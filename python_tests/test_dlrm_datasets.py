@@ -35,7 +35,7 @@ def module(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"path": "x"}, r"path is 'x', but data is 'completejourney': path is for criteo and movielens; leave"),
+        ({"path": "x"}, r"path is 'x', but data is 'completejourney': path is for criteo; leave"),
         ({"rows": 9}, r"rows is 9, but data is 'completejourney': rows is for criteo and synthetic"),
         ({"data": "criteo", "path": "x", "weeks": 3}, r"weeks is 3, but data is 'criteo': weeks is for completejour"),
         ({"data": "synthetic", "path": "x"}, r"path is 'x', but data is 'synthetic'"),
@@ -49,12 +49,12 @@ def module(tmp_path, monkeypatch):
         ({"data": "math:sqrt", "table_rows": 3}, r"table_rows is 3, but data is 'math:sqrt': table_rows is for criteo"),
         ({"data": "criteo"}, r"data is 'criteo', which needs path: a file in Criteo's format"),
         ({"data": "criteo", "path": "nowhere"}, r"nowhere does not exist"),
-        ({"data": "movielens"}, r"data is 'movielens', which needs path: the folder of a MovieLens data set"),
         (
-            {"data": "movielens", "path": "x", "rows": 9},
-            r"rows is 9, but data is 'movielens': rows is for criteo and s",
+            {"data": "math:sqrt", "path": "x"},
+            r"path is 'x', but data is 'math:sqrt', which takes no path: leave it out",
         ),
-        ({"data": "kaggle"}, r"'kaggle', allowed are completejourney, criteo, movielens, synthetic and module"),
+        ({"data": "builtins:dict", "path": "x"}, r"data is 'builtins:dict', which takes no path"),
+        ({"data": "kaggle"}, r"'kaggle', allowed are completejourney, criteo, synthetic and module"),
         ({"data": "no_such_module:f"}, r"'no_such_module:f': No module named 'no_such_module'"),
         ({"data": "math:nothing"}, r"'math:nothing': module 'math' has no attribute 'nothing'"),
         ({"data": ":f"}, r"data is ':f': Empty module name"),
@@ -83,6 +83,15 @@ def test_a_name_that_cannot_be_a_folder_is_refused(module, name):
     source = f"from types import SimpleNamespace as S\ndef make(): return S(**dict.fromkeys({MEMBERS}, {name!r}))"
     with pytest.raises(DataError, match=re.escape(f"a data set of name {name!r}, allowed are letters")):
         open_data(TrainConfig(data=f"{module(source)}:make"))
+
+
+def test_a_function_gets_the_options_that_it_names(module):
+    """Of path and data_dir, those that are given."""
+    source = "from types import SimpleNamespace as S\ndef all(path='p', data_dir='d'): return S(**dict.fromkeys("
+    name = module(f"{source}{MEMBERS}, path + '.' + data_dir))\ndef none(): return all()")
+    for given, expected in ({}, "p.d"), ({"path": "x"}, "x.d"), ({"path": "x", "data_dir": "y"}, "x.y"):
+        assert open_data(TrainConfig(data=f"{name}:all", **given)).name == expected
+    assert open_data(TrainConfig(data=f"{name}:none", data_dir="y")).name == "p.d"
 
 
 def test_synthetic_takes_its_options():

@@ -391,7 +391,7 @@ EXPERIMENTS = (
             "dim1:embedding_dim=1",
             "qr4-int8:embedding=qr,format=int8",
         ),
-        options={"data": "movielens", "batch_size": 512, "epochs": 2},
+        options={"data": "bench.studies.movielens:MovieLens", "batch_size": 512, "epochs": 2},
         needs_path=True,
         seeds=8,
         minutes=4.5,

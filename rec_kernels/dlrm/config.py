@@ -128,12 +128,11 @@ class TrainConfig:
     """
 
     data: str = _text(
-        "completejourney", "completejourney, criteo, movielens, synthetic, or module:function that returns a data set"
+        "completejourney", "completejourney, criteo, synthetic, or module:function that returns a data set"
     )
     path: str | None = _text(
         None,
-        "criteo: file or folder of files, Kaggle format, plain or .gz; movielens: folder of a data set as GroupLens or "
-        "RecBole publish it, or its file of ratings",
+        "criteo: file or folder of files, Kaggle format, plain or .gz; of module:function, its argument path",
         how=True,
     )
     rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")

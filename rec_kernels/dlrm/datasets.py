@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+from collections.abc import Callable
 
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError, DataSet
@@ -12,7 +14,6 @@ from rec_kernels.dlrm.runs import RUN_NAMES, is_run_name
 OPTIONS = {
     "completejourney": ("weeks", "history"),
     "criteo": ("path", "rows", "table_rows"),
-    "movielens": ("path",),
     "synthetic": ("rows", "table_rows", "samples_per_session", "unchanged", "history"),
 }
 MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
@@ -41,22 +42,16 @@ def open_data(config: TrainConfig) -> DataSet:
         return Criteo(
             config.path, rows=config.rows, table_rows=config.table_rows, data_dir=config.data_dir, progress=True
         )
-    if config.data == "movielens":
-        from rec_kernels.dlrm.movielens import MovieLens
-
-        if config.path is None:
-            raise DataError("data is 'movielens', which needs path: the folder of a MovieLens data set")
-        return MovieLens(config.path, data_dir=config.data_dir, progress=True)
     if config.data == "synthetic":
         from rec_kernels.dlrm.synthetic import Synthetic
 
         given = {option: getattr(config, option) for option in OPTIONS["synthetic"]}
         return Synthetic(**{option: value for option, value in given.items() if value is not None})
-    return _call(config.data)
+    return _call(config)
 
 
 def _refuse_options_of_others(config: TrainConfig) -> None:
-    own = OPTIONS.get(config.data, ())
+    own = OPTIONS.get(config.data, ("path",))
     for option in sorted({name for names in OPTIONS.values() for name in names} - set(own)):
         value = getattr(config, option)
         if value is not None:
@@ -66,8 +61,9 @@ def _refuse_options_of_others(config: TrainConfig) -> None:
             )
 
 
-def _call(data: str) -> DataSet:
+def _call(config: TrainConfig) -> DataSet:
     """What ``module:function`` returns."""
+    data = config.data
     module, _, function = data.partition(":")
     try:
         make = getattr(importlib.import_module(module), function)
@@ -77,7 +73,7 @@ def _call(data: str) -> DataSet:
         raise DataError(
             f"data is {data!r}, which is {type(make).__name__}, expected a function that returns a data set"
         )
-    made = make()
+    made = make(**_arguments(make, config))
     missing = [member for member in MEMBERS if not hasattr(made, member)]
     if missing:
         raise DataError(
@@ -87,3 +83,15 @@ def _call(data: str) -> DataSet:
     if not isinstance(made.name, str) or not is_run_name(made.name):
         raise DataError(f"data is {data!r}, which returned a data set of name {made.name!r}, allowed are {RUN_NAMES}")
     return made
+
+
+def _arguments(make: Callable, config: TrainConfig) -> dict[str, str]:
+    """The options ``path`` and ``data_dir`` that are given, for the function's parameters of these names."""
+    try:
+        parameters = tuple(inspect.signature(make).parameters)
+    except ValueError:  # of some that are written in C
+        parameters = ()
+    if config.path is not None and "path" not in parameters:
+        raise DataError(f"path is {config.path!r}, but data is {config.data!r}, which takes no path: leave it out")
+    given = {name: getattr(config, name) for name in ("path", "data_dir") if name in parameters}
+    return {name: value for name, value in given.items() if value is not None}

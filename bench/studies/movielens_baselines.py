@@ -1,4 +1,4 @@
-"""How far simple models come on MovieLens, for scale: ``python bench/movielens_baselines.py --path ml-100k``."""
+"""Simple models on MovieLens, for scale: ``python -m bench.studies.movielens_baselines --path ml-100k``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from scipy import sparse
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import log_loss, roc_auc_score
 
-from rec_kernels.dlrm.movielens import GENRE, HISTORY, PRIOR, MovieLens, Prepared
+from bench.studies.movielens import GENRE, HISTORY, PRIOR, MovieLens, Prepared
 
 ITERATIONS = 2000
 

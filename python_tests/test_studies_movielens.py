@@ -16,11 +16,11 @@ pytest.importorskip("pandas")
 pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
-from bench import movielens_baselines
+from bench.studies import movielens_baselines
+from bench.studies.movielens import ARRAYS, MovieLens
+from bench.studies.movielens_reader import GENRES, LAYOUTS, find, read_movies, read_ratings, read_users
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.movielens import ARRAYS, MovieLens
-from rec_kernels.dlrm.movielens_reader import GENRES, LAYOUTS, find, read_movies, read_ratings, read_users
 
 MOVIES = {
     1: ("Toy Story (1995)", ("Animation", "Children's")),
@@ -276,7 +276,16 @@ def test_prepared_once_per_state_of_the_files(tmp_path: Path, capsys: pytest.Cap
 def test_command_line(tmp_path: Path) -> None:
     """Trains, with compressed tables, too."""
     write_100k(tmp_path)
-    flags = ["--data", "movielens", "--path", str(tmp_path), "--data-dir", str(tmp_path / "store"), "--threads", "1"]
+    flags = [
+        "--data",
+        "bench.studies.movielens:MovieLens",
+        "--path",
+        str(tmp_path),
+        "--data-dir",
+        str(tmp_path / "store"),
+        "--threads",
+        "1",
+    ]
     flags += ["--batch-size", "50", "--embedding", "qr", "--threshold", "5", "--runs-dir", str(tmp_path / "runs")]
     assert main(["train", *flags]) == 0
     records = (tmp_path / "runs" / "movielens-d16-qr4-b50-seed0" / "metrics.jsonl").read_text().splitlines()

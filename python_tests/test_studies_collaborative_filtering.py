@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("pandas")
 pytest.importorskip("scipy")
 
-from bench import collaborative_filtering
+from bench.studies import collaborative_filtering
 
 
 def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

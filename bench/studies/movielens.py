@@ -22,9 +22,9 @@ import torch
 from tqdm import tqdm
 
 import rec_kernels as rk
+from bench.studies.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
 from rec_kernels.dlrm.data import Batch, DataError, Feature
 from rec_kernels.dlrm.ids import ids_by_appearance
-from rec_kernels.dlrm.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
 from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays

@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 import rec_kernels as rk
 from bench.run import machine
-from rec_kernels.dlrm.movielens_reader import find, read_ratings
+from bench.studies.movielens_reader import find, read_ratings
 from rec_kernels.nn.jagged import JaggedTensor
 
 TEST_SHARE = 10
@@ -168,7 +168,7 @@ def main() -> None:
     runs = [run(ratings, args, config, seed) for config, seed in tqdm(wanted, unit="run")]
     print(summary(runs))
     if args.output:
-        about = machine(args.threads, "python -m bench.collaborative_filtering")
+        about = machine(args.threads, "python -m bench.studies.collaborative_filtering")
         settings = {name: str(value) if name in ("path", "output") else value for name, value in vars(args).items()}
         args.output.write_text(json.dumps({"machine": about, "settings": settings, "runs": runs}, indent=1) + "\n")
 
