@@ -28,7 +28,6 @@ from rec_kernels.dlrm import (
     devices,
     evaluate,
     machines,
-    roofline,
     train,
     window,
 )
@@ -164,19 +163,6 @@ def test_scores_of_a_window_come_to_the_cpu_together(monkeypatch: pytest.MonkeyP
         assert record["loss"] == binary_cross_entropy_with_logits(logits.flatten(), labels.flatten()).item()
     saved = [part.state() for part in (whole, stopped)]
     assert all(torch.equal(state["logits"], logits.flatten()) for state in saved)
-
-
-def test_no_batches_are_kept_for_a_profile_of_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a step, as on the CPU: they would be in the GPU's memory until the end."""
-    kept = []
-    monkeypatch.setattr(roofline, "record", lambda model, step, *_: kept.append(len(step)) or {})
-    train(config(tmp_path, run="cpu", accumulate=2), progress=False)
-    monkeypatch.setattr(DLRM, "device", torch.device("cuda", 0))
-    for name in ("to", "pin_memory"):
-        monkeypatch.setattr(Batch, name, lambda batch, *_, **__: batch)
-    monkeypatch.setattr(devices, "gpu_name", lambda device: "Some GPU")
-    train(config(tmp_path, run="gpu", accumulate=2), progress=False)
-    assert kept == [2, 0]
 
 
 def test_a_checkout_that_is_not_installed_trains(monkeypatch: pytest.MonkeyPatch) -> None:

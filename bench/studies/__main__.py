@@ -1,16 +1,19 @@
-"""Command line of the studies: ``python -m bench.studies compare``, ``reproduce``."""
+"""Command line of the studies: ``python -m bench.studies compare``, ``reproduce``, ``roofline``."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-from bench.studies import compare, compare_report, reproduce, reproduce_report
+from bench.studies import compare, compare_report, reproduce, reproduce_report, roofline
 from rec_kernels.dlrm.__main__ import config_of, execute
-from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, add_options
-from rec_kernels.dlrm.train import RunInterruptedError
+from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.train import RunInterruptedError, refuse_to_run_code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -22,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     _add_compare(commands)
     _add_reproduce(commands)
+    _add_roofline(commands)
     return parser
 
 
@@ -87,6 +91,20 @@ def _add_reproduce(commands: Any) -> None:
     command.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
 
 
+def _add_roofline(commands: Any) -> None:
+    command = commands.add_parser(
+        "roofline",
+        help="set the parts of a run's steps beside the machine's limits",
+        description="Set the seconds of each part of a finished run's steps beside what their bytes and products take "
+        "at the limits of this machine, which are measured.",
+        allow_abbrev=False,
+    )
+    command.set_defaults(run_command=_roofline)
+    command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
+    command.add_argument("--data", help="data set, where that of the run is a function to be called")
+    command.add_argument("--path", help="where its data is now, if it was moved")
+
+
 def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
     lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
@@ -126,6 +144,18 @@ def _reproduce(parser: argparse.ArgumentParser, options: dict) -> int:
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _roofline(parser: argparse.ArgumentParser, options: dict) -> None:
+    config = TrainConfig.read(options["run"])
+    given = {option: options[option] for option in ("data", "path") if options[option] is not None}
+    if "data" not in given:
+        refuse_to_run_code(config, options["run"])
+    try:
+        config = dataclasses.replace(config, **given)
+    except ValueError as error:
+        parser.error(str(error))
+    print(roofline.markdown(roofline.profile(options["run"], open_data(config))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

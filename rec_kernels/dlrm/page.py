@@ -144,7 +144,7 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}",
         section("Curves", figures),
-        section("Time", _time([r for r in records if r["kind"] == "train"]) + _roofline(test) + _shared(test)),
+        section("Time", _time([r for r in records if r["kind"] == "train"]) + _shared(test)),
         section("Memory", _memory(test) if test else ""),
         section("Configuration", _configuration(settings["config"])),
         section("Versions", table(("package", "version"), settings["versions"].items(), kind="text")),
@@ -236,36 +236,6 @@ def _time(train: list[dict]) -> str:
         f"</div><p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left "
         "out. Backward includes the update of the tables, optimizer is that of all but the tables, data is the time "
         "spent waiting for a batch. The test is not in the table.</p>"
-    )
-
-
-def _roofline(test: dict | None) -> str:
-    """Of each part of a step, its time beside that of its bytes and products at the machine's limits."""
-    if not test or "profile" not in test:
-        return ""
-    profile = test["profile"]
-    rows = [
-        (
-            part,
-            f"{1000 * cost['seconds']:.3f}",
-            f"{cost['bytes'] / 1e6:,.1f}",
-            f"{cost['flops'] / 1e6:,.0f}",
-            f"{1000 * cost['least_seconds']:.3f}",
-            f"{cost['of_roofline']:.0%}",
-        )
-        for part, cost in profile["parts"].items()
-    ]
-    header = ("part", "ms", "MB", "MFLOP", "ms at the limits", "share")
-    limits, precision = profile["limits"], profile.get("precision", "fp32")
-    count = profile.get("batches_of_step", 1)
-    of_step = (
-        "" if count == 1 else f" Of a step's {count} batches, this is the mean one; rows of tables are updated once."
-    )
-    return table(header, rows) + (
-        f"<p>A batch of {profile['rows']:,} rows, in the mean of the run, beside what inputs and outputs of "
-        "operations, parameters, ids, rows of tables and optimizer state of the last whole step take at a copy's "
-        f"{limits['bytes_per_second'] / 1e9:,.1f} GB/s, or its products at a large one's "
-        f"{limits['flops_per_second'] / 1e9:,.0f} GFLOP/s, in {precision}.{of_step}</p>"
     )
 
 

@@ -17,13 +17,13 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, files, machines, report, roofline, runs
+from rec_kernels.dlrm import checkpoint, devices, files, machines, report, runs
 from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
 from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.dedup import DedupReader, Tally, decide
+from rec_kernels.dlrm.dedup import Decision, DedupReader, Tally, decide
 from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.own_data import CheckedData
 from rec_kernels.dlrm.predictions import predict
@@ -34,6 +34,23 @@ from rec_kernels.dlrm.threads import ShortWaits
 from rec_kernels.dlrm.window import Clock, Window
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
+
+
+def open_reader(
+    config: TrainConfig, data: DataSet | None = None, run: Path | None = None
+) -> tuple[DedupReader, Decision]:
+    """The batches of a run, and whether equal bags are in them once.
+
+    Args:
+        config: of the run. data: the data set; by default the one that ``config.data`` names.
+        run: its folder, if it has begun: what it has decided holds.
+
+    Raises:
+        DataError: the data is missing or not what it should be.
+    """
+    split = _split(config, data)
+    decision = decide(config.dedup, split, run)
+    return DedupReader(split, decision.on, config.dedup == "windows"), decision
 
 
 def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
@@ -102,14 +119,12 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Ru
         _refuse_differences(config, resume)
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
-    data = _split(config, data)
-    decision = decide(config.dedup, data, resume)
-    directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(data.name))
+    reader, decision = open_reader(config, data, resume)
+    directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(reader.name))
     try:
         if resume is None:
             runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
-        data = DedupReader(data, decision.on, config.dedup == "windows")
-        return Run(config, data, directory, resume=resume is not None)
+        return Run(config, reader, directory, resume=resume is not None)
     except BaseException:
         if resume is None:
             shutil.rmtree(directory)  # nothing was trained: what is asked for next may have its name
@@ -172,8 +187,7 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory}: {error}") from error
     if data is None:
         refuse_to_run_code(config, directory)
-    data = _split(config, data)
-    data = DedupReader(data, decide(config.dedup, data, directory).on, config.dedup == "windows")
+    data, _ = open_reader(config, data, directory)
     if data.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
@@ -212,7 +226,6 @@ class Run:
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
         self.window, self.dedup = Window(), Tally()
         self.progress = True
-        self._sample: tuple[Batch, ...] = ()
         self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         if state is not None:
             self._restore(state)
@@ -251,8 +264,6 @@ class Run:
 
     def test(self) -> dict:
         """Scores the test rows, records and returns them."""
-        flops = flops_per_example(self.model, self.data.features, self.data.num_dense)
-        curve = [record for record in self.records.read() if record["kind"] == "train"]
         test = {
             "kind": "test",
             **score(*predict(self.model, self.data, "test")),
@@ -266,8 +277,7 @@ class Run:
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
             "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
-            "flops_per_example": flops,
-            **roofline.record(self.model, self._sample, curve, flops),
+            "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
             "tables": self.model.memory_report(),
             "tiers": self.model.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
@@ -357,7 +367,7 @@ class Run:
         c, first = self.config, self.step % self.steps_per_epoch * self.config.accumulate
         count = min(c.accumulate, self.batches_per_epoch - first)
         rows = min(count * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
-        group, following = [], None
+        following = None
         self.schedule.set(self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
@@ -365,14 +375,10 @@ class Run:
             for batch, following in islice(batches, count):
                 clock.lap("data")
                 self._learn(batch, len(batch.label) / rows, clock, following)
-                if self.model.device.type == "cpu":  # there is no profile of a GPU: its memory is for what follows
-                    group.append(batch)
         if count > 1:
             clock.lap("backward")  # the update of the tables
         self.dense_optimizer.step()
         clock.lap("optimizer")
-        if rows == count * c.batch_size and len(group) >= len(self._sample):
-            self._sample = tuple(group)
         self.step += 1
         self.window.steps += 1
         return rows, following

@@ -1,11 +1,12 @@
-"""What a step of the trainer costs at the machine's limits, and its dense side by torch.compile."""
+"""What a step of the trainer costs at the machine's limits."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 import json
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
 pytest.importorskip("sklearn")
 
-from rec_kernels.dlrm import Batch, TrainConfig, roofline, train
+from bench.studies import roofline
+from bench.studies.__main__ import main
+from rec_kernels.dlrm import Batch, TrainConfig, train
 from rec_kernels.dlrm.config import MODELS
 from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
@@ -95,60 +98,59 @@ def test_limits_are_of_the_precision(data: Synthetic, batch: Batch, monkeypatch:
     seconds = {"examples": 500, "seconds": dict.fromkeys(("forward", "backward", "optimizer"), 1.0)}
     for precision, least in (("fp32", 500_000), ("bf16", 2_000_000)):
         model = build_model(TrainConfig(**OPTIONS, precision=precision), data)
-        profile = roofline.record(model, [batch], [seconds], 1000)["profile"]
+        profile = roofline.beside_limits(model, [batch], [seconds], 1000)
         assert profile["precision"] == precision
         assert profile["parts"]["forward"]["least_seconds"] == pytest.approx(least)
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path) -> None:
-    """In the test record and on the page; times are those of the curve's records."""
+def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """From what it left; times are those of the curve's records. Nothing in the run's folder changes."""
     options = {"runs_dir": str(tmp_path), "run": "run", "cache": 0.1, "accumulate": accumulate}
     test = train(TrainConfig(**OPTIONS | options), data, progress=False)
-    profile, records = test["profile"], (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
+    profile, records = roofline.profile(tmp_path / "run"), (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert profile["rows"] == 500
     seconds = sum(json.loads(line)["seconds"]["backward"] for line in records[:-1])
     assert profile["parts"]["backward"]["seconds"] == pytest.approx(seconds / (data.num_rows("train") / 500))
     assert profile["parts"]["optimizer"]["bytes"] == 7 * 4 * test["dense_parameters"] // accumulate
     for part in profile["parts"].values():
         assert part["of_roofline"] == pytest.approx(part["least_seconds"] / part["seconds"])
-    page = (tmp_path / "run" / "report.html").read_text()
-    assert "ms at the limits" in page
     assert profile["batches_of_step"] == accumulate
-    assert ("Of a step's 2 batches, this is the mean one" in page) == (accumulate == 2)
-    lookups = sum(table["lookups"] for table in test["tables"])
-    curve = sum(len(b.features.values()) for b in data.batches("train", 500))
-    assert lookups < curve + sum(len(b.shared.values()) for b in data.batches("train", 500)) + 1  # none by the profile
+    assert main(["roofline", str(tmp_path / "run")]) == 0
+    text = capsys.readouterr().out
+    assert "| backward " in text
+    assert "ms at the limits" in text
+    assert ("Of a step's 2 batches, this is the mean one" in text) == (accumulate == 2)
+    assert {path: path.read_bytes() for path in (tmp_path / "run").iterdir()} == before
 
 
-def test_there_is_no_profile_on_a_gpu(data: Synthetic, batch: Batch) -> None:
-    model = build_model(TrainConfig(**OPTIONS), data)
-    assert roofline.record(model, (), [], 1) == {}
-    assert roofline.record(model.to("meta"), [batch], [], 1) == {}
+@pytest.mark.parametrize(
+    ("rows", "size", "accumulate", "first", "count"),
+    [(9, 2, 1, 3, 1), (9, 2, 3, 0, 3), (13, 2, 3, 3, 3), (5, 2, 4, 0, 2)],
+)
+def test_the_last_step_of_whole_batches(rows: int, size: int, accumulate: int, first: int, count: int) -> None:
+    """Of several, those that belong together; of too few for a step, those there are."""
+    data = SimpleNamespace(num_rows=lambda split: rows, batches=lambda split, size, start: itertools.count(start))
+    found = roofline.last_step(data, TrainConfig(batch_size=2, accumulate=accumulate))
+    assert found == list(range(first, first + count))
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same logits and gradients but for rounding, in one graph, and the weights' names."""
-    calls, compiler = [], torch.compile
-    monkeypatch.setattr(torch, "compile", lambda f, **more: calls.append(more) or compiler(f, backend="eager"))
-    eager, compiled = (build_model(TrainConfig(**OPTIONS, model=model, compile=c), data) for c in ("no", "default"))
-    assert calls == [{"mode": "default", "fullgraph": True, "dynamic": False}]
-    assert eager.state_dict().keys() == compiled.state_dict().keys()
-    for made in (eager, compiled):
-        made(batch).square().sum().backward()
-    for one, other in zip(eager.dense_parameters(), compiled.dense_parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad)
-    for made in (eager, compiled):
-        again = copy.deepcopy(made)
-        again.top[-1].bias.data.add_(1)
-        torch.testing.assert_close(again(batch), made(batch) + 1)  # the copy's layers are its own
-
-
-def test_a_compiled_run(data: Synthetic, tmp_path: Path) -> None:
-    """By the real compiler, to the same scores but for rounding."""
-    given = {"runs_dir": str(tmp_path)}
-    found = [train(TrainConfig(**OPTIONS | given, compile=c), data, progress=False) for c in ("no", "default")]
-    assert found[1]["log_loss"] == pytest.approx(found[0]["log_loss"], abs=1e-3)
-    assert found[1]["flops_per_example"] == found[0]["flops_per_example"] > 0
-    assert found[1]["directory"].endswith("-compiled-default-b500-seed0")
+def test_runs_without_a_profile(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One that is not there, is not finished, has run on a GPU, or has no whole batch."""
+    assert main(["roofline", str(tmp_path / "none")]) == 1
+    assert "config.json is not the config of a run" in capsys.readouterr().err
+    options = {"runs_dir": str(tmp_path), "run": "run", "batch_size": 4000}
+    train(TrainConfig(**OPTIONS | options), progress=False)
+    assert main(["roofline", str(tmp_path / "run")]) == 1
+    assert "data set 'synthetic' has no whole batch: batch_size is 4000" in capsys.readouterr().err
+    assert main(["roofline", str(tmp_path / "run"), "--data", "math:pi"]) == 1
+    assert "but data is 'math:pi'" in capsys.readouterr().err
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    records = metrics.read_text()
+    metrics.write_text(records.replace('"device": "cpu"', '"device": "Some GPU"'))
+    assert main(["roofline", str(tmp_path / "run")]) == 1
+    assert "has run on Some GPU, whose times of parts are the host's" in capsys.readouterr().err
+    metrics.write_text(records[: records.index('{"kind": "test"')])
+    assert main(["roofline", str(tmp_path / "run")]) == 1
+    assert "run is not finished: a profile needs a run that was tested" in capsys.readouterr().err

@@ -5,9 +5,12 @@ A part takes at least as long as its bytes at the rate of a copy, and as its pro
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,9 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import rec_kernels as rk
-from rec_kernels.dlrm.data import Batch
+from bench.studies import compare_report
+from rec_kernels.dlrm.building import read_checkpoint, restored_model
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.data import Batch, DataError, DataSet
+from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.precision import dtype_of
+from rec_kernels.dlrm.runs import Records
+from rec_kernels.dlrm.train import open_reader
 
 _COPIED = 1 << 26  # bytes
 _WIDTH = 512  # of the matrices
@@ -115,18 +125,60 @@ def _fastest(work: Callable[[], object]) -> float:
     return min(times)
 
 
-def record(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flops_per_example: int) -> dict:
-    """For the test record: "profile", the seconds of each part of a step, in the mean, beside those at the limits.
+def profile(run: Path, data: DataSet | None = None) -> dict:
+    """The seconds of each part of a batch, in the mean of a run, beside those at the limits of this machine.
 
-    All are of a batch: of a step with several, its share. Nothing on a GPU, whose times of parts are the host's, nor
-    without a step.
+    All are of a batch: of a step with several, its share. Bytes and products are those of the last step of whole
+    batches, on the model of the run's checkpoint.
 
     Args:
-        step: the batches of one of the training, whole ones.
+        run: its folder.
+        data: the data set; by default the one that the run's config names.
+
+    Raises:
+        DataError: the run is not finished, it is one of a GPU, whose times of parts are the host's, it has no whole
+            batch, or its data or checkpoint is missing or not what it should be.
+    """
+    config, records = TrainConfig.read(run), Records(run).read()
+    train, test = ([r for r in records if r["kind"] == kind] for kind in ("train", "test"))
+    if not test:
+        raise DataError(f"{run} is not finished: a profile needs a run that was tested")
+    if test[-1].get("device", "cpu") != "cpu":
+        raise DataError(f"{run} has run on {test[-1]['device']}, whose times of parts are the host's: train on the CPU")
+    config = dataclasses.replace(config, device="cpu")
+    reader, _ = open_reader(config, data, run)
+    step = last_step(reader, config)
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    model = restored_model(config, reader, run, read_checkpoint(run, config, reader))
+    try:
+        flops = flops_per_example(model, reader.features, reader.num_dense)
+        return beside_limits(model, step, train, flops)
+    finally:
+        model.close()
+
+
+def last_step(data: DedupReader, config: TrainConfig) -> list[Batch]:
+    """The batches of the last step of an epoch that has whole ones only; of data for less than a step, those there are.
+
+    Raises:
+        DataError: there is no whole batch.
+    """
+    whole = data.num_rows("train") // config.batch_size
+    count = min(config.accumulate, whole)
+    if not whole:
+        raise DataError(f"data set {data.name!r} has no whole batch: batch_size is {config.batch_size}")
+    first = (whole // count - 1) * count
+    return list(itertools.islice(data.batches("train", config.batch_size, first), count))
+
+
+def beside_limits(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flops_per_example: int) -> dict:
+    """The profile of a run from its parts.
+
+    Args:
+        step: whole batches of one step.
         train: the records of the training. flops_per_example: of a row's forward.
     """
-    if not step or model.device.type != "cpu":
-        return {}
     limit, parts = limits(torch.get_num_threads(), dtype_of(model.precision)), {}
     rows = len(step[0].label)
     batches = sum(r["examples"] for r in train) / rows
@@ -136,4 +188,21 @@ def record(model: DLRM, step: Sequence[Batch], train: Sequence[dict], flops_per_
         seconds, least = sum(r["seconds"][part] for r in train) / batches, max(by_bytes, by_flops)
         parts[part] = {"seconds": seconds, **per_batch, "least_seconds": least, "of_roofline": least / seconds}
     about = {"rows": rows, "batches_of_step": len(step), "precision": model.precision}
-    return {"profile": about | {"parts": parts, "limits": limit}}
+    return about | {"parts": parts, "limits": limit}
+
+
+def markdown(profile: dict) -> str:
+    """A profile for a person."""
+    rows = [("part", "ms", "MB", "MFLOP", "ms at the limits", "share")]
+    for part, cost in profile["parts"].items():
+        ms, least = (f"{1000 * cost[key]:.3f}" for key in ("seconds", "least_seconds"))
+        sizes = f"{cost['bytes'] / 1e6:,.1f}", f"{cost['flops'] / 1e6:,.0f}"
+        rows.append((part, ms, *sizes, least, f"{cost['of_roofline']:.0%}"))
+    limit, count = profile["limits"], profile["batches_of_step"]
+    of_step = "" if count == 1 else f" Of a step's {count} batches, this is the mean one; rows are updated once."
+    return compare_report.table(rows) + (
+        f"\n\nA batch of {profile['rows']:,} rows, in the mean of the run, beside what inputs and outputs of operations"
+        ",\nparameters, ids, rows of tables and optimizer state take at a copy's "
+        f"{limit['bytes_per_second'] / 1e9:,.1f} GB/s, or its products at a large one's\n"
+        f"{limit['flops_per_second'] / 1e9:,.0f} GFLOP/s, in {profile['precision']}.{of_step}"
+    )

@@ -1,0 +1,58 @@
+"""The trainer with its dense side by torch.compile."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("pandas")
+pytest.importorskip("sklearn")
+
+from rec_kernels.dlrm import Batch, TrainConfig, train
+from rec_kernels.dlrm.config import MODELS
+from rec_kernels.dlrm.synthetic import Synthetic
+from rec_kernels.dlrm.train import build_model
+
+OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1, "embedding_dim": 4}
+OPTIONS |= {"bottom": (5,), "top": (6,)}
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    return Synthetic(3000, 300)
+
+
+@pytest.fixture(scope="module")
+def batch(data: Synthetic) -> Batch:
+    return next(data.batches("train", 500))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same logits and gradients but for rounding, in one graph, and the weights' names."""
+    calls, compiler = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **more: calls.append(more) or compiler(f, backend="eager"))
+    eager, compiled = (build_model(TrainConfig(**OPTIONS, model=model, compile=c), data) for c in ("no", "default"))
+    assert calls == [{"mode": "default", "fullgraph": True, "dynamic": False}]
+    assert eager.state_dict().keys() == compiled.state_dict().keys()
+    for made in (eager, compiled):
+        made(batch).square().sum().backward()
+    for one, other in zip(eager.dense_parameters(), compiled.dense_parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+    for made in (eager, compiled):
+        again = copy.deepcopy(made)
+        again.top[-1].bias.data.add_(1)
+        torch.testing.assert_close(again(batch), made(batch) + 1)  # the copy's layers are its own
+
+
+def test_a_compiled_run(data: Synthetic, tmp_path: Path) -> None:
+    """By the real compiler, to the same scores but for rounding."""
+    given = {"runs_dir": str(tmp_path)}
+    found = [train(TrainConfig(**OPTIONS | given, compile=c), data, progress=False) for c in ("no", "default")]
+    assert found[1]["log_loss"] == pytest.approx(found[0]["log_loss"], abs=1e-3)
+    assert found[1]["flops_per_example"] == found[0]["flops_per_example"] > 0
+    assert found[1]["directory"].endswith("-compiled-default-b500-seed0")
