@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.dlrm.threads import compute_with
+from rec_kernels.threads import compute_with
 
 Item = TypeVar("Item")
 

@@ -30,8 +30,8 @@ from rec_kernels.dlrm.predictions import predict
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
-from rec_kernels.dlrm.threads import ShortWaits
 from rec_kernels.dlrm.window import Clock, Window
+from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
 

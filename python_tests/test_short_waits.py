@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from rec_kernels.dlrm import threads
-from rec_kernels.dlrm.threads import Look, ShortWaits, compute_with, look
+from rec_kernels import threads
 from rec_kernels.testing import use_threads
+from rec_kernels.threads import Look, ShortWaits, compute_with, look
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Threads of the trainer: a thread that computes alone, and short waits while other programs need the same cores.
+"""Threads of a training on the CPU: one that computes alone, and short waits while other programs need the same cores.
 
 Waiting OpenMP threads spin before they sleep; libgomp, torch's OpenMP on Linux, spins for 300,000 turns, which take
 milliseconds. That is right on idle cores, because waking a thread takes longer than most waits. Beside another program
