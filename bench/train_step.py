@@ -149,7 +149,7 @@ class Stepper:
     def step(self, index: int) -> list[float]:
         """Train on batch ``index``; returns the seconds of each of ``PARTS``."""
         ticks = [time.perf_counter()]
-        batch = self.read(self.data.batch("train", self.batch_size, index))
+        batch = self.read(next(self.data.batches("train", self.batch_size, index)))
         ticks.append(time.perf_counter())
         loss = binary_cross_entropy_with_logits(self.model(batch), batch.label)
         ticks.append(time.perf_counter())

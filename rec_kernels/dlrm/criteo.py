@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -26,7 +24,7 @@ from tqdm import tqdm
 
 import rec_kernels as rk
 from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
-from rec_kernels.dlrm.data import Batch, DataError, Feature
+from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 from rec_kernels.dlrm.ids import ids_by_appearance, mix64
 from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
 
@@ -34,11 +32,10 @@ FORMAT = 1  # raise it whenever the same source gives other arrays
 FEWEST_ROWS = 7  # so that one of them is for the test
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32
 BLANK = 2**32  # among the values of a category
-PART = 1 << 20  # numbers copied at once
 ARRAYS = ("label", "dense", "ids", "num_embeddings")
 
 
-class Criteo:
+class Criteo(Rows):
     """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
 
     Preparing takes 250 bytes of disk per row, 160 of which stay, and memory for one column at a time.
@@ -88,30 +85,16 @@ class Criteo:
         self.fingerprint = fingerprint(directory)
         self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
         self.features = [Feature(name, int(n)) for name, n in zip(CATEGORIES, data["num_embeddings"], strict=True)]
-        self.train_rows = train_rows(len(self.label))
+        self.rows, self.train_rows = len(self.label), train_rows(len(self.label))
 
-    def num_rows(self, split: str) -> int:
-        """Rows of "train" or "test"."""
-        start, stop = self._range(split)
-        return stop - start
-
-    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of a split from number ``start`` on, in the order of the file."""
-        first, stop = self._range(split)
-        for row in range(first + start * batch_size, stop, batch_size):
-            rows = slice(row, min(row + batch_size, stop))
-            ids = torch.from_numpy(self.ids[:, rows].flatten())
-            yield Batch(
-                dense=torch.from_numpy(self.dense[rows].copy()),
-                features=rk.KeyedJaggedTensor(list(CATEGORIES), ids, offsets=torch.arange(len(ids) + 1)),
-                label=torch.from_numpy(self.label[rows].copy()),
-            )
-
-    def _range(self, split: str) -> tuple[int, int]:
-        ranges = {"train": (0, self.train_rows), "test": (self.train_rows, len(self.label))}
-        if split not in ranges:
-            raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
-        return ranges[split]
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows."""
+        ids = torch.from_numpy(self.ids[:, rows].flatten())
+        return Batch(
+            dense=torch.from_numpy(self.dense[rows].copy()),
+            features=rk.KeyedJaggedTensor(list(CATEGORIES), ids, offsets=torch.arange(len(ids) + 1)),
+            label=torch.from_numpy(self.label[rows].copy()),
+        )
 
 
 def source_files(path: Path) -> list[Path]:
@@ -162,11 +145,19 @@ def _prepare(folder: Path, files: list[Path], rows: int | None, table_rows: int 
         if total < FEWEST_ROWS:
             where = files[0] if len(files) == 1 else files[0].parent
             raise DataError(f"{where} has {total} rows, needed are {FEWEST_ROWS} or more, so that one is for the test")
-        _write_array(folder / "label.npy", (total,), _parts(columns / "label", np.float32))
-        _write_array(folder / "dense.npy", (total, len(INTEGERS)), _parts(columns / "dense", np.float32))
-        num_embeddings: list[int] = []
-        ids = _ids(columns, total, table_rows, num_embeddings, progress)
-        _write_array(folder / "ids.npy", (len(CATEGORIES), total), ids)
+        for name, shape in (("label", total), ("dense", (total, len(INTEGERS)))):
+            raw = np.memmap(columns / name, np.float32, "r", shape=shape)
+            np.save(folder / f"{name}.npy", raw, allow_pickle=False)
+            (columns / name).unlink()
+        num_embeddings = []
+        with (folder / "ids.npy").open("wb") as file:
+            header = {"descr": np.dtype(np.int32).str, "fortran_order": False, "shape": (len(CATEGORIES), total)}
+            npy.write_array_header_1_0(file, header)
+            for number, name in enumerate(tqdm(CATEGORIES, desc="ids", unit="column", disable=not progress)):
+                ids, table = _ids(np.fromfile(columns / name, dtype=RAW), number, table_rows)
+                file.write(ids.astype(np.int32).data)
+                num_embeddings.append(table)
+                (columns / name).unlink()
         np.save(folder / "num_embeddings.npy", np.array(num_embeddings), allow_pickle=False)
 
 
@@ -185,21 +176,13 @@ def _write_columns(columns: Path, files: list[Path], rows: int | None, progress:
     return total
 
 
-def _ids(
-    columns: Path, total: int, table_rows: int | None, num_embeddings: list[int], progress: bool
-) -> Iterator[np.ndarray]:
-    """Ids of one category after the other, int32 [total]; the rows of its table are appended to num_embeddings."""
-    for number, name in enumerate(tqdm(CATEGORIES, desc="ids", unit="column", disable=not progress)):
-        raw = np.fromfile(columns / name, dtype=RAW)
-        (columns / name).unlink()
-        values = raw["value"].astype(np.int64)
-        values[raw["blank"]] = BLANK
-        if table_rows is None:
-            ids, rows = ids_by_appearance(values, train_rows(total))
-        else:
-            ids, rows = hashed_ids(values, number, table_rows), table_rows
-        num_embeddings.append(rows)
-        yield ids.astype(np.int32)
+def _ids(raw: np.ndarray, number: int, table_rows: int | None) -> tuple[np.ndarray, int]:
+    """Ids [N] of category ``number``, of which ``raw`` is as it is in the file, and the rows of its table."""
+    values = raw["value"].astype(np.int64)
+    values[raw["blank"]] = BLANK
+    if table_rows is None:
+        return ids_by_appearance(values, train_rows(len(values)))
+    return hashed_ids(values, number, table_rows), table_rows
 
 
 def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
@@ -214,21 +197,3 @@ def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
         uint64 [n].
     """
     return mix64((column << 33) + values) % np.uint64(table_rows)
-
-
-def _parts(raw: Path, dtype: type) -> Iterator[np.ndarray]:
-    with raw.open("rb") as file:
-        part: np.ndarray
-        while len(part := np.fromfile(file, dtype=dtype, count=PART)):
-            yield part
-    raw.unlink()
-
-
-def _write_array(path: Path, shape: tuple[int, ...], parts: Iterator[np.ndarray]) -> None:
-    """A ``.npy`` file from the ``parts`` of an array, in C order; all of them have one dtype."""
-    first = next(parts)
-    with path.open("wb") as file:
-        header = {"descr": npy.dtype_to_descr(first.dtype), "fortran_order": False, "shape": shape}
-        npy.write_array_header_1_0(file, header)
-        for part in chain([first], parts):
-            file.write(part.data)

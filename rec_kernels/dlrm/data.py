@@ -6,6 +6,7 @@ calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/dat
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -136,6 +137,37 @@ class DataSet(Protocol):
         them on a thread of its own.
         """
         ...
+
+
+class Rows(ABC):
+    """The base of data sets that can make a batch of any rows.
+
+    Attributes:
+        rows: all of them. train_rows: how many of them, the first ones, are for training; the others are for the test.
+    """
+
+    rows: int
+    train_rows: int
+
+    @abstractmethod
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows."""
+
+    def num_rows(self, split: str) -> int:
+        """Rows of "train" or "test"."""
+        start, stop = self._range(split)
+        return stop - start
+
+    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
+        """The batches of a split from number ``start`` on, in the order of the rows."""
+        first, stop = self._range(split)
+        for row in range(first + start * batch_size, stop, batch_size):
+            yield self.batch_of(slice(row, min(row + batch_size, stop)))
+
+    def _range(self, split: str) -> tuple[int, int]:
+        if split not in ("train", "test"):
+            raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
+        return (0, self.train_rows) if split == "train" else (self.train_rows, self.rows)
 
 
 class Sized(DataSet, Protocol):

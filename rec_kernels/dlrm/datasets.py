@@ -29,8 +29,7 @@ def open_data(config: TrainConfig) -> DataSet:
         raise DataError(f"data is {config.data!r}, allowed are {', '.join(OPTIONS)} and module:function")
     _refuse_options_of_others(config)
     if config.data == "completejourney":
-        from rec_kernels.dlrm.batches import CompleteJourney
-        from rec_kernels.dlrm.prepared import load_completejourney
+        from rec_kernels.dlrm.completejourney import CompleteJourney, load_completejourney
 
         history = {} if config.history is None else {"history": config.history}
         return CompleteJourney(load_completejourney(config.weeks, config.data_dir, **history, progress=True))

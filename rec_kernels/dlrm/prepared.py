@@ -18,13 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rec_kernels.dlrm import completejourney
-from rec_kernels.dlrm.completejourney import HISTORY_LENGTH, HISTORY_LENGTHS, LAST_WEEK, Prepared, folder_name
 from rec_kernels.dlrm.data import DataError
 
-FORMAT = 1  # raise it whenever completejourney.build gives other arrays
 MANIFEST = "manifest.json"
-ARRAYS = tuple(field.name for field in fields(Prepared) if field.type == "np.ndarray")
 CHUNK = 1 << 20  # bytes
 
 
@@ -44,6 +40,17 @@ class Contents(NamedTuple):
     identity: dict[str, Any]
     arrays: tuple[str, ...]
     facts: tuple[str, ...] = ()
+
+    def save(self, data: Any, folder: Path) -> dict[str, Any]:
+        """Writes the arrays that ``data`` has as attributes, and returns the facts that it has."""
+        for name in self.arrays:
+            np.save(_file(folder, name), getattr(data, name), allow_pickle=False)
+        return {name: getattr(data, name) for name in self.facts}
+
+
+def arrays_of(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass that are arrays."""
+    return tuple(field.name for field in fields(kind) if field.type == "np.ndarray")
 
 
 def base_directory(data_dir: str | Path | None) -> Path:
@@ -123,66 +130,6 @@ def fingerprint(directory: Path) -> str:
     """Of the contents of a prepared directory that was read: the same wherever it is and whatever it was made from."""
     files = json.loads((directory / MANIFEST).read_text())["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def load_completejourney(
-    weeks: int | None = None,
-    data_dir: str | Path | None = None,
-    *,
-    history: int = HISTORY_LENGTH,
-    progress: bool = False,
-) -> Prepared:
-    """Complete Journey as prepared arrays, built on the first call (seconds) and memory-mapped afterwards.
-
-    Args:
-        weeks: None for the whole year, or 1 to 52, the first weeks only (``completejourney.build``).
-        data_dir: folder of the prepared data, ``~/.cache/rec_kernels`` by default (125 MB for all weeks).
-        history: ids of the longest histories, 10 to 200; every choice has a folder of its own.
-        progress: show a progress bar while building.
-
-    Raises:
-        ValueError: ``weeks`` or ``history`` is out of range.
-        DataError: the data package is missing or not the supported version.
-    """
-    if weeks is not None and not 1 <= weeks < LAST_WEEK:
-        raise ValueError(f"weeks is {weeks}, allowed are 1 to {LAST_WEEK - 1}, or None for the whole year")
-    shortest, longest = HISTORY_LENGTHS
-    if not shortest <= history <= longest:
-        raise ValueError(f"history is {history}, allowed are {shortest} to {longest} products")
-    directory = base_directory(data_dir) / folder_name(weeks, history)
-
-    def build(folder: Path) -> dict[str, Any]:
-        source = completejourney.read_source(weeks)
-        return _save(completejourney.build(*source, weeks=weeks, history=history, progress=progress), folder)
-
-    return Prepared(**open_directory(directory, _contents(weeks, history), build), weeks=weeks, history=history)
-
-
-def write_prepared(data: Prepared, directory: Path) -> None:
-    """Write Complete Journey as ``directory``, as ``write_directory``."""
-    write_directory(directory, _contents(data.weeks, data.history), lambda folder: _save(data, folder))
-
-
-def read_prepared(directory: Path, weeks: int | None, history: int = HISTORY_LENGTH) -> Prepared:
-    """Complete Journey from ``directory``, as ``read_directory``."""
-    return Prepared(**read_directory(directory, _contents(weeks, history)), weeks=weeks, history=history)
-
-
-def _save(data: Prepared, folder: Path) -> dict[str, Any]:
-    for name in ARRAYS:
-        np.save(_file(folder, name), getattr(data, name), allow_pickle=False)
-    return {"train_rows": data.train_rows, "num_embeddings": data.num_embeddings}
-
-
-def _contents(weeks: int | None, history: int) -> Contents:
-    identity = {
-        "format": FORMAT,
-        "package": completejourney.PACKAGE,
-        "package_version": completejourney.PACKAGE_VERSION,
-        "weeks": weeks,
-        "history": history,
-    }
-    return Contents(identity, ARRAYS, ("train_rows", "num_embeddings"))
 
 
 def _file(directory: Path, name: str) -> Path:
