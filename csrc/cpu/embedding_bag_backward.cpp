@@ -294,18 +294,6 @@ std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad,
   return sparse(grad, nullptr, read_gradient(grad, weights_shape, bags));
 }
 
-void set_elementwise(const UpdateState& state, const BagInput& in, Optimizer optimizer, double beta1, double beta2,
-                     RowTarget* target) {
-  target->kind = elementwise_kind(optimizer);
-  target->parts = in.records;
-  target->beta1 = static_cast<float>(beta1);
-  target->beta2 = static_cast<float>(beta2);
-  if (!state.beta_powers) return;
-  const float* powers = state.beta_powers->const_data_ptr<float>();
-  target->beta1_power = powers[0] * target->beta1;
-  target->beta2_power = powers[1] * target->beta2;
-}
-
 FinishRuns kernel_of(Optimizer optimizer) {
   const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
   if (is_elementwise(optimizer)) return k.elementwise;
@@ -325,15 +313,15 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     const CachedRows& cached, const OptionalTensor& cache_dirty) {
   const Tensor& values = bags.values;
-  const Update update = read_update(values, sum, step, lr, fused, grad_scale);
-  const auto& [optimizer, state, how, gradient_step, scale] = update;
+  Update update = read_update(values, sum, step, lr, fused, grad_scale);
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
+  update.records = layout.parts;
   check_weights(weights, values, layout);
   const CacheArguments arguments{cached.rows, cached.tags, cached.marks, cache_dirty};
   const bool has_cache = check_cache(arguments, layout, values, CacheUse::kUpdate);
   BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, has_cache ? &arguments : nullptr));
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  check_row_state(state, optimizer, in.num_rows);
+  check_row_state(update, in.num_rows);
   check_step_and_lr(step, lr);
   const int64_t next_step = advanced(step, "step");
   const CacheInput cache = has_cache ? read_cache(arguments, in) : CacheInput{};
@@ -350,19 +338,15 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   const Occurrences o = sort_occurrences(in, grad, {cache.view, before});
   RowTarget target{};
   target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
-  target.state = state.pointers();
-  target.lr = *lr.const_data_ptr<float>();
-  target.eps = static_cast<float>(fused.eps);
-  target.gradient_step = gradient_step;
-  if (is_elementwise(optimizer)) set_elementwise(state, in, optimizer, fused.beta1, fused.beta2, &target);
-  target.stochastic = how.stochastic;
+  target.update = update;
   target.cache = cache.view;
-  target.rounding = {make_noise(how.seed ? *how.seed : 0, *step.const_data_ptr<int64_t>()), how.stochastic};
-  finish_all(in, o, grad, target.weights, scale ? 1.0f / *scale : 1.0f, target, kernel_of(optimizer));
+  target.rounding = {make_noise(update.seed ? *update.seed : 0, *update.step), update.stochastic};
+  finish_all(in, o, grad, target.weights, update.inverse_scale(), target, kernel_of(update.optimizer));
   *step.mutable_data_ptr<int64_t>() = next_step;
   if (!fused.beta_powers) return;
-  fused.beta_powers->mutable_data_ptr<float>()[0] = target.beta1_power;
-  fused.beta_powers->mutable_data_ptr<float>()[1] = target.beta2_power;
+  const BetaPowers powers = update.powers();
+  fused.beta_powers->mutable_data_ptr<float>()[0] = powers.first;
+  fused.beta_powers->mutable_data_ptr<float>()[1] = powers.second;
 }
 
 }  // namespace

@@ -5,8 +5,7 @@
 #include "cpu/embedding_bag.h"
 #include "cpu/row_formats.h"
 #include "ops/cache_places.h"
-#include "optimizers/elementwise.h"
-#include "optimizers/gradient_step.h"
+#include "optimizers/update.h"
 
 namespace rec_kernels {
 
@@ -60,15 +59,8 @@ struct RunArgs {
 // Where finished row gradients go. The fields of the one that runs are set.
 struct RowTarget {
   uint8_t* weights;  // updated in place, or receives the gradient
-  OptimizerState state;
-  float lr;
-  float eps;
-  GradientStep gradient_step;
-  ElementwiseKind kind;    // of an optimizer with state for every element, and what it needs beyond lr and eps
-  const TablePart* parts;  // the layout's records, whose state_offset says where state starts
-  float beta1, beta2, beta1_power, beta2_power;
-  int64_t* rows;  // row of each run of sparse gradients; null for dense ones
-  bool stochastic;
+  Update update;
+  int64_t* rows;         // row of each run of sparse gradients; null for dense ones
   RowRounding rounding;  // of encoded rows; the noise's table is the feature's
   CacheView cache;
 };

@@ -273,7 +273,7 @@ void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* 
 
 // Of the table's first row; null stays null.
 float* state_of(const RowTarget& t, const TableRuns& table) {
-  return t.state.sum ? t.state.sum + table.part->row_offset : nullptr;
+  return t.update.state.sum ? t.update.state.sum + table.part->row_offset : nullptr;
 }
 
 // Whether the table's rows are floats where they lie, and none of them may be in a cache.
@@ -295,39 +295,39 @@ void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, co
   const int64_t D = f.embedding_dim;
   const float* sum = state_of(t, table);
   if (is_plain(a, t, f))
-    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.gradient_step, sum, float_rows(t, f)}, table,
-                scratch, begin, end);
+    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, sum, float_rows(t, f)}, table, scratch,
+                begin, end);
   else
-    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.gradient_step, sum, kept_rows(a, t, f, scratch)},
-                table, scratch, begin, end);
+    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, sum, kept_rows(a, t, f, scratch)}, table,
+                scratch, begin, end);
 }
 
 void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
-  update(a, t, Sgd{t.lr}, table, scratch, begin, end);
+  update(a, t, Sgd{*t.update.lr}, table, scratch, begin, end);
 }
 
 void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                      int64_t end) {
-  update(a, t, RowwiseAdagrad{t.lr, t.eps, state_of(t, table)}, table, scratch, begin, end);
+  update(a, t, RowwiseAdagrad{*t.update.lr, t.update.eps, state_of(t, table)}, table, scratch, begin, end);
 }
 
 void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
                  int64_t end) {
   const Part& f = *table.part;
-  const int64_t D = f.embedding_dim, first = t.parts[table.part - a.parts].state_offset;
-  const auto o = Elementwise::make(t.kind, t.lr, t.eps, t.beta1, t.beta2, t.beta1_power, t.beta2_power);
-  OptimizerState state = t.state;
+  const int64_t D = f.embedding_dim, first = t.update.records[table.part - a.parts].state_offset;
+  const Elementwise o = elementwise_of(t.update);
+  OptimizerState state = t.update.state;
   if (state.sum) state.sum = state.moment(state.sum, first);
   if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
   if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
   else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
   const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
   if (is_plain(a, t, f))
-    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.gradient_step, moments, float_rows(t, f)}, table, scratch,
-                begin, end);
-  else
-    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.gradient_step, moments, kept_rows(a, t, f, scratch)}, table,
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.update.gradient_step, moments, float_rows(t, f)}, table,
                 scratch, begin, end);
+  else
+    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
+                table, scratch, begin, end);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ struct CacheInput {
 inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights, const Update& update,
                               const CacheArguments* cache) {
   LayoutLimits limits = limits_of(layout, weights);
-  if (is_elementwise(update.optimizer)) limits.state_elements = update.state.moments().numel();
+  limits.state_elements = update.state_elements;
   if (cache != nullptr) limits.cache_slots = cache->tags->numel();
   if (cache != nullptr) limits.cache_elements = cache->rows->numel();
   return limits;

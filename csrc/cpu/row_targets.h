@@ -90,7 +90,7 @@ struct EncodedRows {
     const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
     const auto format = static_cast<int>(f.format);
     decode = k.decode[format];
-    encode = (t.stochastic ? k.stochastic : k.nearest)[format];
+    encode = (t.update.stochastic ? k.stochastic : k.nearest)[format];
     rounding.noise.shard = f.shard;
   }
   void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
@@ -158,7 +158,7 @@ struct UpdateTarget {
   static constexpr bool kElementwise = false;
   int64_t D;
   Optimizer optimizer;
-  GradientStep step;
+  Update how;
   const float* sum;  // of the table
   Rows rows;
 
@@ -190,13 +190,13 @@ struct UpdateTarget {
   void flush() { rows.flush(); }
 
   // A step between the gradient and the optimizer has the row's gradient g [D] in memory, and overwrites it.
-  bool takes_whole_rows() const { return step.is_active(); }
+  bool takes_whole_rows() const { return how.gradient_step.is_active(); }
   void update(int64_t row, float* g) {
     float* w = rows.open(row);
-    take_step(step, w, D, g);
+    take_step(how.gradient_step, w, D, g);
     const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
     const float factor = optimizer.prepare(row, mean_square);
-    if (step.decays_weights()) add_scaled(-(optimizer.lr * step.weight_decay), w, D, w);
+    if (how.shrinks_weights) add_scaled(how.shrinkage(), w, D, w);
     add_scaled(factor, g, D, w);
     rows.close(row);
   }
@@ -211,7 +211,7 @@ struct MomentRows {
   float* held;  // [2, D] for rows that are not floats
 
   MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard, float* held)
-      : D(D), state(state), stochastic(t.stochastic), rounding(t.rounding), held(held) {
+      : D(D), state(state), stochastic(t.update.stochastic), rounding(t.rounding), held(held) {
     rounding.noise.shard = shard;
   }
   void prefetch(int64_t row, bool second_by_row) const {

@@ -60,11 +60,7 @@ struct ElementwiseTarget : Base {
   static constexpr bool kElementwise = true;
   using Base::u;
 
-  __device__ Elementwise optimizer() const {
-    const float power1 = u.beta_powers ? u.beta_powers[0] * u.beta1 : 0.0f;
-    const float power2 = u.beta_powers ? u.beta_powers[1] * u.beta2 : 0.0f;
-    return Elementwise::make(u.kind, *u.lr, u.eps, u.beta1, u.beta2, power1, power2);
-  }
+  __device__ Elementwise optimizer() const { return elementwise_of(u); }
   __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
 
   __device__ void expect_state(int64_t part, const Part& f, int64_t row, int lane) const {

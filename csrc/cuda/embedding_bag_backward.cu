@@ -47,7 +47,7 @@ struct SparseTarget {
 template <class Optimizer>
 struct UpdateTarget {
   static constexpr bool kElementwise = false, kEncodes = false, kUpdates = true;
-  UpdateArgs u;
+  RowUpdate u;
 
   // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
   __device__ void expect(const Part& f, int64_t row, int lane) const {
@@ -69,18 +69,16 @@ struct UpdateTarget {
     return load_columns(row, c, D, aligned);
   }
   __device__ Vec4 updated(Vec4 w, const Vec4& g, float factor) const {
-    if (u.decays_weights()) w = u.decayed(w);
+    if (u.shrinks_weights) w = u.shrunk(w);
     for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
     return w;
   }
 };
 
-__global__ void advance_step_kernel(Skip skip, int64_t* step, float* beta_powers, float beta1, float beta2) {
+__global__ void advance_step_kernel(Skip skip, Update update, int64_t* step, BetaPowers* powers) {
   if (skip.now()) return;
   ++*step;
-  if (!beta_powers) return;
-  beta_powers[0] = beta_powers[0] * beta1;
-  beta_powers[1] = beta_powers[1] * beta2;
+  if (powers) *powers = update.powers();
 }
 
 SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
@@ -131,9 +129,9 @@ void finish_all(const BagInput& in, SumArgs args, const Target& target, const Te
 }
 
 // The rows of one format, or those in slots, which are floats.
-void update_floats(const SumArgs& args, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream) {
-  if (is_elementwise(optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
-  else if (optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
+void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
+  if (is_elementwise(update.optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
+  else if (update.optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
   else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
 }
 
@@ -149,8 +147,8 @@ __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, Cach
   }
 }
 
-void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer optimizer, const CacheTensors& cache,
-                const Tensor& like, cudaStream_t stream) {
+void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheTensors& cache, const Tensor& like,
+                cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
   const ChunkSums sums = sum_chunks(in, &args, like, stream);
   const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
@@ -160,13 +158,13 @@ void update_all(const BagInput& in, SumArgs args, UpdateArgs update, Optimizer o
     args.cache = {slots.const_data_ptr<int64_t>(), false};
   }
   for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
-    if (in.parts.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, optimizer, stream);
-    else update_floats(args, update, optimizer, stream);
+    if (in.parts.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, stream);
+    else update_floats(args, update, stream);
   }
   if (!cache.tags) return;
   args.cache.hot = true;
   update.weights = reinterpret_cast<uint8_t*>(cache.rows);
-  update_floats(args, update, optimizer, stream);
+  update_floats(args, update, stream);
 }
 
 // The gradients of the bags that samples share, where the input then says that they are.
@@ -302,42 +300,30 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
                     const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
                     const CachedRows& cached, const OptionalTensor& cache_dirty) {
   const Tensor& values = bags.values;
-  const auto [optimizer, state, how, gradient_step, scale] = read_update(values, sum, step, lr, fused, grad_scale);
+  RowUpdate update{read_update(values, sum, step, lr, fused, grad_scale), nullptr};
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
+  update.records = layout.parts;
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);
   const cudaStream_t stream = device.stream();
   BagInput in = read_bags(bags, layout, stream);
   check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
-  check_row_state(state, optimizer, in.num_rows);
+  check_row_state(update, in.num_rows);
   const float* overflow = optional_scalar(found_inf, values, "found_inf");
   const CacheTensors cache = read_cache({cached.rows, cached.tags, cached.marks, cache_dirty}, layout, values);
   if (cached.slots) check_slots_of_ids(*cached.slots, values);
   LayoutLimits limits = limits_of(in, weights, cache);
-  if (is_elementwise(optimizer)) limits.state_elements = state.moments().numel();
+  limits.state_elements = update.state_elements;
   const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream);
   const SharedRows shared = sum_shared(grad, own_status, &in, stream);
   const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
   const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, in.raises};
-  const SumArgs args = sum_args(in, o, grad, weights, scale, skip);
-  auto* counter = step.mutable_data_ptr<int64_t>();
-  const UpdateArgs update{on_gpu(weights, values),
-                          state.pointers(),
-                          lr.const_data_ptr<float>(),
-                          static_cast<float>(fused.eps),
-                          gradient_step,
-                          how.stochastic,
-                          is_elementwise(optimizer),
-                          how.seed,
-                          counter,
-                          elementwise_kind(optimizer),
-                          in.parts.records,
-                          static_cast<float>(fused.beta1),
-                          static_cast<float>(fused.beta2),
-                          fused.beta_powers ? fused.beta_powers->const_data_ptr<float>() : nullptr};
-  update_all(in, args, update, optimizer, cache, grad, stream);
-  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, counter,
-         fused.beta_powers ? fused.beta_powers->mutable_data_ptr<float>() : nullptr, update.beta1, update.beta2);
+  const SumArgs args = sum_args(in, o, grad, weights, update.grad_scale, skip);
+  update.weights = on_gpu(weights, values);
+  update_all(in, args, update, cache, grad, stream);
+  auto* powers = fused.beta_powers ? static_cast<BetaPowers*>(fused.beta_powers->mutable_data_ptr()) : nullptr;
+  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, static_cast<const Update&>(update),
+         step.mutable_data_ptr<int64_t>(), powers);
 }
 
 }  // namespace

@@ -12,7 +12,7 @@ namespace {
 template <class Format, class Optimizer>
 struct EncodedTarget {
   static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
-  UpdateArgs u;
+  RowUpdate u;
 
   __device__ void expect(const Part& f, int64_t row, int lane) const {
     const int64_t bytes = Format::row_bytes(f.embedding_dim);
@@ -44,7 +44,7 @@ struct EncodedTarget {
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
         Vec4 w = c < D ? reader.read(c) : Vec4{};
-        if (u.decays_weights()) w = u.decayed(w);
+        if (u.shrinks_weights) w = u.shrunk(w);
         for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
       }
     };
@@ -82,13 +82,13 @@ void finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
 
 }  // namespace
 
-void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream) {
+void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream) {
   with_bag_format(a.parts.formats[a.format], [&](auto format) {
     using Format = decltype(format);
     if constexpr (!std::is_same<Format, Fp32>::value) {
       using Plain = EncodedTarget<Format, Sgd>;
-      if (is_elementwise(optimizer)) finish(a, ElementwiseTarget<Plain>{{update}}, stream);
-      else if (optimizer == Optimizer::kSgd) finish(a, Plain{update}, stream);
+      if (is_elementwise(update.optimizer)) finish(a, ElementwiseTarget<Plain>{{update}}, stream);
+      else if (update.optimizer == Optimizer::kSgd) finish(a, Plain{update}, stream);
       else finish(a, EncodedTarget<Format, RowwiseAdagrad>{update}, stream);
     }
   });

@@ -6,8 +6,7 @@
 #pragma once
 
 #include "cuda/embedding_bag_backward.cuh"
-#include "optimizers/elementwise.h"
-#include "optimizers/gradient_step.h"
+#include "ops/embedding_bag_update.h"
 
 namespace rec_kernels {
 inline namespace RK_ISA {
@@ -312,31 +311,19 @@ void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) 
          0, stream, a, target);
 }
 
-// How the rows of formats[a.format] are updated.
-struct UpdateArgs {
+// An update of rows in `weights`.
+struct RowUpdate : Update {
   uint8_t* weights;
-  OptimizerState state;
-  const float* lr;
-  float eps;
-  GradientStep gradient_step;
-  bool stochastic;
-  bool elementwise;
-  const int64_t *seed, *step;  // of the noise; seed may be null: 0
-  ElementwiseKind kind;        // of an optimizer with state for every element, and what it needs beyond lr and eps
-  const TablePart* records;    // state for every element starts at their state_offset
-  float beta1, beta2;
-  const float* beta_powers;  // or null
 
-  // Whether weights shrink by themselves, and how. Where gradients become directions, the decay is part of these.
-  __device__ __forceinline__ bool decays_weights() const { return gradient_step.decays_weights() && !elementwise; }
-  __device__ __forceinline__ Vec4 decayed(Vec4 w) const {
-    const float rate = -(*lr * gradient_step.weight_decay);
+  // Weights that have shrunk by themselves.
+  __device__ __forceinline__ Vec4 shrunk(Vec4 w) const {
+    const float rate = shrinkage();
     for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(rate, w.v[j], w.v[j]);
     return w;
   }
 };
 
 // Updates the rows of a.format, which is not fp32.
-void finish_encoded(const SumArgs& a, const UpdateArgs& update, Optimizer optimizer, cudaStream_t stream);
+void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream);
 
 }  // namespace rec_kernels

@@ -1,7 +1,6 @@
 #include "ops/embedding_bag.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "core/schema.h"
 
@@ -88,20 +87,6 @@ Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   f.format = format;
   f.mean = mean;
   return f;
-}
-
-const char* const kOptimizerNames[] = {"sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb"};
-
-// `per_element`: state that may be bfloat16.
-void check_state(const OptionalTensor& t, bool wanted, bool per_element, Optimizer optimizer, const Tensor& values,
-                 const char* name) {
-  check_value(t.has_value() == wanted, name, wanted ? " must" : " must not", " be given for optimizer \"",
-              kOptimizerNames[static_cast<int>(optimizer)], "\"");
-  if (!t) return;
-  check_rank(*t, 1, name);
-  if (!per_element || t->scalar_type() != ScalarType::BFloat16) check_dtype(*t, ScalarType::Float, name);
-  check_contiguous(*t, name);
-  check_same_device(*t, values, name, "values");
 }
 
 }  // namespace
@@ -255,104 +240,6 @@ void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int6
   check_shape(grad, {rows, output_dim}, "grad");
   check_dtype(grad, ScalarType::Float, "grad");
   check_same_device(grad, values, "grad", "values");
-}
-
-OptimizerState UpdateState::pointers() const {
-  const auto pointer = [](const OptionalTensor& t) { return t ? static_cast<float*>(t->mutable_data_ptr()) : nullptr; };
-  const bool bf16 = (sum && sum->scalar_type() == ScalarType::BFloat16) ||
-                    (exp_avg && exp_avg->scalar_type() == ScalarType::BFloat16);
-  return {pointer(sum), pointer(exp_avg), pointer(exp_avg_sq), bf16};
-}
-
-namespace {
-
-Optimizer parse_optimizer(const std::string& name) {
-  int number = 0;
-  std::string known;
-  for (const char* each : kOptimizerNames) {
-    if (name == each) return static_cast<Optimizer>(number);
-    known += join(number++ ? ", " : "", each);
-  }
-  throw_value_error(join("optimizer must be one of ", known, ", got \"", name, "\""));
-}
-
-GradientStep parse_gradient_step(const UpdateArguments& fused) {
-  const std::string& mode = fused.weight_decay_mode;
-  const double weight_decay = fused.weight_decay;
-  GradientStep step;
-  const bool l2 = mode == "l2";
-  check_value(l2 || mode == "decoupled", "weight_decay_mode must be \"l2\" or \"decoupled\", got \"", mode, "\"");
-  check_value(weight_decay >= 0 && std::isfinite(static_cast<float>(weight_decay)), "weight_decay = ", weight_decay,
-              " must be at least 0, and finite as float32");
-  step.weight_decay = static_cast<float>(weight_decay);
-  step.decoupled = !l2;
-  const auto limit = [](std::optional<double> clip, const char* name) {
-    check_value(!clip || *clip > 0, name, " = ", clip.value_or(0), " must be above 0");
-    return clip ? static_cast<float>(*clip) : INFINITY;
-  };
-  step.clip_value = limit(fused.clip_grad_value, "clip_grad_value");
-  step.clip_norm = limit(fused.clip_grad_norm, "clip_grad_norm");
-  return step;
-}
-
-// Everything but the rows' rounding.
-void check_update(const Tensor& values, const UpdateState& state, const Tensor& step, const Tensor& lr,
-                  Optimizer optimizer, double eps, double beta1, double beta2) {
-  check_rank(step, 0, "step");
-  check_dtype(step, ScalarType::Long, "step");
-  check_same_device(step, values, "step", "values");
-  check_rank(lr, 0, "lr");
-  check_dtype(lr, ScalarType::Float, "lr");
-  check_same_device(lr, values, "lr", "values");
-  const bool elementwise = is_elementwise(optimizer), adagrad = optimizer == Optimizer::kAdagrad;
-  const bool moments = elementwise && !adagrad;
-  const bool rowwise = optimizer == Optimizer::kRowwiseAdam;
-  check_state(state.sum, adagrad || optimizer == Optimizer::kRowwiseAdagrad, adagrad, optimizer, values, "sum");
-  check_state(state.exp_avg, moments, true, optimizer, values, "exp_avg");
-  check_state(state.exp_avg_sq, moments, !rowwise, optimizer, values, "exp_avg_sq");
-  check_state(state.beta_powers, moments, false, optimizer, values, "beta_powers");
-  check_value(!moments || state.beta_powers->numel() == 2, "beta_powers must have 2 elements, got ",
-              moments ? state.beta_powers->numel() : 0);
-  check_value(!moments || rowwise || state.exp_avg_sq->numel() == state.exp_avg->numel(),
-              "exp_avg_sq must have as many elements as exp_avg");
-  check_value(!moments || rowwise || state.exp_avg_sq->scalar_type() == state.exp_avg->scalar_type(),
-              "exp_avg_sq must have exp_avg's dtype");
-  check_value(eps >= 0 && std::isfinite(static_cast<float>(eps)), "eps = ", eps,
-              " must be at least 0, and finite as float32");
-  for (const double beta : {beta1, beta2})  // as float32, which 0.99999999 is too close to 1 for
-    check_value(beta >= 0 && static_cast<float>(beta) < 1.0f, "beta1 and beta2 must be in [0, 1) as float32, got ",
-                beta1, " and ", beta2);
-}
-
-}  // namespace
-
-void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows) {
-  const auto check = [&](const OptionalTensor& t, const char* name) {
-    check_value(t->numel() >= rows, name, " must have one element per row (", rows, "), got ", t->numel());
-  };
-  if (optimizer == Optimizer::kRowwiseAdagrad) check(state.sum, "sum");
-  if (optimizer == Optimizer::kRowwiseAdam) check(state.exp_avg_sq, "exp_avg_sq");
-}
-
-UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed) {
-  const bool stochastic = rounding == "stochastic";
-  check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
-              "\"");
-  if (!seed) return {stochastic, nullptr};
-  check_rank(*seed, 0, "seed");
-  check_dtype(*seed, ScalarType::Long, "seed");
-  check_same_device(*seed, values, "seed", "values");
-  return {stochastic, seed->const_data_ptr<int64_t>()};
-}
-
-Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                   const UpdateArguments& fused, const OptionalTensor& grad_scale) {
-  const Optimizer optimizer = parse_optimizer(fused.optimizer);
-  const UpdateState state{sum, fused.exp_avg, fused.exp_avg_sq, fused.beta_powers};
-  check_update(values, state, step, lr, optimizer, fused.eps, fused.beta1, fused.beta2);
-  const UpdateRounding rounding = read_rounding(values, fused.rounding, fused.seed);
-  const GradientStep gradient_step = parse_gradient_step(fused);
-  return {optimizer, state, rounding, gradient_step, optional_scalar(grad_scale, values, "grad_scale")};
 }
 
 const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name) {

@@ -45,8 +45,6 @@
 #include "core/stable.h"
 #include "ops/bags.h"
 #include "ops/row_formats.h"
-#include "optimizers/elementwise.h"
-#include "optimizers/gradient_step.h"
 
 namespace rec_kernels {
 
@@ -106,46 +104,6 @@ struct BagOptions {
 RK_EXPORT BagOptions parse_bag_options(int64_t padding_idx, const std::string& bounds_check);
 RK_EXPORT bool parse_pooling(const std::string& pooling);  // whether it is "mean"
 
-enum class Optimizer { kSgd, kRowwiseAdagrad, kAdagrad, kAdam, kRowwiseAdam, kLamb };
-
-// Whether it keeps state for every element of a row, and then which of optimizers/elementwise.h it is.
-inline bool is_elementwise(Optimizer o) { return o != Optimizer::kSgd && o != Optimizer::kRowwiseAdagrad; }
-inline ElementwiseKind elementwise_kind(Optimizer o) {
-  static_assert(static_cast<int>(Optimizer::kLamb) - static_cast<int>(Optimizer::kAdagrad) ==
-                    static_cast<int>(ElementwiseKind::kLamb),
-                "both lists have the same order");
-  if (!is_elementwise(o)) return ElementwiseKind::kAdagrad;  // which nobody asks for
-  return static_cast<ElementwiseKind>(static_cast<int>(o) - static_cast<int>(Optimizer::kAdagrad));
-}
-
-// What a fused update is to do, as it arrives.
-struct UpdateArguments {
-  const std::string& optimizer;
-  double eps, beta1, beta2, weight_decay;
-  const std::string& weight_decay_mode;
-  std::optional<double> clip_grad_value, clip_grad_norm;
-  const OptionalTensor &exp_avg, &exp_avg_sq, &beta_powers;
-  const std::string& rounding;
-  const OptionalTensor& seed;
-};
-template <>
-struct ArgumentsOf<const UpdateArguments&> {
-  using types = Types<const std::string&, double, double, double, double, const std::string&, std::optional<double>,
-                      std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                      const std::string&, const OptionalTensor&>;
-};
-
-// State of a fused optimizer, as it arrives. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per
-// element; exp_avg_sq per element, for row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates.
-// State for every element of a table starts at the state_offset of its parts. It may be bfloat16.
-struct UpdateState {
-  const OptionalTensor &sum, &exp_avg, &exp_avg_sq, &beta_powers;
-
-  // Element-wise state, of which there is at least one for such an optimizer.
-  const Tensor& moments() const { return exp_avg ? *exp_avg : *sum; }
-  RK_EXPORT OptimizerState pointers() const;
-};
-
 // Of the output's elements. Not exported: torch's name of the type would be in that of the function.
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   const ScalarType type = dtype.value_or(ScalarType::Float);
@@ -171,28 +129,6 @@ RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const 
 // That tables are floats, which have gradients that torch can take.
 RK_EXPORT void check_trainable(const Layout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
-// That row-wise state has an element for each of `rows` rows.
-RK_EXPORT void check_row_state(const UpdateState& state, Optimizer optimizer, int64_t rows);
-
-// How updated rows are encoded. The seed stays where it is.
-struct UpdateRounding {
-  bool stochastic;
-  const int64_t* seed;
-};
-RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed);
-
-// What a fused update is asked for, whoever makes it and when.
-struct Update {
-  Optimizer optimizer;
-  UpdateState state;
-  UpdateRounding rounding;
-  GradientStep gradient_step;  // the gradient's way to the optimizer, clipping and weight decay, as it arrives
-  const float* grad_scale;     // or null: 1
-};
-// Checks it, too, but for what needs the tables: check_row_state() and state_offset of the layout.
-RK_EXPORT Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
-                             const UpdateArguments& fused, const OptionalTensor& grad_scale);
-
 // The memory of an optional one-element float32 tensor, and of an optional status; null without one.
 RK_EXPORT const float* optional_scalar(const OptionalTensor& t, const Tensor& values, const char* name);
 RK_EXPORT const int64_t* optional_status(const OptionalTensor& status, const Tensor& values);

@@ -26,7 +26,7 @@
 #pragma once
 
 #include "ops/cache_places.h"
-#include "ops/embedding_bag.h"
+#include "ops/embedding_bag_update.h"
 
 namespace rec_kernels {
 

@@ -3,47 +3,24 @@
 // with one factor for the row.
 #pragma once
 
-#include "core/host_device.h"
+#include "optimizers/optimizer.h"
 
 namespace rec_kernels {
-
-enum class ElementwiseKind : int { kAdagrad, kAdam, kRowwiseAdam, kLamb };
-
-// State of all tables, as a call brings it: null where the optimizer has none. Of state per element, each table has its
-// place, [E, D]; state per row is by linear row.
-struct OptimizerState {
-  float* sum;         // Adagrad, per element; row-wise Adagrad, per row
-  float* exp_avg;     // the Adam family, per element
-  float* exp_avg_sq;  // per element; row-wise Adam: per row
-  bool bf16;          // state per element is bfloat16; state per row never is
-
-  // A place in state per element.
-  template <class State>
-  RK_HOST_DEVICE State* moment(State* state, int64_t element) const {
-    if (!bf16) return state + element;
-    return reinterpret_cast<State*>(reinterpret_cast<uintptr_t>(state) + static_cast<uintptr_t>(element) * 2);
-  }
-  RK_HOST_DEVICE int64_t moment_bytes() const { return bf16 ? 2 : 4; }
-};
 
 // Streams of the noise with which moments are rounded; the weights' is 0.
 constexpr uint32_t kFirstMomentStream = 1, kSecondMomentStream = 2;
 
 inline namespace RK_ISA {
 
-// One step's numbers. beta1_power and beta2_power are beta1^t and beta2^t of this step, t counted from 1.
+// One step's numbers. The corrections are 1 - beta1^t and 1 - beta2^t of this step, t counted from 1.
 struct Elementwise {
-  ElementwiseKind kind;
+  Optimizer kind;
   float lr, eps, beta1, beta2, correction1, correction2;
 
-  RK_HOST_DEVICE static Elementwise make(ElementwiseKind kind, float lr, float eps, float beta1, float beta2,
-                                         float beta1_power, float beta2_power) {
-    return {kind, lr, eps, beta1, beta2, 1.0f - beta1_power, 1.0f - beta2_power};
-  }
-  RK_HOST_DEVICE bool needs_mean_square() const { return kind == ElementwiseKind::kRowwiseAdam; }
-  RK_HOST_DEVICE bool needs_norms() const { return kind == ElementwiseKind::kLamb; }
-  RK_HOST_DEVICE bool has_first() const { return kind != ElementwiseKind::kAdagrad; }
-  RK_HOST_DEVICE bool has_second() const { return kind != ElementwiseKind::kRowwiseAdam; }
+  RK_HOST_DEVICE bool needs_mean_square() const { return kind == Optimizer::kRowwiseAdam; }
+  RK_HOST_DEVICE bool needs_norms() const { return kind == Optimizer::kLamb; }
+  RK_HOST_DEVICE bool has_first() const { return kind != Optimizer::kAdagrad; }
+  RK_HOST_DEVICE bool has_second() const { return kind != Optimizer::kRowwiseAdam; }
 
   // Row-wise Adam: the row's second moment after the mean of its g^2, and the divisor that comes from it.
   RK_HOST_DEVICE float row_moment(float second, float mean_square) const {
@@ -93,9 +70,9 @@ struct ElementwiseRegisters {
     *first = fused_multiply_add(beta1, *first, rest1 * g);
     return (*first / correction1) / row_divisor;
   }
-  RK_HOST_DEVICE V direction(ElementwiseKind kind, V g, V* first, V* second) const {
-    if (kind == ElementwiseKind::kAdagrad) return adagrad(g, second);
-    if (kind == ElementwiseKind::kRowwiseAdam) return rowwise_adam(g, first);
+  RK_HOST_DEVICE V direction(Optimizer kind, V g, V* first, V* second) const {
+    if (kind == Optimizer::kAdagrad) return adagrad(g, second);
+    if (kind == Optimizer::kRowwiseAdam) return rowwise_adam(g, first);
     return adam(g, first, second);
   }
 };
