@@ -21,7 +21,7 @@ import rec_kernels
 from bench import RESULTS, ROOT
 from bench.peers import fbgemm_version
 from bench.workloads import NAMED, OPS
-from rec_kernels.dlrm.machines import cpu_model
+from rec_kernels.dlrm.devices import cpu_model
 
 #: What there is to benchmark: an op, or ops in one use of theirs.
 BENCHED = sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))

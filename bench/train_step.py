@@ -34,7 +34,7 @@ from tqdm import tqdm
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, Feature, load_completejourney
 from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
-from rec_kernels.dlrm.machines import cpu_model
+from rec_kernels.dlrm.devices import cpu_model
 
 PARTS = ("batch", "forward", "backward", "optimizer")
 RESULTS = Path(__file__).parent / "results"

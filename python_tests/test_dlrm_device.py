@@ -27,7 +27,6 @@ from rec_kernels.dlrm import (
     checkpoint,
     devices,
     evaluate,
-    machines,
     train,
     window,
 )
@@ -172,8 +171,8 @@ def test_a_checkout_that_is_not_installed_trains(monkeypatch: pytest.MonkeyPatch
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "version", unknown)
-    assert machines.versions()["rec_kernels"] == rec_kernels.__version__
-    assert list(machines.versions()) == ["python", "rec_kernels", "torch", "numpy", "scikit-learn"]
+    assert devices.versions()["rec_kernels"] == rec_kernels.__version__
+    assert list(devices.versions()) == ["python", "rec_kernels", "torch", "numpy", "scikit-learn"]
 
 
 def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

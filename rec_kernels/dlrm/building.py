@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.dlrm import checkpoint, devices
-from rec_kernels.dlrm.caches import generation_of, row_cache
-from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm import checkpoint, devices, files
+from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.networks import interaction_of
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.shapes import TEXT, mismatch, shown
+
+FILE = "embeddings.rows"  # of tables on disk, in the folder of a run
 
 
 def build_model(
@@ -118,3 +123,42 @@ def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLR
     if config.compile != "no":
         model.compile_dense_side(config.compile)
     return model.to(devices.find(config.device))
+
+
+def row_cache(config: TrainConfig, directory: Path | None, generation: int | None = None) -> rk.RowCache | None:
+    """The cache of a run's model; None where the config asks for none.
+
+    Args:
+        config: of the run.
+        directory: of the run, where the file of tables is.
+        generation: of the file's state that a checkpoint goes with.
+
+    Raises:
+        DataError: tables are to be in a file, and there is no folder for it, or it or its log is a link.
+    """
+    if not config.cache and config.backing == "device":
+        return None
+    options: dict[str, Any] = {"fraction": config.cache, "policy": config.policy, "decay_every": config.decay_every}
+    if config.backing != "disk":
+        return rk.RowCache(**options, backing=config.backing)
+    if directory is None:
+        raise DataError("backing 'disk' is for runs, whose folder has the tables' file")
+    for name in (FILE, f"{FILE}.log"):
+        files.refuse_foreign(directory / name)
+    budget = parse_size(config.memory_budget)
+    file: dict[str, Any] = {"path": directory / FILE, "memory_budget": budget, "generation": generation}
+    return rk.RowCache(**options, backing="disk", **file)
+
+
+def generation_of(state: dict) -> int | None:
+    """The state of the file that a model's ``state_dict`` goes with; None: there is no file.
+
+    Raises:
+        ValueError: it is no int64 [] of 0 or more.
+    """
+    found = state.get("embeddings.file_generation")
+    if found is None:
+        return None
+    if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
+        raise ValueError(f"file_generation is {shown(found)}, allowed is an int64 of 0 or more")
+    return int(found)

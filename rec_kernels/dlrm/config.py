@@ -16,7 +16,7 @@ import rec_kernels as rk
 from rec_kernels.dlrm import files
 from rec_kernels.dlrm.completejourney import LAST_WEEK
 from rec_kernels.dlrm.data import DataError, Feature
-from rec_kernels.dlrm.precision import ACTIVATIONS, PRECISIONS
+from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, shown
 from rec_kernels.nn.compression import Compression

@@ -25,8 +25,7 @@ from tqdm import tqdm
 import rec_kernels as rk
 from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.ids import ids_by_appearance, mix64
-from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, open_directory
+from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, ids_by_appearance, mix64, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 FEWEST_ROWS = 7  # so that one of them is for the test

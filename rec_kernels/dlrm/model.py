@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -13,10 +14,13 @@ from torch import nn
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
-from rec_kernels.dlrm.precision import dense_region, dtype_of, quantize_inputs
 from rec_kernels.nn.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
+#: Of the dense side, and of what the tables give it, by name.
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Formats of activations; those of mx are of blocks of 16 columns of a row.
+ACTIVATIONS = ("fp32", "mx9", "mx6", "mx4")
 _SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
 
 
@@ -226,3 +230,39 @@ def _skip(generator: torch.Generator, count: int) -> None:
     numbers = torch.empty(min(count, _SKIPPED_AT_ONCE))
     for done in range(0, count, _SKIPPED_AT_ONCE):
         numbers[: count - done].uniform_(generator=generator)
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """What is behind the name.
+
+    Raises:
+        ValueError: it is none of ``PRECISIONS``.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision is {precision!r}, allowed is {' or '.join(PRECISIONS)}")
+    return PRECISIONS[precision]
+
+
+def dense_region(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
+    """In which the dense side runs: that of torch.autocast; of "fp32", as without."""
+    if precision == "fp32":
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, dtype=dtype_of(precision))
+
+
+def quantize_inputs(modules: Iterable[nn.Module], format: str) -> None:
+    """From now on the modules get every tensor as ``format`` holds it, by ``rk.fake_quantize`` to the nearest.
+
+    Blocks are along a row, which a matrix product sums over. The gradient is that of the identity.
+
+    Raises:
+        ValueError: ``format`` is none of ``rk.ROW_FORMATS``.
+    """
+    rk.row_bytes(format, 1)  # raises now, not in the first step
+    for module in modules:
+        module.register_forward_pre_hook(functools.partial(_quantize, format))
+
+
+def _quantize(format: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    # A data set may have no dense columns; fake_quantize needs one.
+    return tuple(rk.fake_quantize(x, format) if x.shape[-1] else x for x in inputs)

@@ -10,7 +10,7 @@ import resource
 import sys
 from pathlib import Path
 
-from rec_kernels.dlrm import files, machines
+from rec_kernels.dlrm import devices, files
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Each, Maybe, mismatch, number, shown, whole
 
@@ -90,7 +90,7 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
 def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:
     """Write ``config.json``: the options of the run, the versions it began with, the GPU it began on, if any, and what
     its option ``dedup`` came to."""
-    versions = machines.versions() | ({} if gpu is None else {"gpu": gpu})
+    versions = devices.versions() | ({} if gpu is None else {"gpu": gpu})
     settings = {"config": config, "versions": versions} | ({} if dedup is None else {"dedup": dedup})
     files.write_text(directory / CONFIG, json.dumps(settings, indent=2) + "\n")
 

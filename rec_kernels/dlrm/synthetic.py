@@ -19,7 +19,7 @@ import torch
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, DataError, Feature
-from rec_kernels.dlrm.ids import mix64
+from rec_kernels.dlrm.prepared import mix64
 
 SEED = 0
 ROWS = 1_000_000  # for training

@@ -17,20 +17,18 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, devices, files, machines, report, runs
+from rec_kernels.dlrm import checkpoint, devices, files, report, runs
 from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
-from rec_kernels.dlrm.caches import HitRates
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import Decision, DedupReader, Tally, decide
 from rec_kernels.dlrm.networks import flops_per_example
 from rec_kernels.dlrm.own_data import CheckedData
-from rec_kernels.dlrm.predictions import predict
 from rec_kernels.dlrm.schedule import Schedule
-from rec_kernels.dlrm.scores import score
+from rec_kernels.dlrm.scores import predict, score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
-from rec_kernels.dlrm.window import Clock, Window
+from rec_kernels.dlrm.window import Clock, HitRates, Window
 from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
@@ -235,7 +233,7 @@ class Run:
 
         A row is scored before the model learns from it, so the first epoch's curves are of unseen rows.
         """
-        window, machine = -(-self.steps // WINDOWS), machines.here(self.model.device)
+        window, machine = -(-self.steps // WINDOWS), devices.here(self.model.device)
         if self.step < self.steps and not self.stopped_early and machine not in self.machines:
             self.machines.append(machine)
         total = self.data.num_rows("train") * self.config.epochs

@@ -7,6 +7,7 @@ import time
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
+import rec_kernels as rk
 from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.scores import auc
@@ -84,3 +85,27 @@ class Window:
         """Those of every part, "other" being what no part accounts for."""
         known = {part: seconds for part, seconds in self.seconds.items() if part != "other"}
         return known | {"other": time.perf_counter() - self._started - sum(known.values())}
+
+
+class HitRates:
+    """Of the ids that were looked up since the last call, how many had their row in the cache.
+
+    Args:
+        collection: of the model.
+    """
+
+    def __init__(self, collection: rk.EmbeddingBagCollection) -> None:
+        self._cache = collection.row_cache
+        self._before: dict[str, tuple[int, int]] = {}
+
+    def take(self) -> dict[str, float]:
+        """Table -> rate, of the tables that were looked up."""
+        counted = {} if self._cache is None else self._cache.counters()
+        now = {name: (numbers["lookups"], numbers["hits"]) for name, numbers in counted.items()}
+        rates = {}
+        for name, (lookups, hits) in now.items():
+            lookups_before, hits_before = self._before.get(name, (0, 0))
+            if lookups > lookups_before:
+                rates[name] = (hits - hits_before) / (lookups - lookups_before)
+        self._before = now
+        return rates
