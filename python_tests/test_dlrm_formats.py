@@ -20,7 +20,17 @@ from command_lines import main
 
 import rec_kernels as rk
 from bench.studies import compare
-from rec_kernels.dlrm import DLRM, DataError, RunInterruptedError, TrainConfig, checkpoint, evaluate, page, train
+from rec_kernels.dlrm import (
+    DLRM,
+    DataError,
+    RunInterruptedError,
+    TrainConfig,
+    checkpoint,
+    evaluate,
+    page,
+    report,
+    train,
+)
 from rec_kernels.dlrm.config import FORMATS, ROUNDINGS
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run, build_model
@@ -70,9 +80,9 @@ def test_every_format_trains_and_says_what_it_saves(
     assert {table["format"] for table in test["tables"]} == {format}
     assert all(t["weight_bytes"] == t["num_embeddings"] * rk.row_bytes(format, 16) for t in test["tables"])
     assert test["log_loss"] < 0.7
-    said = page.memory(test["tables"])
+    said = report.memory(test["tables"])
     assert re.search(rf"^tables +{re.escape(said)}$", capsys.readouterr().out, re.MULTILINE)
-    assert f"<p>Tables: {said}.</p>" in (run / "report.html").read_text()
+    assert f"<td>tables</td><td>{said}</td>" in (run / "report.html").read_text()
     assert ("less)" in said) == (format != "fp32")
 
 
@@ -81,9 +91,9 @@ def test_memory_is_said_in_words() -> None:
         sizes = {"weight_bytes": weight, "state_bytes": state}
         return {"num_embeddings": 1000, "embedding_dim": 16, "format": format} | sizes
 
-    assert page.memory([table("fp32", 64000, 4000)]) == "62.5 KiB, state 3.9 KiB"
+    assert report.memory([table("fp32", 64000, 4000)]) == "62.5 KiB, state 3.9 KiB"
     mixed = [table("fp32", 64000, 0), table("int4", 12000, 0)]
-    assert page.memory(mixed) == "74.2 KiB (fp32: 125.0 KiB, 1.7x less), state 0 bytes"
+    assert report.memory(mixed) == "74.2 KiB (fp32: 125.0 KiB, 1.7x less), state 0 bytes"
     sizes = (0, 1023, 1024, 2**20 - 1, 2**20, 3 * 2**30, 2**41)
     shown = ["0 bytes", "1,023 bytes", "1.0 KiB", "1,024.0 KiB", "1.0 MiB", "3.0 GiB", "2,048.0 GiB"]
     assert [page.size(size) for size in sizes] == shown

@@ -213,7 +213,7 @@ def test_page_is_the_same_every_time(tmp_path, write):
 
 def test_summary_names_all_tables_and_scores():
     text = report.summary(test_record(auc=None))
-    assert re.search(r"^total +1,000 +62\.5 +3\.9$", text, re.MULTILINE)
+    assert re.search(r"^total +1,000 +62\.5 +3\.9 +100\.0%$", text, re.MULTILINE)
     assert re.search(r"^test AUC +-$", text, re.MULTILINE)
     assert "1,234, 50.0% positive" in text
     assert "3,000 rows in 2.5 s, 1,200 examples/s" in text

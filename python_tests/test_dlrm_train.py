@@ -79,7 +79,7 @@ def test_command_line_trains_tests_and_reports(command, data, tmp_path):
     assert (config["weeks"], config["threads"], config["lr"]) == (WEEKS, 2, 0.05)
     assert all(set(record["seconds"]) == set(PARTS) for record in curve)
     assert (run / "report.png").read_bytes().startswith(b"\x89PNG")
-    for text in ("test AUC", "normalized entropy", "household", "weight KiB", str(run)):
+    for text in ("test AUC", "normalized entropy", "household", "weights [KiB]", str(run)):
         assert text in done.stdout
     assert "training: 100%" in done.stderr
     assert "loss=" in done.stderr

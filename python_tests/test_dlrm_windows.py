@@ -93,7 +93,7 @@ def test_records_and_report(data: Changed, tmp_path: Path) -> None:
     assert settings["config"]["dedup"] == "windows"
     assert settings["dedup"] == {"on": True, "factor": None}
     text = (tmp_path / "run" / "report.html").read_text()
-    assert f"Shared bags: once, as windows: history {LONGEST * SIZE / kept:.1f}x fewer ids; " in text
+    assert f"<td>shared bags</td><td>once, as windows: history {LONGEST * SIZE / kept:.1f}x fewer ids; " in text
     with pytest.raises(TrainingError, match="another config: dedup is 'on', was 'windows'"):
         train(config(tmp_path, dedup="on"), data, resume=tmp_path / "run", progress=False)
 

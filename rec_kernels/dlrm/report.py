@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
+from html import escape
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -10,71 +14,135 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from rec_kernels.dlrm import files, page
+from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.page import number, percent, size
 from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 
+#: Models, for a reader.
+TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
+MODEL_PARTS = ("forward", "backward", "optimizer")
 PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
-def memory_table(tables: list[dict]) -> str:
-    """Text table of ``memory_report()``: rows, dim, KiB of weights and of optimizer state, and their sums.
+def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
+    """Name, value, and what a text says after it, of each score of a record of ``score``."""
+    return [
+        (f"{split} AUC", number(record["auc"]), ""),
+        ("log loss", number(record["log_loss"]), ""),
+        ("normalized entropy", number(record["normalized_entropy"]), " (log loss / entropy of the base rate)"),
+        ("calibration", number(record["calibration"]), " (mean prediction / base rate)"),
+        ("accuracy", number(record["accuracy"]), ""),
+        (f"{split} rows", f"{record['examples']:,}", f", {record['base_rate']:.1%} positive"),
+    ]
 
-    With row caches also KiB of the caches and the share of the ids whose row was cached.
+
+def facts(test: dict) -> list[tuple[str, str]]:
+    """What else a test record says, by its name."""
+    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
+    seconds, rate = test["train_seconds"], test["examples_per_second"]
+    return [
+        ("training", f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s"),
+        ("tables", memory(test["tables"])),
+        *([("tiers", tiers(test["tiers"]))] if _has_tiers(test) else []),
+        *([("shared bags", dedup(test))] if "dedup" in test else []),
+        ("dense part", f"{test['dense_parameters']:,} parameters{flops}"),
+        ("device", test.get("device", "cpu")),
+        ("peak memory", f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"),
+    ]
+
+
+def _has_tiers(test: dict) -> bool:
+    return any(test.get("tiers", {}).get(name) for name in ("cache_bytes", "host_bytes", "file_bytes"))
+
+
+def tiers(report: dict[str, int]) -> str:
+    """A ``tier_report()``, as in "cache 1.2 MiB, rows in memory 3.0 MiB, in files 12.0 MiB; moved 40.1 MiB"."""
+    memory = "host memory" if report.get("host_bytes") else "memory"
+    parts = [f"cache {size(report['cache_bytes'])}", f"rows in {memory} {size(report['row_bytes'])}"]
+    moved = f"moved {size(report['moved_bytes'])}"
+    if report["file_bytes"]:
+        parts += [f"in files {size(report['file_bytes'])}", f"their index {size(report['index_bytes'])}"]
+        moved += f", read {size(report['read_bytes'])}, written {size(report['written_bytes'])}"
+    return f"{', '.join(parts)}; {moved}"
+
+
+def dedup(test: dict) -> str:
+    """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
+
+    Of windows: "once, as windows: ...".
     """
-    cached = any("cache_bytes" in table for table in tables)
-    header = f"{'table':<14}{'rows':>9}{'dim':>5}{'format':>8}{'weight KiB':>12}{'state KiB':>11}"
-    lines = [header + (f"{'cache KiB':>11}{'hits':>8}" if cached else "")]
-    for table in tables:
-        line = (
-            f"{table['name']:<14}{table['num_embeddings']:>9,}{table['embedding_dim']:>5}{table['format']:>8}"
-            f"{table['weight_bytes'] / 1024:>12,.1f}{table['state_bytes'] / 1024:>11,.1f}"
-        )
-        if cached:
-            line += f"{table.get('cache_bytes', 0) / 1024:>11,.1f}{page.percent(table.get('hit_rate')):>8}"
-        lines.append(line)
-    rows, weight, state, cache = (
-        sum(table.get(key, 0) for table in tables)
-        for key in ("num_embeddings", "weight_bytes", "state_bytes", "cache_bytes")
+    if not test["dedup"]:
+        return "one for every row"
+    factors = ", ".join(f"{name} {factor:.1f}x" for name, factor in test.get("dedup_factors", {}).items())
+    once = "once, as windows" if test.get("windows") else "once"
+    return f"{once}: {factors} fewer ids; {test.get('dedup_seconds', 0.0):.1f} s on the reader's thread"
+
+
+def memory(tables: Sequence[dict]) -> str:
+    """Bytes of a ``memory_report()``, as in "4.3 MiB (fp32: 11.4 MiB, 2.7x less), state 729.3 KiB".
+
+    Those of row caches are among them.
+    """
+    state = sum(table["state_bytes"] for table in tables)
+    weights = sum(table["weight_bytes"] + table.get("cache_bytes", 0) for table in tables)
+    full = sum(table["num_embeddings"] * table["embedding_dim"] * 4 for table in tables)
+    saved = f" (fp32: {size(full)}, {full / weights:.1f}x less)" if any(t["format"] != "fp32" for t in tables) else ""
+    return f"{size(weights)}{saved}, state {size(state)}"
+
+
+def memory_rows(tables: Sequence[dict]) -> list[tuple]:
+    """A ``memory_report()`` as rows of texts, the header and the sums first, then the tables, the largest first."""
+    tables = sorted(tables, key=lambda table: table["weight_bytes"] + table["state_bytes"], reverse=True)
+    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
+
+    def row(name: str, rows: int, dim: object, kind: str, weight: int, extra: int) -> tuple:
+        share = (weight + extra) / (weights + state) if weights + state else 0
+        return name, f"{rows:,}", dim, kind, f"{weight / 1024:,.1f}", f"{extra / 1024:,.1f}", f"{share:.1%}"
+
+    keys = ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes")
+    return [
+        ("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share"),
+        row("total", sum(table["num_embeddings"] for table in tables), "", "", weights, state),
+        *(row(*(table[key] for key in keys)) for table in tables),
+    ]
+
+
+def cache_rows(tables: Sequence[dict]) -> list[tuple]:
+    """The same of row caches: what they hold, and what became of their rows; empty without one."""
+    keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
+    cached = [table for table in tables if "cache_bytes" in table]
+    if not cached:
+        return []
+    sums = {key: sum(table[key] for table in cached) for key in ("cache_bytes", *keys)}
+    total = sums | {"name": "total", "hit_rate": sums["hits"] / sums["lookups"] if sums["lookups"] else None}
+    rows = [
+        (t["name"], percent(t["hit_rate"]), f"{t['cache_bytes'] / 1024:,.1f}", *(f"{t[key]:,}" for key in keys))
+        for t in (total, *cached)
+    ]
+    return [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys)), *rows]
+
+
+def _aligned(rows: Sequence[tuple]) -> str:
+    """Rows as text, the first column to the left."""
+    wide = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(str(c).rjust(w) if i else str(c).ljust(w) for i, (c, w) in enumerate(zip(row, wide, strict=True)))
+        for row in rows
     )
-    total = f"{'total':<14}{rows:>9,}{'':>13}{weight / 1024:>12,.1f}{state / 1024:>11,.1f}"
-    if cached:
-        hits, lookups = (sum(table.get(key, 0) for table in tables) for key in ("hits", "lookups"))
-        total += f"{cache / 1024:>11,.1f}{page.percent(hits / lookups if lookups else None):>8}"
-    return "\n".join([*lines, total])
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
-def scores_text(scores: dict, split: str) -> str:
+def scores_text(record: dict, split: str) -> str:
     """The record of ``score`` as text for a person."""
-    number = page.number
-    return "\n".join(
-        [
-            f"{split + ' rows':<20}{scores['examples']:,}, {scores['base_rate']:.1%} positive",
-            f"{split + ' AUC':<20}{number(scores['auc'])}",
-            f"log loss            {number(scores['log_loss'])}",
-            f"normalized entropy  {number(scores['normalized_entropy'])} (log loss / entropy of the base rate)",
-            f"calibration         {number(scores['calibration'])} (mean prediction / base rate)",
-            f"accuracy            {number(scores['accuracy'])}",
-        ]
-    )
+    return "\n".join(f"{name:<20}{value}{meaning}" for name, value, meaning in scores(record, split))
 
 
 def summary(test: dict) -> str:
     """The test record as text for a person."""
-    return "\n".join(
-        [
-            memory_table(test["tables"]),
-            "",
-            scores_text(test, "test"),
-            f"training            {test['train_examples']:,} rows in {test['train_seconds']:.1f} s, "
-            f"{test['examples_per_second']:,.0f} examples/s",
-            f"tables              {page.memory(test['tables'])}",
-            *([f"tiers               {page.tiers(test['tiers'])}"] if page.has_tiers(test) else []),
-            *([f"shared bags         {page.dedup(test)}"] if "dedup" in test else []),
-            *([f"dense part          {page.dense(test)}"] if "flops_per_example" in test else []),
-            f"device              {test.get('device', 'cpu')}",
-            f"peak memory         {test['peak_memory_bytes'] / 2**20:,.0f} MiB",
-        ]
-    )
+    caches = cache_rows(test["tables"])
+    tables = [_aligned(memory_rows(test["tables"])), *([_aligned(caches)] if caches else [])]
+    return "\n".join([*tables, scores_text(test, "test"), *(f"{name:<20}{text}" for name, text in facts(test))])
 
 
 def write(directory: Path) -> None:
@@ -91,10 +159,101 @@ def write(directory: Path) -> None:
     try:
         draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
         pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
-        text = page.render(directory.name, settings, records, pictures)
+        text = render(directory.name, settings, records, pictures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
     files.write_text(directory / "report.html", text)
+
+
+def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tuple[str, str]]) -> str:
+    """The page, as HTML in which every text is escaped.
+
+    Args:
+        name: of the run. settings: content of ``config.json``.
+        records: of ``metrics.jsonl``; none of them has to be there.
+        pictures: label and address of each.
+    """
+    test = next((record for record in records if record["kind"] == "test"), None)
+    figures = "".join(
+        f'<figure><img src="{escape(source)}" alt="{escape(label)} over the rows trained on"></figure>'
+        for label, source in pictures
+    )
+    memory = caches = about = ""
+    if test is not None:
+        header, *rows = memory_rows(test["tables"])
+        memory = page.table(header, rows, strong=1)
+        caches = page.table(rows[0], rows[1:], strong=1) if (rows := cache_rows(test["tables"])) else ""
+        about = page.table(("fact", "value"), facts(test), kind="text")
+    title = TITLES[settings["config"].get("model", "dlrm")]
+    sections = [
+        f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}{about}",
+        page.section("Curves", figures),
+        page.section("Time", _time([r for r in records if r["kind"] == "train"])),
+        page.section("Memory", memory + caches),
+        page.section("Configuration", _configuration(settings["config"])),
+        page.section("Versions", page.table(("package", "version"), settings["versions"].items(), kind="text")),
+    ]
+    return page.document(name, sections)
+
+
+def _status(records: list[dict], test: dict | None) -> str:
+    failed = next((record for record in records if record["kind"] == "failed"), None)
+    if failed is not None:
+        return f'<p class="failed">Failed: {escape(failed["error"])}</p>'
+    if test is None:
+        last = max((record["step"] for record in records), default=0)
+        return f'<p class="failed">Not finished: no test yet; the last record is of step {last:,}.</p>'
+    early = ", stopped early" if test["stopped_early"] else ""
+    return f"<p>Tested after {test['step']:,} steps on {test['train_examples']:,} rows{early}.</p>"
+
+
+def _scores(records: list[dict], test: dict | None) -> str:
+    """The last scores there are, as big numbers."""
+    train = [record for record in records if record["kind"] == "train"]
+    if test is not None:
+        shown = scores(test, "test")
+    elif train:
+        last = train[-1]
+        shown = [("last training AUC", number(last["auc"]), ""), ("last training log loss", number(last["loss"]), "")]
+    else:
+        return ""
+    items = (f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value, _ in shown)
+    return f'<dl class="scores">{"".join(items)}</dl>'
+
+
+def _time(train: list[dict]) -> str:
+    """Seconds and share of every part of the steps; the share that is not the model's."""
+    if not train:
+        return ""
+    seconds = {part: sum(record["seconds"][part] for record in train) for part in train[0]["seconds"]}
+    total = sum(seconds.values())
+    training = total - seconds["evaluation"]
+    outside = training - sum(seconds[part] for part in MODEL_PARTS)
+    rows = [("total", f"{total:,.2f}", ""), *((part, f"{s:,.2f}", f"{s / total:.1%}") for part, s in seconds.items())]
+    return page.table(("part", "seconds", "share"), rows, strong=1) + (
+        f"<p>Outside the model (data, other): {outside / training:.1%} of the training time, evaluations left out. "
+        "Backward includes the update of the tables, optimizer is that of all but the tables, data is the time spent "
+        "waiting for a batch. The test is not in the table.</p>"
+    )
+
+
+def _configuration(config: dict) -> str:
+    """The options that are not at their default first."""
+    defaults = {option.name: option.default for option in dataclasses.fields(TrainConfig)}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    changed = [name for name in values if values[name] != defaults.get(name)]
+    names = [*changed, *(name for name in values if name not in changed)]
+    rows = [(name, _option(values[name]), _option(defaults.get(name))) for name in names]
+    note = f"<p>{len(changed)} of {len(names)} options are not at their default; they come first.</p>"
+    return note + page.table(("option", "value", "default"), rows, kind="text", strong=len(changed))
+
+
+def _option(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "-" if value is None else str(value)
 
 
 def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
@@ -102,68 +261,60 @@ def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
     figure = Figure(figsize=(10, 4), layout="constrained")
     for axes, panel in zip(figure.subplots(1, 2), PANELS, strict=True):
         _draw_scores(axes, records, *panel)
-    figure.suptitle(f"{page.TITLES[model]}: {path.parent.name}", parse_math=False)
+    figure.suptitle(f"{TITLES[model]}: {path.parent.name}", parse_math=False)
     page.save(figure, path, dpi=120)
 
 
 def curves(records: list[dict]) -> list[tuple[str, Figure]]:
-    """A figure, small enough for a phone, of loss, of AUC, and of the learning rate if it changes, with its label."""
-    figures = []
-    for panel in PANELS if any(record["kind"] == "train" for record in records) else ():
-        figure, axes = _small_figure()
-        _draw_scores(axes, records, *panel)
-        figures.append((panel[-1], figure))
-    _, examples = _progress(records)
-    if figure := _hit_rates(records):
-        figures.append(("share of the ids whose row was cached", figure))
-    rates = [record["lr"] for record in records if record["kind"] == "train"]
-    if len(set(rates)) > 1:
-        figure, axes = _small_figure()
-        axes.plot(examples, rates, marker=".")
-        _finish(axes, "learning rate of the tables")
-        figures.append(("learning rate of the tables", figure))
+    """A figure, small enough for a phone, of loss, AUC, row caches, and a rate that changes, with its label."""
+    train, figures = [record for record in records if record["kind"] == "train"], []
+
+    def add(label: str, draw: Callable, *more: Any) -> None:
+        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
+        draw(figure.subplots(), records, *more)
+        figures.append((label, figure))
+
+    for panel in PANELS if train else ():
+        add(panel[-1], _draw_scores, *panel)
+    if any(record.get("hit_rates") for record in train):
+        add("share of the ids whose row was cached", _draw_hit_rates)
+    if len({record["lr"] for record in train}) > 1:
+        add("learning rate of the tables", _draw_rate)
     return figures
 
 
-def _hit_rates(records: list[dict]) -> Figure | None:
-    """Of each table with a row cache, the largest ten, between two records."""
+def _progress(records: list[dict]) -> tuple[list[dict], np.ndarray]:
+    """The training records, and the rows trained on at each."""
     train = [record for record in records if record["kind"] == "train"]
-    tables = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
-    if not tables:
-        return None
-    test = next((record for record in records if record["kind"] == "test"), None)
-    if test is not None:
-        sizes = {table["name"]: table["num_embeddings"] for table in test["tables"]}
-        tables = sorted(tables, key=lambda name: -sizes.get(name, 0))[:10]
-    figure, axes = _small_figure()
-    _, examples = _progress(records)
-    for name in tables[:10]:
+    return train, np.cumsum([record["examples"] for record in train])
+
+
+def _draw_rate(axes: Axes, records: list[dict]) -> None:
+    train, examples = _progress(records)
+    axes.plot(examples, [record["lr"] for record in train], marker=".")
+    _finish(axes, "learning rate of the tables")
+
+
+def _draw_hit_rates(axes: Axes, records: list[dict]) -> None:
+    """Of each table with a row cache, the largest ten once they are known, between two records."""
+    train, examples = _progress(records)
+    names = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
+    sizes = {table["name"]: table["num_embeddings"] for record in records for table in record.get("tables", ())}
+    for name in sorted(names, key=lambda name: -sizes.get(name, 0))[:10]:
         axes.plot(examples, [r.get("hit_rates", {}).get(name, np.nan) for r in train], marker=".", label=name)
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize="x-small", ncols=2)
     _finish(axes, "share of ids in the cache")
-    return figure
-
-
-def _small_figure() -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-    return figure, figure.subplots()
-
-
-def _progress(records: list[dict]) -> tuple[np.ndarray, np.ndarray]:
-    """Step and rows trained on so far of each training record."""
-    train = [record for record in records if record["kind"] == "train"]
-    return np.array([r["step"] for r in train]), np.cumsum([r["examples"] for r in train])
 
 
 def _draw_scores(axes: Axes, records: list[dict], key: str, score_key: str, label: str) -> None:
-    steps, examples = _progress(records)
-    train = [np.nan if r[key] is None else r[key] for r in records if r["kind"] == "train"]
-    axes.plot(examples, train, marker=".", label="training, scored before learning")
+    train, examples = _progress(records)
+    values = [np.nan if record[key] is None else record[key] for record in train]
+    axes.plot(examples, values, marker=".", label="training, scored before learning")
     evaluations = [r for r in records if r["kind"] == "eval" and r[score_key] is not None]
-    if evaluations and len(steps):
+    if evaluations and train:
         # Evaluations know their step only. Between two records steps have the same number of rows.
-        where = np.interp([r["step"] for r in evaluations], [0, *steps], [0, *examples])
+        where = np.interp([r["step"] for r in evaluations], [0, *(r["step"] for r in train)], [0, *examples])
         split = "rows set apart" if evaluations[0]["split"] == "valid" else "test rows"
         axes.plot(where, [r[score_key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
     test = next((r for r in records if r["kind"] == "test"), None)
