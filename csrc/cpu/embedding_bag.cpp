@@ -12,8 +12,8 @@ namespace rec_kernels {
 namespace {
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in) {
-  return {in.parts.get(),   in.bags, static_cast<const uint8_t*>(weights.const_data_ptr()), nullptr, in.output_dim,
-          RowFormat::kFp32, {}};
+  const auto* rows = static_cast<const uint8_t*>(weights.const_data_ptr());
+  return {{rows, in.bags, nullptr, RowFormat::kFp32, in.output_dim, {}}, in.parts.get(), in.records};
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, std::optional<ScalarType> dtype,
@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, st
   Tensor output = new_tensor(weights, {in.bags.output_rows(), in.output_dim}, type);
   Tensor status = new_tensor(weights, {2}, ScalarType::Long);
   PoolArgs args = pool_args(weights, in);
-  args.output = output.mutable_data_ptr();
+  args.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   args.output_format = float_format(type);
   const SharedRows shared(in, static_cast<int64_t>(output.element_size()));
   args.bags.shared_rows = shared.rows();

@@ -13,22 +13,9 @@ struct Bounds {
   int64_t skipped = 0;
 };
 
-// Rows that are read from a cache: that of id i starts at rows[parts[part].cache_row_offset + slots[i] * D], unless
-// slots[i] is -1.
-struct CachedPool {
-  const float* rows;
-  const TablePart* parts;
-  const int64_t* slots;  // null: there is no cache
-};
-
-struct PoolArgs {
+struct PoolArgs : Lookup {
   const Part* parts;
-  Bags bags;
-  const uint8_t* weights;
-  void* output;
-  int64_t output_dim;
-  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
-  CachedPool cache;
+  const TablePart* records;  // of the parts; null: one table without a layout
 };
 
 struct EmbeddingBagKernels {

@@ -12,7 +12,7 @@ bool pool_cached(const PoolArgs& a, const Part& f, const PooledBags& k);
 // The row of id i in the cache, or null.
 RK_HOST_DEVICE const float* cached_row(const PoolArgs& a, const Part& f, int64_t i) {
   if (!a.cache.slots || a.cache.slots[i] < 0) return nullptr;
-  return a.cache.rows + (a.cache.parts[&f - a.parts].cache_row_offset + a.cache.slots[i] * f.embedding_dim);
+  return a.cache.rows + (a.records[&f - a.parts].cache_row_offset + a.cache.slots[i] * f.embedding_dim);
 }
 
 }  // namespace RK_ISA

@@ -94,7 +94,7 @@ bool pool_cached(const PoolArgs& a, const Part& f, const PooledBags& k) {
   floats.format = RowFormat::kFp32;
   floats.row_bytes = 4 * f.embedding_dim;
   if (cached.all) {
-    const float* rows = a.cache.rows + a.cache.parts[&f - a.parts].cache_row_offset;
+    const float* rows = a.cache.rows + a.records[&f - a.parts].cache_row_offset;
     pool_table(k, floats, reinterpret_cast<const uint8_t*>(rows), RowNumbers::found(k, slots));
     return true;
   }

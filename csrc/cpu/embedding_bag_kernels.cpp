@@ -40,12 +40,12 @@ void pool_rounded(const PoolArgs& a, const Part* f, int64_t parts, PooledBags k,
 
 void pool(const PoolArgs& a, int64_t begin, int64_t end, Bounds* bounds) {
   if (!offsets_good(a.bags, begin, end, bounds)) return;
-  const int64_t element = a.output_format == RowFormat::kFp32 ? 4 : 2, stride = a.output_dim * element;
+  const int64_t element = a.output_bytes(), stride = a.output_dim * element;
   PoolArgs uncached = a;  // of features of several parts, whose slots nobody has checked
   uncached.cache.slots = nullptr;
   by_feature(a.bags, a.parts, begin, end, [&](const Part* parts, int64_t count, int64_t from, int64_t to) {
     const PoolArgs& its = count == 1 ? a : uncached;
-    auto* rows = a.bags.row_of(from, parts->number, static_cast<uint8_t*>(a.output), stride);
+    auto* rows = a.bags.row_of(from, parts->number, a.output, stride);
     const int64_t combined = parts->combine == Combine::kConcat ? 1 : count;  // into the same columns
     Bounds repeated;                                                          // of ids that the first part has noted
     for (int64_t p = 0; p < count; p += combined) {

@@ -45,8 +45,8 @@ CachedPool read_cached_rows(const CachedRows& cache, const BagInput& in, const T
   Bounds bounds;
   bounds.position = in.bags.bad_offset(0, in.bags.num_bags);
   in.raise(bounds);
-  const CachedPool out{cache.rows->const_data_ptr<float>(), in.records, cache.slots->const_data_ptr<int64_t>()};
   const int64_t size = cache.rows->numel();
+  const CachedPool out{cache.rows->const_data_ptr<float>(), cache.slots->const_data_ptr<int64_t>(), size};
   for (int64_t f = 0; f < in.num_features; ++f) {
     const int64_t p = in.bags.first_part(f), D = in.parts[p].embedding_dim, offset = in.records[p].cache_row_offset;
     if (in.bags.first_part(f + 1) - p > 1) continue;  // never read from the cache

@@ -28,8 +28,8 @@ __global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, c
 }
 
 PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& status) {
-  return {on_gpu(weights, in.values),         in.parts,    0, in.bags, nullptr, RowFormat::kFp32, in.output_dim,
-          status.mutable_data_ptr<int64_t>(), CachedPool{}};
+  const Lookup lookup{on_gpu(weights, in.values), in.bags, nullptr, RowFormat::kFp32, in.output_dim, CachedPool{}};
+  return {lookup, in.parts, 0, status.mutable_data_ptr<int64_t>()};
 }
 
 CachedPool read_cached_rows(const CachedRows& cache, const Tensor& values) {

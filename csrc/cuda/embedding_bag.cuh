@@ -82,27 +82,12 @@ __device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t
 
 }  // namespace RK_ISA
 
-// Rows that are read from a cache: that of id i starts at rows[cache_row_offset + slots[i] * D] of its part, if all of
-// it is there.
-struct CachedPool {
-  const float* rows;
-  const int64_t* slots;  // null: there is no cache
-  int64_t num_elements;
-};
-
-// A lookup, as its kernels read it: the parts whose rows are of parts.formats[format].
-struct PoolArgs {
-  const uint8_t* weights;
+// The kernels look up the parts whose rows are of parts.formats[format].
+struct PoolArgs : Lookup {
   Parts parts;
   int format;
-  Bags bags;
-  uint8_t* output;
-  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
-  int64_t output_dim;
   int64_t* status;
-  CachedPool cache;
 
-  __device__ __forceinline__ int64_t output_bytes() const { return output_format == RowFormat::kFp32 ? 4 : 2; }
   // Where a feature's columns from `column` on begin in the row that is a bag's.
   __device__ __forceinline__ uint8_t* output_of(int64_t bag, int64_t feature, int64_t column) const {
     return bags.rows_of(feature, output) + (bags.output_row(bag, feature) * output_dim + column) * output_bytes();

@@ -1,4 +1,4 @@
-// What every kernel of embedding_bag reads of its input: plain structs, filled by the drivers.
+// What every kernel of embedding_bag reads of its input and its output: plain structs, filled by the drivers.
 #pragma once
 
 #include "ops/table_layout.h"
@@ -157,6 +157,25 @@ struct Bags {
     }
     return bad == 0;
   }
+};
+
+// Rows that are read from a cache: that of id i starts at rows[cache_row_offset of its part + slots[i] * D].
+struct CachedPool {
+  const float* rows;
+  const int64_t* slots;  // -1: the row is in none of them; null: there is no cache
+  int64_t num_elements;  // of rows
+};
+
+// A lookup as the kernels of every backend read it. Each adds the parts as it keeps them.
+struct Lookup {
+  const uint8_t* weights;
+  Bags bags;
+  uint8_t* output;
+  RowFormat output_format;  // kFp32, kFp16 or kBf16: of its elements
+  int64_t output_dim;
+  CachedPool cache;
+
+  RK_HOST_DEVICE int64_t output_bytes() const { return output_format == RowFormat::kFp32 ? 4 : 2; }
 };
 
 }  // namespace rec_kernels
