@@ -8,7 +8,9 @@ import pytest
 import torch
 from test_opcheck import samples, with_autograd
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
+import rec_kernels as rk
 from rec_kernels.ops.autograd import overload_of
 
 #: What is differentiable twice.
@@ -59,3 +61,48 @@ def test_second_derivative_is_right_or_refused(op: str) -> None:
         refused = rf"{op.partition('.')[0]}\w*(\.\w+)? has no second derivative|once_differentiable"
         with contextlib.nullcontext() if op in TWICE else pytest.raises(RuntimeError, match=refused):
             _second_derivative_agrees(op, args, kwargs)
+
+
+def _cubes(*args: torch.Tensor, sparse: bool = False) -> torch.Tensor:
+    """Of one table, whose rows and factors are given."""
+    weight, factors = args
+    ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 1])
+    return rk.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=factors, sparse=sparse).pow(3).sum()
+
+
+@pytest.mark.parametrize("of", [0, 1], ids=["weight", "factors"])
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_refused_of_inputs(of: int, sparse: bool) -> None:
+    """torch.autograd.grad asks for gradients of given inputs: it must find that the first gradients depend on them."""
+    inputs = [torch.randn(3, 4, requires_grad=True), torch.ones(3, requires_grad=True)]
+    loss = _cubes(*inputs, sparse=sparse)
+    first = torch.autograd.grad(loss, inputs[of], create_graph=True)[0].to_dense()
+    for total in (first.sum(), loss + first.sum()):
+        with pytest.raises(RuntimeError, match="has no second derivative"):
+            torch.autograd.grad(total, inputs[of], retain_graph=True, allow_unused=True)
+
+
+def test_hessian_is_refused() -> None:
+    """Not zero, which torch.autograd.functional makes of inputs that a gradient does not depend on."""
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.functional.hessian(lambda weight: _cubes(weight, torch.ones(3)), torch.randn(3, 4))
+
+
+def test_refused_of_a_collections_tables() -> None:
+    """The same of a collection that torch's optimizers train."""
+    bags = rk.KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), offsets=torch.tensor([0, 1, 3]))
+    config = rk.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
+    tables = rk.EmbeddingBagCollection([config], optimizer=None)
+    (weight,) = tables.parameters()
+    (first,) = torch.autograd.grad(tables(bags).values().pow(3).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(first.square().sum(), weight)
+
+
+def test_refused_under_checkpointing() -> None:
+    """Activation checkpointing allows one look at what a backward has saved."""
+    inputs = [torch.randn(3, 4, requires_grad=True), torch.ones(3, requires_grad=True)]
+    loss = checkpoint(_cubes, *inputs, use_reentrant=False)
+    (first,) = torch.autograd.grad(loss, inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        torch.autograd.grad(first.sum(), inputs[0])

@@ -310,3 +310,23 @@ def test_weights_with_gradients() -> None:
     loss_of(tables).backward()
     with pytest.raises(RuntimeError, match="the tables have changed since this lookup"):
         loss.backward()
+
+
+@pytest.mark.parametrize("name", ["values", "offsets", "bag_starts"])
+@pytest.mark.parametrize("op", ["embedding_bag", "embedding_bag_tables", "embedding_bag_fused"])
+def test_bags_that_change_before_the_backward(op: str, name: str) -> None:
+    """Gradients would go to other rows than those that were looked up."""
+    bags = {"values": torch.tensor([1, 2, 3, 4]), "offsets": torch.arange(5), "bag_starts": torch.tensor([0, 2, 4])}
+    weights, layout = torch.zeros(48), rk.table_layout([7, 5], [3, 3], weight_offsets=[0, 32])._asdict()
+    if op == "embedding_bag":
+        before = (weights.requires_grad_(),)
+    elif op == "embedding_bag_tables":
+        before = weights, [torch.zeros(7, 3, requires_grad=True), torch.zeros(5, 3)]
+    else:
+        before = weights, None, torch.tensor(0), torch.tensor(0.1), torch.zeros(0, requires_grad=True)
+    options = {"optimizer": "sgd"} if op == "embedding_bag_fused" else {}
+    output, _ = getattr(torch.ops.rec_kernels, op).layout(*before, **bags, **layout, **options)
+    bags[name].copy_(bags[name].clone())
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        output.sum().backward()
+    assert not weights.any()

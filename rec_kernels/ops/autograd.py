@@ -162,29 +162,43 @@ def refuse_second(op: str) -> None:
 def differentiable_once(op: str, backward: Callable) -> Callable:
     """``backward`` of ``rec_kernels::<op>``, whose results raise RuntimeError where they are differentiated.
 
-    For backward ops that cannot afford an autograd of their own. ``ctx.depends`` says whether results depend on inputs
-    of the forward that require gradients. (``torch.autograd.function.once_differentiable`` refuses only where the
-    gradient that comes in is differentiable, too; where it is not, of a sum, say, the derivative is silently left out.)
+    For backward ops that cannot afford an autograd of their own. Results depend on the gradients that come in and on
+    the saved tensors, as far as these require gradients. (``torch.autograd.function.once_differentiable`` refuses only
+    where the gradient that comes in is differentiable, too; where it is not, of a sum, say, the derivative is silently
+    left out. It also depends on a leaf of its own: torch.autograd.grad would find its inputs unused.)
     """
 
     @functools.wraps(backward)
     def refusing(ctx, *grads) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *grads)
+        ctx = _LookedAt(ctx)
+        given = (*grads, *ctx.saved_tensors)
+        sources = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
         with torch.no_grad():
             results = backward(ctx, *grads)
-        depends = ctx.depends or any(isinstance(grad, Tensor) and grad.requires_grad for grad in grads)
-        if not torch.is_grad_enabled() or not depends:
+        if not sources:
             return results
-        anchor = torch.empty(0, requires_grad=True)  # what makes the results require gradients
-        return pytree.tree_map_only(Tensor, lambda result: _Refusal.apply(op, anchor, result), results)
+        return pytree.tree_map_only(Tensor, lambda result: _Refusal.apply(op, result, *sources), results)
 
     return refusing
 
 
+class _LookedAt:
+    """A backward's ``ctx`` whose saved tensors may be read twice; activation checkpointing allows it once."""
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx, self.saved_tensors = ctx, ctx.saved_tensors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
 class _Refusal(torch.autograd.Function):
-    """A tensor as it is, whose derivative is refused."""
+    """A tensor as it is, which depends on others; its derivative is refused."""
 
     @staticmethod
-    def forward(ctx, op: str, _anchor: Tensor, result: Tensor) -> Tensor:
+    def forward(ctx, op: str, result: Tensor, *_sources: Tensor) -> Tensor:
         ctx.op = op
         return result.detach()
 

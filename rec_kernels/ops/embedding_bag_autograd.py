@@ -24,7 +24,7 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 
 # What the backward ops take of the forward's bags, beside the tensors that are saved. The layout is not: which features
 # are frozen may change in between, and one that was made in inference mode could not be.
-_BAGS = ("layout", "layout_sizes", "bag_starts", "groups", "padding_idx", "bounds_check")
+_BAGS = ("layout", "layout_sizes", "groups", "padding_idx", "bounds_check")
 
 # What the fused update takes of the forward, beside the bags; much of it may have changed before it runs.
 _UPDATE = (
@@ -33,7 +33,7 @@ _UPDATE = (
     *("grad_scale", "cache_rows", "cache_slots", "cache_tags", "cache_marks", "cache_dirty"),
 )
 # Tensors that are saved for the backward.
-_SAVED = ("values", "offsets", "per_sample_weights", "inverse")
+_SAVED = ("values", "offsets", "per_sample_weights", "inverse", "bag_starts")
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -47,7 +47,6 @@ def _keep(ctx, op: str, a: dict) -> None:
     trains_factors = factors is not None and factors.requires_grad
     needs_rows = bool(a["layout_sizes"][Size.flags] & Flag.multiplies) or trains_factors
     wants_rows = needs_rows and op != "embedding_bag_fused.layout"
-    ctx.depends = wants_rows or trains_factors  # gradients, on what may require some itself
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
     ctx.names = signature_of(op)
     ctx.save_for_backward(*map(a.pop, _SAVED), *rows)
@@ -119,9 +118,9 @@ _TABLE_BAGS = ("pooling", "include_last_offset", "padding_idx")
 def _setup_table(ctx, inputs, output) -> None:
     a = arguments_of("embedding_bag.table", inputs)
     factors = a["per_sample_weights"]
-    ctx.depends = factors is not None and factors.requires_grad
+    reads_rows = factors is not None and factors.requires_grad
     # Saved only where rows are read: a change of theirs is no matter elsewhere.
-    ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if ctx.depends else ()))
+    ctx.save_for_backward(a["values"], a["offsets"], factors, *([a["weights"]] if reads_rows else ()))
     ctx.bags, ctx.bounds_check = [a[name] for name in _TABLE_BAGS], a["bounds_check"]
     ctx.rows = {"format": a["format"], "embedding_dim": a["embedding_dim"]}
     ctx.sparse, ctx.shape, ctx.names = a["sparse"], a["weights"].shape, list(a)
