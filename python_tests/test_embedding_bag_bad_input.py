@@ -243,7 +243,7 @@ BAD_ARGUMENTS = [
     ("num_embeddings", lambda t: torch.tensor([5, -1, 5]), "num_embeddings[1] = -1 must not be negative"),
     ("row_offsets", lambda t: torch.tensor([0, -1, 0]), "row_offsets[1] = -1 must be in [0, 2^63 - num_embeddings[1])"),
     ("row_offsets", lambda t: torch.tensor([0, INT64_MAX, 0]), f"row_offsets[1] = {INT64_MAX} must be in [0, 2^63"),
-    ("weight_offsets", lambda t: torch.tensor([0, -1, 0]), "weight_offsets[1] = -1 must be in [0, 2^62)"),
+    ("weight_offsets", lambda t: torch.tensor([0, -1, 0]), "weight_offsets[1] = -1 must be in [0, 2^60)"),
     ("weight_offsets", lambda t: torch.tensor([0, 177, 0]), "layout[1]: a table of 3 x 32 (fp32) at byte "),
     ("weight_offsets", lambda t: torch.tensor([0, 81, 0]), "layout[1]: a table of 3 x 32 (fp32) at byte "),
     ("weight_offsets", lambda t: t[1:], "weight_offsets must have an element for each of the 3 parts, got 2"),
@@ -394,7 +394,7 @@ def test_short_state() -> None:
             "weight_offsets[2] = 16 lies in the table of feature 0",
         ),
         ({"weight_offsets": [0, 80, 0], "row_offsets": [0, 5, 8]}, "weight_offsets["),
-        ({"num_embeddings": [5, 3, 4]}, "lies in the table of feature"),
+        ({"num_embeddings": [5, 3, 4]}, "num_embeddings[2] = 4 is not its 5"),
     ],
 )
 def test_overlapping_tables(changes: dict[str, list[int]], message: str) -> None:

@@ -46,7 +46,7 @@ GONE_ARGUMENTS = (12, 15, 20, 23, 33, 34, 37, 38, 40, 100, 101, 102, 103, 105, 1
 OTHERWISE_NOW = {
     "the argument is gone, or an overload does not have it": GONE_ARGUMENTS,
     "lists of another length make no layout, and the first of them is named": (17, 39, 114, 116, 117, 119),
-    "lists of formats and flags have no dtype or shape, and formats no numbers": (24, 25, 26, 30, 110),
+    "lists of formats and flags have no dtype or shape, and formats no numbers": (24, 25, 26, 110),
     "of two mistakes in a call, the layout's is named first": (19, 27, 31, 108, 109, 113),
     "a number has another range: no cache, or no rows": (21, 29),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from backends import every_backend
 from torch import Tensor
 
 import rec_kernels as rk
+from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits
 
 ROWS, COLUMNS = 13, 48
@@ -86,7 +88,21 @@ def test_noise_of_a_shards_moments() -> None:
         assert same_bits(state[5:], state_of_shard), backend.name
 
 
-def _shards(**changes: list[int]) -> dict[str, rk.Shards]:
+_HASHED = {"starts": [0, 1, 2], "divisors": [1, 1], "moduli": [5, 3], "id_limits": [9, 9], "combine": [0, 0]}
+
+
+def _hashed(**changes: list[int] | None) -> dict[str, rk.IdPartitions]:
+    """Of tables of 5 and 3 rows."""
+    return {"partitions": rk.IdPartitions(**(_HASHED | changes))}
+
+
+def _cache(**changes: object) -> dict[str, rk.CachePlaces]:
+    """A set for rows of the first of two tables."""
+    given: dict = {"ways": 1, "sets": [1, 0], "first_sets": [0, 0], "row_offsets": [0, 0]}
+    return {"cache": rk.CachePlaces(**(given | changes))}
+
+
+def _shards(**changes: list | None) -> dict[str, rk.Shards]:
     """Of tables of 5 x 16 and 3 x 32."""
     return {"shards": rk.Shards(**({"table_rows": [5, 6], "first_rows": [0, 0], "first_columns": [0, 0]} | changes))}
 
@@ -107,19 +123,67 @@ def _shards(**changes: list[int]) -> dict[str, rk.Shards]:
         ({"num_rows": 2**63}, f"num_rows = {2**63} must be below 2^63"),
         (
             {"partitions": rk.IdPartitions([0, 1, 2], [2**63, 1], [5, 3], [5, 3], ["concat"] * 2)},
-            f"divisor of part 0 of feature 0 = {2**63} must be below 2^63",
+            f"partitions.divisors[0] = {2**63} must be below 2^63",
         ),
         (
             {"cache": rk.CachePlaces(1, [1, 0], [0, 0], [2**63, 0])},
-            f"cache_row_offset of feature 0 = {2**63} must be below 2^63",
+            f"cache.row_offsets[0] = {2**63} must be below 2^63",
         ),
         ({"row_offsets": [0, 4]}, "row_offsets[1] = 4 lies in the table of feature 0"),
+        ({"mean": ["sum", "mean"]}, "mean[0] = 'sum' must be True (1) or False (0)"),
+        ({"frozen": [0, 2]}, "frozen[1] = 2 must be True (1) or False (0)"),
+        ({"frozen": True}, "frozen = True must be a list, an array or a tensor of one dimension"),
+        ({"widest_feature": 32.5}, "widest_feature = 32.5 must be an integer"),
+        ({"num_rows": True}, "num_rows = True must be an integer"),
+        ({"table_ids": [0, True]}, "table_ids[1] = True must be an integer"),
+        (_cache(ways=None), "cache.ways = None must be an integer"),
+        (_cache(ways=True), "cache.ways = True must be an integer"),
+        (_cache(sets=None), "cache.sets = None must be a list"),
+        (_cache(row_offsets=[0, None]), "cache.row_offsets[1] = None must be an integer"),
+        ({"cache": (1, [1, 0])}, "cache = (1, [1, 0]) must be an rk.CachePlaces or None"),
+        (_shards(table_rows=None), "shards.table_rows = None must be a list"),
+        (_shards(first_rows=[None, 0]), "shards.first_rows[0] = None must be an integer"),
+        ({"shards": [5, 6]}, "shards = [5, 6] must be an rk.Shards or None"),
+        *((_hashed(**{name: None}), f"partitions.{name} = None must be a list") for name in _HASHED),
+        *((_hashed(**{name: [1, None]}), f"partitions.{name}[1] = None must be") for name in _HASHED),
+        ({"partitions": [0, 1, 2]}, "partitions = [0, 1, 2] must be an rk.IdPartitions or None"),
+        ({"weight_offsets": [0, 2**60]}, f"weight_offsets[1] = {2**60} must be in [0, 2^60)"),
+        ({"weight_offsets": [0, 2**64]}, f"weight_offsets[1] = {2**64} must be below 2^63"),
+        ({"state_offsets": [-(2**63), 0]}, f"state_offsets[0] = {-(2**63)} must be above -2^63"),
+        (
+            {"row_offsets": [0, 0]},
+            "row_offsets[1] = 0 is that of feature 0, but num_embeddings[1] = 3 is not its 5, "
+            "embedding_dims[1] = 32 is not its 16, weight_offsets[1] = 80 is not its 0: features share a whole table",
+        ),
+        (
+            {"formats": ["int8", "int4"], "weight_offsets": [0, 0]},
+            'formats[1] = "int4" is not its "int8", row_offsets[1] = 5 is not its 0',
+        ),
     ],
 )
 def test_what_does_not_fit(given: dict[str, list], message: str) -> None:
     """The argument, the element, its value and what is allowed."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.table_layout([5, 3], [16, 32], **given)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims", "message"),
+    [
+        ([2**62, 5], [16, 32], f"num_embeddings[0] = {2**62} must be at most {2**44}, for 16 columns"),
+        ([5, 2**31], [16, 2**30], f"num_embeddings[1] = {2**31} must be at most {2**29}, for {2**30} columns"),
+        ([5, 2**63], [16, 32], f"num_embeddings[1] = {2**63} must be below 2^63"),
+        ([-5, 3], [16, 32], "num_embeddings[0] = -5 must not be negative"),
+        ([2**44] * 3, [2**15] * 3, f"num_embeddings are too many: by default, weight_offsets[2] = {2**60} must be"),
+        (None, [16], "num_embeddings = None must be a list"),
+        ([5, None], [16, 32], "num_embeddings[1] = None must be an integer"),
+        (5, [16], "num_embeddings = 5 must be a list"),
+    ],
+)
+def test_tables_too_large(rows: list[int], dims: list[int], message: str) -> None:
+    """The argument at fault is named, not one that follows from it."""
+    with pytest.raises(ValueError, match=re.escape(message)):
+        rk.table_layout(rows, dims)
 
 
 def test_features_of_one_table_agree() -> None:
@@ -163,7 +227,63 @@ def test_frozen_between_lookup_and_backward() -> None:
     weights = torch.zeros(38, requires_grad=True)
     bags = torch.tensor([1, 2]), torch.tensor([0, 1, 2])
     output, _ = torch.ops.rec_kernels.embedding_bag.layout(weights, *bags, *layout)
+    with pytest.raises(RuntimeError, match="set_frozen changes layout; call it inside"):
+        rk.set_frozen(layout, [True, False])
     with torch.inference_mode():
-        rk.set_frozen(layout.layout, [True, False])
+        rk.set_frozen(layout, [True, False])
     output.sum().backward()
     assert weights.grad.nonzero()[:, 0].tolist() == [34, 35]  # row 2 of the second table
+
+
+def test_what_can_be_frozen() -> None:
+    """A layout or its records, with a flag for each feature; nothing changes after an error."""
+    layout = rk.table_layout([5, 3], [16, 32])
+    for given in (layout, layout.layout):
+        for flags in ([False, True], torch.tensor([0, 1]), np.array([False, True])):
+            rk.set_frozen(given, [True, False])
+            rk.set_frozen(given, flags)
+            assert layout.column(Column.frozen).tolist() == [0, 1]
+        for flags, message in (
+            ([True], "frozen must have an element for each of the 2 features, got 1"),
+            ([True, False, True], "frozen must have an element for each of the 2 features, got 3"),
+            (["yes", False], "frozen[0] = 'yes' must be True (1) or False (0)"),
+            ([True, None], "frozen[1] = None must be True (1) or False (0)"),
+            (None, "frozen = None must be a list, an array or a tensor of one dimension"),
+        ):
+            with pytest.raises(ValueError, match=re.escape(message)):
+                rk.set_frozen(given, flags)
+        assert layout.column(Column.frozen).tolist() == [0, 1]
+    for given in (None, layout.layout.float(), layout.layout[:, 1:]):
+        with pytest.raises(ValueError, match=r"layout must be an rk.TableLayout, or its int64 \[parts, 25\], got"):
+            rk.set_frozen(given, [True, False])
+
+
+def test_layouts_and_compiled_code() -> None:
+    """A layout is made between graphs; ``set_frozen`` is part of one."""
+
+    def made(x: Tensor) -> Tensor:
+        return x + rk.table_layout([5, 3], [16, 32], mean=[True, False]).layout.sum()
+
+    x, layout = torch.zeros(2), rk.table_layout([5, 3], [16, 32])
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(made, backend="eager")(x), made(x))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="make layouts outside of compiled code"):
+        torch.compile(made, backend="eager", fullgraph=True)(x)
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def froze(layout: rk.TableLayout, x: Tensor) -> Tensor:
+        rk.set_frozen(layout, [False, True])
+        return x + layout.layout[:, Column.frozen].sum()
+
+    assert froze(layout, x).tolist() == [1, 1]
+
+
+def test_saved_layout(tmp_path: Path) -> None:
+    """torch.load makes it again, without the pickles that may run code."""
+    layout = rk.table_layout([5, 3], [16, 32])
+    torch.save(layout, tmp_path / "layout.pt")
+    found = torch.load(tmp_path / "layout.pt", weights_only=True)
+    assert isinstance(found, rk.TableLayout)
+    assert torch.equal(found.layout, layout.layout)
+    assert found.layout_sizes == layout.layout_sizes

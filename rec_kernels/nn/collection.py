@@ -38,7 +38,7 @@ from rec_kernels.nn.tables import (
 from rec_kernels.nn.tied import Tied, refuse_replaced, show
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
-from rec_kernels.ops.table_layout import set_frozen
+from rec_kernels.ops.table_layout import TableLayout, set_frozen
 from rec_kernels.ops.version_counters import call_in_place
 
 _ops = torch.ops.rec_kernels
@@ -344,7 +344,8 @@ class TableCollection(ScaledLosses):
         if self._pending is not None:
             raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
         self._frozen_features = features
-        set_frozen(self._layout_records, [f in features for f in self.feature_names])
+        layout = TableLayout(self._layout_records, self._layout_sizes)
+        set_frozen(layout, [f in features for f in self.feature_names])
 
     def check(self) -> None:
         """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.

@@ -9,7 +9,7 @@ from rec_kernels.ops.layout_overlaps import check_cache_apart, check_tables
 from rec_kernels.ops.layout_records import (
     BAG_FORMATS,
     COMBINE,
-    LARGEST,
+    MAX_ELEMENTS,
     MAX_NOISY_ROWS,
     MAX_PARTS,
     MAX_TABLE_ID,
@@ -21,6 +21,9 @@ from rec_kernels.ops.layout_records import (
     Shards,
     Size,
     check,
+    check_kind,
+    flags,
+    integer,
     integers,
     sized,
     sized_integers,
@@ -36,14 +39,18 @@ class Builder:
     ) -> None:
         count = len(dims)
         sized(rows, count, "num_embeddings", "embedding_dims")
+        check_kind(partitions, IdPartitions, "partitions")
         self.records = [[0] * len(Column) for _ in range(count)]
         self.is_bytes = formats is not None
-        self.formats = sized(formats, count, "formats", "parts") or ["fp32"] * count
-        self.starts = self._part_starts(None if partitions is None else partitions.starts, count)
+        self.formats = ["fp32"] * count if formats is None else sized(formats, count, "formats", "parts")
+        self.starts = self._part_starts(partitions, count)
         self.partitioned = partitions is not None
+        self.ways = 0  # of the sets of a row cache; there is none
         for i, record in enumerate(self.records):
             check(1 <= dims[i] < 2**31, f"embedding_dims[{i}] = {dims[i]} must be in [1, 2^31)")
             check(rows[i] >= 0, f"num_embeddings[{i}] = {rows[i]} must not be negative")
+            most = min(MAX_NOISY_ROWS, MAX_ELEMENTS // dims[i])
+            check(rows[i] <= most, f"num_embeddings[{i}] = {rows[i]} must be at most {most}, for {dims[i]} columns")
             name = self.formats[i]
             known = ", ".join(BAG_FORMATS)
             check(name in BAG_FORMATS, f'formats[{i}]: tables cannot have format "{name}"; it must be one of {known}')
@@ -61,10 +68,10 @@ class Builder:
         return len(self.starts) - 1
 
     @staticmethod
-    def _part_starts(starts: Sequence[int] | None, count: int) -> list[int]:
-        if starts is None:
+    def _part_starts(partitions: IdPartitions | None, count: int) -> list[int]:
+        if partitions is None:
             return list(range(count + 1))
-        starts = integers(starts, "partitions.starts")
+        starts = integers(partitions.starts, "partitions.starts")
         check(len(starts) > 0, "partitions.starts must have num_features + 1 elements, got none")
         check(starts[0] == 0, f"partitions.starts[0] = {starts[0]} must be 0")
         for f, (before, here) in enumerate(itertools.pairwise(starts), 1):
@@ -90,10 +97,10 @@ class Builder:
                 rows = record[Column.num_embeddings]
                 record[Column.id_limit], record[Column.divisor], record[Column.modulus] = rows, 1, max(rows, 1)
             return
-        divisors = sized_integers(partitions.divisors, len(self.records), "partitions.divisors", "parts") or []
-        moduli = sized_integers(partitions.moduli, len(self.records), "partitions.moduli", "parts") or []
-        limits = sized_integers(partitions.id_limits, self.num_features, "partitions.id_limits", "features") or []
-        combine = sized(partitions.combine, self.num_features, "partitions.combine", "features") or []
+        divisors = sized_integers(partitions.divisors, len(self.records), "partitions.divisors", "parts")
+        moduli = sized_integers(partitions.moduli, len(self.records), "partitions.moduli", "parts")
+        limits = sized_integers(partitions.id_limits, self.num_features, "partitions.id_limits", "features")
+        combine = sized(partitions.combine, self.num_features, "partitions.combine", "features")
         for i, record in enumerate(self.records):
             f = record[Column.feature]
             how = combine[f]
@@ -152,19 +159,24 @@ class Builder:
             Column.state_offset: (state_offsets, "state_offsets", elements),
         }
         for column, (given, name, lengths) in places.items():
-            starts = sized_integers(given, size, name, "parts") or self._one_after_another(lengths, column)
+            if given is None:
+                starts = self._one_after_another(lengths, column)
+            else:
+                starts = sized_integers(given, size, name, "parts")
+            bits = 60 if column == Column.weight_offset and not self.is_bytes else 62
+            what = f"num_embeddings are too many: by default, {name}" if given is None else name
             for i, record in enumerate(self.records):
-                here = starts[i]
-                most = f"[0, 2^63 - num_embeddings[{i}])" if column == Column.row_offset else "[0, 2^62)"
-                last = LARGEST - lengths[i] if column == Column.row_offset else LARGEST // 2
-                check(0 <= here <= last, f"{name}[{i}] = {here} must be in {most}")
+                here, above, most = starts[i], 2**bits, f"2^{bits}"
+                if column == Column.row_offset:
+                    above, most = 2**63 - rows[i], f"2^63 - num_embeddings[{i}]"
+                check(0 <= here < above, f"{what}[{i}] = {here} must be in [0, {most})")
                 record[column] = here
         for i, record in enumerate(self.records):
             record[Column.weight_offset] *= element
             odd = self.formats[i] == "fp32" and record[Column.weight_offset] % 4
             at = f"weight_offsets[{i}] = {record[Column.weight_offset] // element}"
             check(not odd, f'{at} must be a multiple of 4 for format "fp32"')
-        ids = sized_integers(table_ids, size, "table_ids", "parts") or [0] * size
+        ids = [0] * size if table_ids is None else sized_integers(table_ids, size, "table_ids", "parts")
         for i, record in enumerate(self.records):
             check(0 <= ids[i] < MAX_TABLE_ID, f"table_ids[{i}] = {ids[i]} must be in [0, {MAX_TABLE_ID})")
             record[Column.table_id] = ids[i]
@@ -182,14 +194,15 @@ class Builder:
 
     def place_shards(self, shards: Shards | None) -> None:
         """Where the parts are in whole tables."""
+        check_kind(shards, Shards, "shards")
         if shards is None:
             for record in self.records:
                 record[Column.table_rows] = record[Column.num_embeddings]
             return
         size = len(self.records)
-        firsts = sized_integers(shards.first_rows, size, "shards.first_rows", "parts") or []
-        columns = sized_integers(shards.first_columns, size, "shards.first_columns", "parts") or []
-        whole = sized_integers(shards.table_rows, size, "shards.table_rows", "parts") or []
+        firsts = sized_integers(shards.first_rows, size, "shards.first_rows", "parts")
+        columns = sized_integers(shards.first_columns, size, "shards.first_columns", "parts")
+        whole = sized_integers(shards.table_rows, size, "shards.table_rows", "parts")
         least = [first + r[Column.num_embeddings] for first, r in zip(firsts, self.records, strict=True)]
         for i, record in enumerate(self.records):
             check(firsts[i] >= 0, f"shards.first_rows[{i}] = {firsts[i]} must not be negative")
@@ -218,23 +231,25 @@ class Builder:
             self.widths.append(column - start)
         self.output_dim = column
 
-    def say_of_features(self, name: str, flags: Sequence[bool] | None) -> None:
+    def say_of_features(self, name: str, values: Sequence[bool] | None) -> None:
         """``mean`` or ``frozen``, of features."""
-        given = sized(flags, self.num_features, name, "features") or [False] * self.num_features
+        given = [False] * self.num_features if values is None else flags(values, self.num_features, name)
         for record in self.records:
-            record[Column[name]] = int(bool(given[record[Column.feature]]))
+            record[Column[name]] = int(given[record[Column.feature]])
 
     def place_cache(self, cache: CachePlaces | None) -> None:
         """Places of rows in a row cache."""
+        check_kind(cache, CachePlaces, "cache")
         if cache is None:
             return
-        check(1 <= cache.ways <= MAX_WAYS, f"cache.ways = {cache.ways} must be in [1, {MAX_WAYS}]")
+        self.ways = integer(cache.ways, "cache.ways")
+        check(1 <= self.ways <= MAX_WAYS, f"cache.ways = {self.ways} must be in [1, {MAX_WAYS}]")
         for name, column in (
             ("sets", Column.cache_sets),
             ("first_sets", Column.cache_first_set),
             ("row_offsets", Column.cache_row_offset),
         ):
-            numbers = sized_integers(getattr(cache, name), len(self.records), f"cache.{name}", "parts") or []
+            numbers = sized_integers(getattr(cache, name), len(self.records), f"cache.{name}", "parts")
             for record, number in zip(self.records, numbers, strict=True):
                 record[column] = number
         for i, record in enumerate(self.records):
@@ -244,7 +259,7 @@ class Builder:
             alone = self.starts[f + 1] - self.starts[f] == 1
             several = f"feature {f} has several parts, whose rows are not cached"
             check(sets == 0 or alone, f"cache.sets[{i}] = {sets} must be 0: {several}")
-        check_cache_apart(self.records, cache.ways)
+        check_cache_apart(self.records, self.ways)
 
     def check_tables(self) -> None:
         """What parts share; and which of them a feature multiplies by another's rows, which every user must know."""
@@ -262,24 +277,16 @@ class Builder:
         for record, part in zip(self.records, sorted(range(len(self.records)), key=key), strict=True):
             record[Column.by_row] = part
 
-    def check_numbers(self) -> None:
-        """What other checks let pass, as it may be any number, is an int64."""
-        for i, record in enumerate(self.records):
-            for column, number in zip(Column, record, strict=True):
-                good = -LARGEST <= number <= LARGEST
-                check(good, f"{column.name} of {self._name(i)} = {number} must be below 2^63")
-
-    def sizes(self, widest: int | None, num_rows: int | None, cache: CachePlaces | None) -> list[int]:
+    def sizes(self, widest: int | None, num_rows: int | None) -> list[int]:
         """layout_sizes."""
         least = max(self.widths, default=0)
-        wide = least if widest is None else widest
+        wide = least if widest is None else integer(widest, "widest_feature")
         check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")
         rows = max((r[Column.row_offset] + r[Column.num_embeddings] for r in self.records), default=0)
-        above = rows if num_rows is None else num_rows
+        above = rows if num_rows is None else integer(num_rows, "num_rows")
         most = "the most of row_offsets + num_embeddings"
         check(above >= rows, f"num_rows = {above} must be {rows}, {most}, or more")
-        check(max(wide, above) <= LARGEST, f"widest_feature = {wide} and num_rows = {above} must be below 2^63")
-        flags = {
+        given = {
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),
             Flag.bytes: self.is_bytes,
@@ -292,8 +299,8 @@ class Builder:
             Size.num_rows: above,
             Size.max_embedding_dim: max((r[Column.embedding_dim] for r in self.records), default=0),
             Size.most_parts: max((b - a for a, b in itertools.pairwise(self.starts)), default=1),
-            Size.cache_ways: 0 if cache is None else cache.ways,
+            Size.cache_ways: self.ways,
             Size.formats: sum({1 << r[Column.format] for r in self.records}) or 1,
-            Size.flags: sum(flag for flag, given in flags.items() if given),
+            Size.flags: sum(flag for flag, so in given.items() if so),
         }
         return [sizes[size] for size in Size]

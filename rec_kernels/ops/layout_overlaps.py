@@ -65,8 +65,36 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
         (Column.state_offset, "state_offsets", 1),
     ):
         for a, b in _overlapping(records, list(tables.values()), column):
-            here = f"{name}[{b}] = {records[b][column] // unit} lies in the table of {name_of(a)}"
-            raise ValueError(f"{here}: features share a whole table or nothing")
+            here, there = (records[i][column] // unit for i in (b, a))
+            where = f"lies in the table of {name_of(a)}"
+            if here == there:
+                where = f"is that of {name_of(a)}, but {_differences(records, a, b, element_bytes)}"
+            raise ValueError(f"{name}[{b}] = {here} {where}: features share a whole table or nothing")
+
+
+def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
+    """The arguments in which two tables differ that start at the same place, with both values."""
+    found = []
+    for column, name in (
+        (Column.num_embeddings, "num_embeddings"),
+        (Column.embedding_dim, "embedding_dims"),
+        (Column.format, "formats"),
+        (Column.row_offset, "row_offsets"),
+        (Column.weight_offset, "weight_offsets"),
+        (Column.state_offset, "state_offsets"),
+        (Column.table_id, "table_ids"),
+    ):
+        here, there = records[b][column], records[a][column]
+        if here != there:
+            x, y = (_as_given(column, number, element_bytes) for number in (here, there))
+            found.append(f"{name}[{b}] = {x} is not its {y}")
+    return ", ".join(found)
+
+
+def _as_given(column: Column, number: int, element_bytes: int) -> int | str:
+    if column == Column.format:
+        return f'"{ROW_FORMATS[number]}"'
+    return number // element_bytes if column == Column.weight_offset else number
 
 
 def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> None:

@@ -6,7 +6,9 @@ import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import SupportsIndex, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar
+
+import torch
 
 T = TypeVar("T")
 #: A record for each part.
@@ -21,6 +23,8 @@ MAX_TABLE_ID = 65536
 MAX_WAYS = 1024
 #: A counter of noise has 44 bits for the row.
 MAX_NOISY_ROWS = 2**44
+#: A table's elements; its bytes, and the place where it starts, are below 2^62 then.
+MAX_ELEMENTS = 2**59
 LARGEST = 2**63 - 1
 
 #: The columns of a layout: csrc/ops/table_layout.h, struct TablePart.
@@ -104,25 +108,54 @@ def check(good: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def sized(values: Iterable[T] | None, size: int, name: str, what: str) -> list[T] | None:
-    if values is None:
-        return None
-    found = list(values)
+def check_kind(value: object, kind: type, name: str) -> None:
+    check(value is None or isinstance(value, kind), f"{name} = {value!r} must be an rk.{kind.__name__} or None")
+
+
+def listed(values: Iterable[T] | None, name: str) -> list[T]:
+    if not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:  # a 0-dim tensor says that it is iterable
+        raise ValueError(f"{name} = {values!r} must be a list, an array or a tensor of one dimension")
+    return list(values)
+
+
+def sized(values: Iterable[T] | None, size: int, name: str, what: str) -> list[T]:
+    found = listed(values, name)
     check(len(found) == size, f"{name} must have an element for each of the {size} {what}, got {len(found)}")
     return found
 
 
-def integers(values: Iterable[SupportsIndex], name: str) -> list[int]:
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool) or getattr(value, "dtype", None) == torch.bool
+
+
+def integer(value: SupportsIndex, name: str) -> int:
+    """Python's integer, of a number that is one; booleans are none."""
+    try:
+        number = None if _is_flag(value) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise ValueError(f"{name} = {value!r} must be an integer")
+    check(number <= LARGEST, f"{name} = {number} must be below 2^63")
+    check(number >= -LARGEST, f"{name} = {number} must be above -2^63")
+    return number
+
+
+def integers(values: Iterable[SupportsIndex] | None, name: str) -> list[int]:
     """Python's integers, of a list, an array or a tensor of them."""
+    return [integer(value, f"{name}[{i}]") for i, value in enumerate(listed(values, name))]
+
+
+def sized_integers(values: Iterable[SupportsIndex] | None, size: int, name: str, what: str) -> list[int]:
+    return integers(sized(values, size, name, what), name)
+
+
+def flags(values: Iterable[object] | None, features: int, name: str) -> list[bool]:
+    """One for each of the features, of booleans or of 0 and 1, in a list, an array or a tensor."""
     found = []
-    for i, value in enumerate(values):
-        try:
-            found.append(operator.index(value))
-        except TypeError:
-            raise ValueError(f"{name}[{i}] = {value!r} must be an integer") from None
+    given: list[Any] = sized(values, features, name, "features")
+    for f, value in enumerate(given):
+        number = value.item() if getattr(value, "ndim", 1) == 0 else value
+        check(isinstance(number, int) and number in (0, 1), f"{name}[{f}] = {value!r} must be True (1) or False (0)")
+        found.append(bool(number))
     return found
-
-
-def sized_integers(values: Iterable[SupportsIndex] | None, size: int, name: str, what: str) -> list[int] | None:
-    given = sized(values, size, name, what)
-    return None if given is None else integers(given, name)

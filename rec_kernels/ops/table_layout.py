@@ -6,14 +6,28 @@ know. Nobody else writes records; the kernels check of them only what their safe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, ParamSpec
 
 import torch
 from torch import Tensor
 
 from rec_kernels.ops.layout_builder import Builder
-from rec_kernels.ops.layout_records import CachePlaces, Column, Flag, IdPartitions, Shards, Size, integers
+from rec_kernels.ops.layout_records import (
+    CachePlaces,
+    Column,
+    Flag,
+    IdPartitions,
+    Shards,
+    Size,
+    flags,
+    integers,
+    listed,
+)
+from rec_kernels.ops.status import cannot_read
+
+P = ParamSpec("P")
 
 __all__ = [
     "CachePlaces",
@@ -44,6 +58,21 @@ class TableLayout(NamedTuple):
         return self.layout[:, column]
 
 
+def _between_graphs(make: Callable[P, TableLayout]) -> Callable[P, TableLayout]:
+    """Has torch.compile call the function between two graphs: it cannot trace it."""
+
+    @functools.wraps(make)
+    def made(*args: P.args, **kwargs: P.kwargs) -> TableLayout:
+        if torch.compiler.is_compiling():
+            from rec_kernels.ops.graph_breaks import make_layout
+
+            return make_layout(make, *args, **kwargs)
+        return make(*args, **kwargs)
+
+    return made
+
+
+@_between_graphs
 def table_layout(
     num_embeddings: Sequence[int],
     embedding_dims: Sequence[int],
@@ -100,18 +129,42 @@ def table_layout(
     build.place_cache(cache)
     build.check_tables()
     build.order_by_row()
-    build.check_numbers()
-    sizes = build.sizes(widest_feature, num_rows, cache)
+    sizes = build.sizes(widest_feature, num_rows)
     records = torch.tensor(build.records, dtype=torch.int64, device=device).reshape(-1, len(Column))
     return TableLayout(records, sizes)
 
 
-def set_frozen(layout: Tensor, frozen: Sequence[bool]) -> None:
+def set_frozen(layout: TableLayout | Tensor, frozen: Sequence[bool]) -> None:
     """Changes, in place, which features of a layout give no gradient.
 
     Args:
-        layout: [parts, columns] int64, of a ``TableLayout``.
-        frozen: [F] flags.
+        layout: a ``TableLayout``, or its ``layout``, [parts, columns] int64. Of the latter, the number of features is
+            read from the records: a GPU is waited for, except in compiled code and while it captures.
+        frozen: [F] booleans, or 1 and 0.
+
+    Raises:
+        ValueError: what is no layout; another number of elements than features; an element that is neither true nor
+            false. RuntimeError: a layout that was made in inference mode, outside of it.
     """
-    flags = torch.tensor(list(frozen), dtype=torch.int64, device=layout.device)
-    layout[:, Column.frozen] = flags[layout[:, Column.feature]]
+    records = layout.layout if isinstance(layout, TableLayout) else layout
+    is_layout = isinstance(records, Tensor) and records.dtype == torch.int64 and records.shape[1:] == (len(Column),)
+    if not is_layout:
+        what = f"{records.dtype} {list(records.shape)}" if isinstance(records, Tensor) else repr(layout)
+        raise ValueError(f"layout must be an rk.TableLayout, or its int64 [parts, {len(Column)}], got {what}")
+    if not torch.compiler.is_compiling() and records.is_inference() and not torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            "Inplace update to inference tensor outside InferenceMode is not allowed: set_frozen changes layout; "
+            "call it inside torch.inference_mode(), or give it a clone of the tensor"
+        )
+    if records.is_meta or cannot_read(records):
+        features = len(listed(frozen, "frozen"))
+    elif isinstance(layout, TableLayout):
+        features = layout.layout_sizes[Size.num_features]
+    else:
+        features = int(records[:, Column.feature].amax()) + 1 if len(records) else 0
+    numbers = torch.tensor(flags(frozen, features, "frozen"), dtype=torch.int64, device=records.device)
+    records[:, Column.frozen] = numbers[records[:, Column.feature]]
+
+
+# torch.load(weights_only=True) makes no object of a class that it was not told of.
+torch.serialization.add_safe_globals([TableLayout])
