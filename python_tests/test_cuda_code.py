@@ -57,14 +57,14 @@ def resources(usage) -> list[tuple[str, dict[str, int]]]:
 
 
 def test_no_main_kernel_spills(resources) -> None:
-    """Rows of up to 128 columns: two blocks of 256 threads fit, and no float or half goes to local memory.
+    """Rows of up to 128 columns: two blocks of 256 threads fit, and nothing goes to local memory.
 
-    Of encoded rows, a register or two of a lane may: three blocks leave 80.
+    Of lookups of encoded rows, a register or two of a lane may: three blocks leave 80.
     """
     main = [(name, numbers) for name, numbers in resources if re.match(rf"({MAIN})_kernel \w+ \d+ 1$", name)]
     assert len(main) >= 4 * (2 * 8 + 4)
     for name, numbers in main:
-        assert numbers["STACK"] <= (16 if re.search("EncodedTarget|Affine|SharedMicroexponents", name) else 0), name
+        assert numbers["STACK"] <= (16 if re.search("Affine|SharedMicroexponents", name) else 0), name
         assert numbers["LOCAL"] == 0, name
         assert numbers["REG"] <= 128, name
     assert max(numbers["LOCAL"] for _, numbers in resources) == 0
@@ -157,12 +157,18 @@ SHORT_BAGS = {
     ("Bf16", "false"): 445,
     ("Bf16", "true"): 453,
 }
-# Updates of rows that were read at most 64 times: the fewest resident blocks, by kernel without its format.
+# Updates, or gradients, of rows that were read at most 64 times: the fewest resident blocks, by kernel without its
+# format. Rows of 257 columns and more with state for every element are not here: one block, and 64 bytes of stack.
 UPDATES = {
-    r"<32, 1, UpdateTarget<\w+>>": 3,
-    r"<32, 4, UpdateTarget<\w+>>": 2,
+    r"<\d+, 1, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 4,
+    r"<32, 2, (DenseTarget|SparseTarget)>": 3,
+    r"<32, 2, UpdateTarget<\w+>>": 2,
+    r"<32, 4, (DenseTarget|SparseTarget|UpdateTarget<\w+>)>": 2,
     r"<(8|32), 1, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 3,
     r"<32, 4, EncodedTarget<.*, (Sgd|RowwiseAdagrad)>>": 2,
+    r"<\d+, 1, ElementwiseTarget<UpdateTarget<Sgd>>>": 3,
+    r"<32, 2, ElementwiseTarget<UpdateTarget<Sgd>>>": 2,
+    r"<(8|32), 1, ElementwiseTarget<EncodedTarget<.*, Sgd>>>": 2,
 }
 
 
@@ -208,5 +214,5 @@ def test_updates_share_a_multiprocessor(usage) -> None:
             if re.fullmatch("finish_short_kernel" + pattern, k.name):
                 checked.add(pattern)
                 assert k.blocks >= blocks, k
-                assert k.stack <= (16 if re.search("Affine|SharedMicroexponents<2>", k.name) else 0), k
+                assert k.stack == 0, k
     assert checked == set(UPDATES)

@@ -41,6 +41,8 @@ struct RowState {
                                          bool last) const {
     const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
     const bool aligned_first = is_aligned(first, D), aligned_second = is_aligned(second, D);
+    // Unrolled, g stays in registers; of the widest rows, a kernel would be half as large again.
+#pragma unroll(kBlocks < kMaxBlocks ? kBlocks : 1)
     for (int k = 0; k < kBlocks; ++k) {
       const int64_t c = column + (k * G + group.lane) * 4;
       if (c >= D) continue;
@@ -102,9 +104,9 @@ struct ElementwiseTarget : Base {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     SquareSum<G> weights{group}, directions{group};
-    for (int64_t column = 0; column < D; column += kWidth) {
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
       const auto read = [&](int64_t c) { return Base::read(f, row, c); };
-      if (D > kWidth) direction(column, false, read);
+      if (is_wider<G, kBlocks>(D)) direction(column, false, read);
       Vec4 w[kBlocks];
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;

@@ -34,13 +34,13 @@ struct EncodedTarget {
     constexpr int64_t kWidth = kBlocks * 4 * G;
     const int64_t D = f.embedding_dim;
     uint8_t* out = place(f, row);
-    const bool aligned = columns_aligned<Format>(out, D);
+    const bool aligned = columns_aligned<Format>(out, D), wider = is_wider<G, kBlocks>(D);
     const ColumnReader<Format> reader(out, D, aligned);
     const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
     ColumnWriter<Format, G> writer{group, how, f.whole_row(row), D, out, aligned};
     // From gradients to updated weights, in place.
     const auto update = [&](int64_t column, bool last) {
-      if (D > kWidth) gradient(column, last, [&](int64_t c) { return reader.read(c); });
+      if (wider) gradient(column, last, [&](int64_t c) { return reader.read(c); });
       for (int k = 0; k < kBlocks; ++k) {
         const int64_t c = column + (k * G + group.lane) * 4;
         Vec4 w = c < D ? reader.read(c) : Vec4{};
@@ -52,8 +52,8 @@ struct EncodedTarget {
     constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
 #pragma unroll 1
     for (int pass = kFirst; pass < 2; ++pass) {
-      for (int64_t column = 0; column < D; column += kWidth) {
-        if (D > kWidth || pass == kFirst) update(column, D <= kWidth || pass == 1);
+      for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+        if (wider || pass == kFirst) update(column, !wider || pass == 1);
         // In registers: what is indexed by a variable would not be.
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {

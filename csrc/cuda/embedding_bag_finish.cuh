@@ -23,8 +23,8 @@ __device__ __forceinline__ void put_row(const Target& target, const Part& f, int
   const int64_t D = f.embedding_dim;
   float* out = target.place(f, row, run);
   const bool aligned = rows_aligned(out, D);
-  for (int64_t column = 0; column < D; column += kWidth) {
-    if (D > kWidth) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
+  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+    if (is_wider<G, kBlocks>(D)) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
     // All of them on their way before the first is written: behind a store no load is moved up.
     Vec4 w[kBlocks];
 #pragma unroll
@@ -136,7 +136,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   for (int pass = step.clips_norm() ? 0 : 1; pass < 2; ++pass) {
     const bool all = pass == 0 || target.needs_mean_square();
     SquareSum<G> squares{group};
-    for (int64_t column = 0; column < D && (all || column == 0); column += kWidth) {
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D) && (all || column == 0); column += kWidth) {
       sum_scaled(column, read);
       squares.add(column, D, g);
     }
@@ -150,11 +150,11 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
     const auto state = target.state_of(part, f, row, scalar);
     // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
     const auto direction = [&](int64_t column, bool last, const auto& read) {
-      if (D > kWidth) sum_scaled(column, read);
+      if (is_wider<G, kBlocks>(D)) sum_scaled(column, read);
       state.direct(column, D, group, g, last);
       step.decay_direction(column, D, group, g, read);
     };
-    if (D <= kWidth) direction(0, true, read);
+    if (!is_wider<G, kBlocks>(D)) direction(0, true, read);
     put(target, f, row, run, target.factor(state.optimizer, f, row, group, g, direction), group, g, direction);
   } else {
     put(target, f, row, run, scalar, group, g,
@@ -168,7 +168,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
 
 // Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
 template <int kBlocks, class Target>
-constexpr int kResident = Target::kElementwise ? (kBlocks > 1 ? 1 : 2) : (kBlocks > 1 ? 2 : 3);
+constexpr int kResident = (kBlocks > 1 ? 2 : (Target::kEncodes ? 3 : 4)) - (Target::kElementwise ? 1 : 0);
 template <int kBlocks, class Target>
 constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
 
@@ -227,7 +227,7 @@ template <int G, int kBlocks, class Sum>
 __device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>& group, int64_t chunk, int64_t D,
                                                 const Sum& sum) {
   float* out = a.partials + chunk * a.max_dim;
-  for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
     Vec4 g[kBlocks];
     sum(column, g);
     for (int k = 0; k < kBlocks; ++k)
@@ -278,7 +278,7 @@ __global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target
         const int64_t left = count - first;
         const PartialSum<G, kBlocks> sum{group, from + first * a.max_dim, left < kChunk ? left : kChunk, a.max_dim, D};
         float* out = to + first / kChunk * a.max_dim;
-        for (int64_t column = 0; column < D; column += kBlocks * 4 * G) {
+        for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
           Vec4 g[kBlocks];
           sum(column, g);
           for (int k = 0; k < kBlocks; ++k)

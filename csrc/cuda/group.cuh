@@ -115,6 +115,12 @@ template <int kBlocks>
 __device__ __forceinline__ int64_t columns_behind(int64_t D) {
   return kBlocks == kMaxBlocks ? D : 1;
 }
+// Whether a row of D columns has more of them than a group keeps at once. Where that cannot be, the compiler leaves out
+// what happens then, and the registers that it takes.
+template <int G, int kBlocks>
+__device__ __forceinline__ bool is_wider(int64_t D) {
+  return kBlocks == kMaxBlocks && D > kBlocks * 4 * G;
+}
 
 // Lanes for the short rows of formats, which a warp would leave mostly idle.
 constexpr int kFewLanes = 8;
