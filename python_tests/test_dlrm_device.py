@@ -128,7 +128,7 @@ def test_every_batch_goes_to_the_device(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(part for part in asked if part != "pinned") == [("cuda:0", True, size) for size in sizes]
     assert found["device"] == "GPU of cuda:0"
     assert found["log_loss"] == expected["log_loss"]
-    assert "device: GPU of cuda:0" in (tmp_path / "gpu" / "report.html").read_text()
+    assert "<td>device</td><td>GPU of cuda:0</td>" in (tmp_path / "gpu" / "report.html").read_text()
 
 
 def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

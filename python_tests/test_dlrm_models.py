@@ -22,7 +22,7 @@ from bench.studies import compare
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, OPTIONS_OF
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.runs import CONFIG, Records
 from rec_kernels.dlrm.synthetic import NUM_DENSE, Synthetic
 from rec_kernels.dlrm.train import Run, RunInterruptedError, TrainingError, build_model

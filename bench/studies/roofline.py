@@ -23,8 +23,7 @@ from rec_kernels.dlrm.building import read_checkpoint, restored_model
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet
 from rec_kernels.dlrm.dedup import DedupReader
-from rec_kernels.dlrm.model import DLRM, dtype_of
-from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.model import DLRM, dtype_of, flops_per_example
 from rec_kernels.dlrm.runs import Records
 from rec_kernels.dlrm.train import open_reader
 

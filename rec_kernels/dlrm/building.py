@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import rec_kernels as rk
 from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
-from rec_kernels.dlrm.model import DLRM
-from rec_kernels.dlrm.networks import interaction_of
+from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
 from rec_kernels.dlrm.runs import CONFIG
 from rec_kernels.dlrm.shapes import TEXT, mismatch, shown
 
@@ -162,3 +162,15 @@ def generation_of(state: dict) -> int | None:
     if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.ndim or found.is_meta or found < 0:
         raise ValueError(f"file_generation is {shown(found)}, allowed is an int64 of 0 or more")
     return int(found)
+
+
+def interaction_of(config: TrainConfig) -> Callable[[int, int], nn.Module]:
+    """What makes the interaction of the model that ``config.model`` names, from the number of features and D."""
+    c = config
+    return {
+        "dlrm": DotInteraction,
+        "dcnv2": lambda features, dim: CrossInteraction(features, dim, c.cross_layers, c.cross_rank),
+        "wukong": lambda features, dim: WukongInteraction(
+            features, dim, c.wukong_layers, c.wukong_features, c.wukong_factors, c.wukong_hidden
+        ),
+    }[config.model]

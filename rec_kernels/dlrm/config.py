@@ -72,11 +72,7 @@ _UNITS = (
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "512MB" -> 512000000, "4GiB", "4096".
-
-    Raises:
-        ValueError: no such number, or less than a byte.
-    """
+    """Bytes: "512MB" -> 512000000, "4GiB", "4096"; ValueError for what is no such number, or less than a byte."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
     if match is None or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
         raise ValueError(f"{text!r} must be a number of bytes, or of {', '.join(_UNITS)[2:]}")
@@ -93,17 +89,23 @@ def _is_size(text: str) -> bool:
 def _option(
     default: Any, kind: Callable, help: str, allowed: str, check: Callable[[Any], bool], *, how: bool = False
 ) -> Any:
-    """A field. `how`: it says how a run is carried out, not what comes out of it, and may change when it is resumed."""
+    """A field, which may be None where that is its default.
+
+    ``how``: it says how a run is carried out, not what comes out of it, and may change when it is resumed.
+    """
     return field(default=default, metadata={"kind": kind, "help": help, "allowed": allowed, "check": check, "how": how})
 
 
 def _count(default: int | None, help: str, least: int = 1, bits: int = 63, **more) -> Any:
-    allowed = f"{least} or more, below 2**{bits}"
-    return _option(default, int, help, allowed, lambda v: v is None or least <= v < 2**bits, **more)
+    return _option(default, int, help, f"{least} or more, below 2**{bits}", lambda v: least <= v < 2**bits, **more)
+
+
+def _number(default: float | None, help: str, allowed: str, check: Callable[[Any], bool]) -> Any:
+    return _option(default, float, help, allowed, check)
 
 
 def _positive(default: float, help: str) -> Any:
-    return _option(default, float, help, "a finite number above 0", lambda v: 0 < v < math.inf)
+    return _number(default, help, "a finite number above 0", lambda v: 0 < v < math.inf)
 
 
 def _text(default: str | None, help: str, **more) -> Any:
@@ -131,9 +133,7 @@ class TrainConfig:
         "completejourney", "completejourney, criteo, synthetic, or module:function that returns a data set"
     )
     path: str | None = _text(
-        None,
-        "criteo: file or folder of files, Kaggle format, plain or .gz; of module:function, its argument path",
-        how=True,
+        None, "criteo: file or folder of files, plain or .gz; an argument of module:function", how=True
     )
     rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")
     weeks: int | None = _option(
@@ -141,7 +141,7 @@ class TrainConfig:
         int,
         "completejourney: only the first weeks, tested on their last quarter (default: train on 1-46, test on 47-53)",
         f"1 to {LAST_WEEK - 1}",
-        lambda v: v is None or 1 <= v < LAST_WEEK,
+        lambda v: 1 <= v < LAST_WEEK,
     )
     table_rows: int | None = _count(
         None, "criteo: hash ids into so many rows per table (default: a row per value); synthetic: rows of a table"
@@ -149,32 +149,23 @@ class TrainConfig:
     history: int | None = _count(
         None, "completejourney: the longest history (default: 50, allowed: 10 to 200); synthetic: the mean one (20)"
     )
-    samples_per_session: float | None = _option(
-        None,
-        float,
-        "synthetic: rows of a session, in the mean (default: 9)",
-        "1 or more",
-        lambda v: v is None or 1 <= v < math.inf,
+    samples_per_session: float | None = _number(
+        None, "synthetic: rows of a session, in the mean (default: 9)", "1 or more", lambda v: 1 <= v < math.inf
     )
-    unchanged: float | None = _option(
+    unchanged: float | None = _number(
         None,
-        float,
-        "synthetic: probability that a row has the history of the row before it in its session (default: 1)",
+        "synthetic: share of rows with the history of the row before (default: 1)",
         "0 to 1",
-        lambda v: v is None or 0 <= v <= 1,
+        lambda v: 0 <= v <= 1,
     )
     dedup: str = _choice(
         "auto",
-        "look up and update once what rows of a batch have in common in shared features: on; windows, which also keeps "
-        "once what different bags have in common; off; or auto, which is on if that saves a quarter of the ids in the "
-        "first batches, or more",
+        "equal shared bags of a batch once: on, off, auto; windows: what different bags have in common, too",
         DEDUP,
     )
     data_dir: str | None = _text(None, "folder of the prepared data (default: ~/.cache/rec_kernels)", how=True)
 
-    model: str = _choice(
-        "dlrm", "between the MLPs: dlrm, dot products; dcnv2, cross layers; wukong, factorization machines", MODELS
-    )
+    model: str = _choice("dlrm", "dlrm, dot products between the MLPs; dcnv2, cross layers; wukong, its layers", MODELS)
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
@@ -185,56 +176,34 @@ class TrainConfig:
     wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to")
     wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP")
     embedding: str = _choice(
-        "full",
-        "tables: full; hash, ids share rows; qr, quotient and remainder, multiplied, added (qr_add) or side by side "
-        "(qr_concat); mixed, large tables have fewer columns",
-        EMBEDDINGS,
+        "full", "tables: full; hash, ids share rows; qr, quotients and remainders; mixed, widths by size", EMBEDDINGS
     )
     collisions: int = _count(4, "hash, qr: how many ids share a row")
-    temperature: float = _option(
-        0.3, float, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
+    temperature: float = _number(
+        0.3, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
     )
     threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
-    precision: str = _choice(
-        "fp32",
-        "of MLPs and interaction, and of what tables give them: fp32, or bf16, mixed with fp32 as torch.autocast does",
-        tuple(PRECISIONS),
-    )
-    activations: str = _choice(
-        "fp32",
-        f"format that inputs of the interaction and of linear layers are rounded to: {', '.join(ACTIVATIONS)}",
-        ACTIVATIONS,
-    )
+    precision: str = _choice("fp32", "of MLPs and interaction: fp32, or bf16 as torch.autocast does", tuple(PRECISIONS))
+    activations: str = _choice("fp32", f"format of inputs of the dense side: {', '.join(ACTIVATIONS)}", ACTIVATIONS)
     format: str = _choice("fp32", f"format of the tables' rows: {', '.join(FORMATS)}", FORMATS)
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
     )
-    cache: float = _option(
-        0.0,
-        float,
-        "share of the tables' rows that are kept in FP32 and trained without rounding, the most used ones (0: none)",
-        "0 to 1",
-        lambda v: 0 <= v <= 1,
+    cache: float = _number(
+        0.0, "share of the tables' rows kept in FP32, the most used ones (0: none)", "0 to 1", lambda v: 0 <= v <= 1
     )
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
-    compile: str = _choice(
-        "no",
-        "torch.compile of MLPs and interaction: no, or its mode default",
-        COMPILE,
-    )
+    compile: str = _choice("no", "torch.compile of MLPs and interaction: no, or its mode default", COMPILE)
     backing: str = _choice(
-        "device",
-        "where the tables' other rows are: device, host, beside a GPU, or disk, in files of the run's folder",
-        BACKINGS,
-        how=True,
+        "device", "the tables' other rows: device, host (memory, beside a GPU) or disk (files)", BACKINGS, how=True
     )
     memory_budget: str = _option(
         "512MB",
         str,
         "disk: memory for rows, in the cache or not, as 512MB, 4GiB or bytes",
         "a number of bytes, or of kB, MB, GB, TB, KiB, MiB, GiB or TiB",
-        lambda v: _is_size(v),
+        _is_size,
         how=True,
     )
     optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
@@ -247,12 +216,8 @@ class TrainConfig:
     epochs: int = _count(1, "passes over the training rows")
     batch_size: int = _count(2048, "rows per batch")
     accumulate: int = _count(1, "batches whose gradients are added up for one step")
-    valid_fraction: float = _option(
-        0.0,
-        float,
-        "share of the training rows, the last ones, that evaluates instead of training",
-        "0 or more, below 1",
-        lambda v: 0 <= v < 1,
+    valid_fraction: float = _number(
+        0.0, "share of the training rows, the last ones, set apart", "0 or more, below 1", lambda v: 0 <= v < 1
     )
     eval_every: int = _count(0, "steps between evaluations, on the rows set apart or else the test rows (0: none)", 0)
     patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
@@ -261,24 +226,19 @@ class TrainConfig:
     threads: int | None = _count(None, "CPU threads (default: torch's choice)", how=True)
 
     run: str | None = _option(
-        None,
-        str,
-        "name of the run (default: derived, numbered if taken)",
-        RUN_NAMES,
-        lambda v: v is None or is_run_name(v),
-        how=True,
+        None, str, "name of the run (default: derived, numbered if taken)", RUN_NAMES, is_run_name, how=True
     )
     runs_dir: str = _text("runs", "folder that gets one folder per run", how=True)
-    checkpoint_every: int = _count(
-        0, "steps between checkpoints (0: one at the end, and one when interrupted)", 0, how=True
-    )
+    checkpoint_every: int = _count(0, "steps between checkpoints (0: at the end, and when interrupted)", 0, how=True)
     tensorboard: bool = _option(False, switch, "also write TensorBoard files", "yes or no", lambda v: True, how=True)
 
     def __post_init__(self):
         for option in dataclasses.fields(self):
             value = getattr(self, option.name)
+            if value is None and option.default is None:
+                continue
             kind = _KINDS[option.metadata["kind"]]
-            if not kind.fits(value) and not (value is None and option.default is None):
+            if not kind.fits(value):
                 raise ValueError(
                     f"{option.name} is {shown(value)}, must be {kind.allowed} ({option.metadata['allowed']})"
                 )

@@ -23,7 +23,7 @@ from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.dedup import Decision, DedupReader, Tally, decide
-from rec_kernels.dlrm.networks import flops_per_example
+from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.own_data import CheckedData
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import predict, score
