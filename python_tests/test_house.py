@@ -101,6 +101,13 @@ def test_long_functions_are_found() -> None:
     assert [most for *_, most in cpp_functions(f"__global__ void f(\n    int x) {{\n{body}}}\n")] == [KERNEL]
 
 
+def test_the_package_stands_alone() -> None:
+    """Nothing in it imports what a wheel does not have: benchmarks, studies and tests import it."""
+    outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|first_light|python_tests|wheels)\b", re.MULTILINE)
+    assert outside.search("    from bench.studies import compare\n")
+    assert [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())] == []
+
+
 def test_one_stem_per_op() -> None:
     """A file of csrc/ops that defines ops has its stem in every layer."""
     stems = [p.stem for p in sorted((ROOT / "csrc/ops").glob("*.cpp")) if "  define(" in p.read_text()]
