@@ -232,12 +232,9 @@ BAD_ARGUMENTS = [
     ("weights", lambda t: t[None], "weights must have 1 dimension(s), got shape [1, 176]"),
     ("weights", lambda t: torch.stack([t, t], 1)[:, 0], "weights must be contiguous"),
     ("tables", lambda t: t[:1], "weights must have 80 elements, the tables one after the other"),
-    (
-        "tables",
-        lambda t: t[::-1],
-        "layout[0]: weight_offset 0 and row_offset 0 (5 x 16) are the place of none of the tables",
-    ),
-    ("tables", lambda t: [t[0].reshape(-1), t[1]], "tables must have 2 dimension(s), got shape [80]"),
+    ("tables", lambda t: t[::-1], "layout[0]: weight_offset 0 and row_offset 0 (5 x 16) are the place of none"),
+    ("tables", lambda t: [t[0].reshape(-1), t[1]], "tables[0] must have 2 dimension(s), got shape [80]"),
+    ("tables", lambda t: [t[0], t[1].double()], "tables[1] must be float32, got float64"),
     ("embedding_dims", lambda t: torch.tensor([0, 32, 16]), "embedding_dims[0] = 0 must be in [1, 2^31)"),
     ("embedding_dims", lambda t: torch.tensor([16, 2**31, 16]), f"embedding_dims[1] = {2**31} must be in [1, 2^31)"),
     ("num_embeddings", lambda t: torch.tensor([5, -1, 5]), "num_embeddings[1] = -1 must not be negative"),
@@ -410,9 +407,11 @@ def test_other_device(op: str) -> None:
     given = arguments()
     given = {n: a for n, a in given.items() if n not in OF_LAYOUT} | make_layout(given)._asdict()
     for name in taken(op):
-        if isinstance(given.get(name), torch.Tensor):
+        value = given.get(name)
+        if isinstance(value, torch.Tensor) or name == "tables":
+            moved = [value[0], value[1].to("meta")] if name == "tables" else value.to("meta")
             with pytest.raises(ValueError, match="same device"):
-                call(op, given | {name: given[name].to("meta")})
+                call(op, given | {name: moved})
 
 
 def test_strided_inputs_are_read_as_they_are() -> None:

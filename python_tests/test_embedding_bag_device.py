@@ -42,6 +42,19 @@ def test_bad_ids_are_noted_and_skip_the_update(bad: int) -> None:
                 assert unchanged(case, found) == (bounds_check == "error"), (backend.name, optimizer)
 
 
+def test_tables_are_checked() -> None:
+    """They are only named, but gradients are made for them: rank, dtype and device are looked at."""
+    case = case_of_two_tables()
+    first, second = case.split(case.weights)
+    for backend in device_backends():
+        for tables, message in (
+            ([first, second.double()], r"tables\[1\] must be float32, got float64"),
+            ([first[0], second], r"tables\[0\] must have 2 dimension\(s\), got shape \[16\]"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                backend.ops.embedding_bag_tables(case.weights, tables, *case.jagged, **case.layout)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_status_and_found_inf_of_others_skip_the_update(optimizer: str) -> None:
     case = case_of_two_tables()

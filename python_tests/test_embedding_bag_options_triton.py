@@ -53,6 +53,13 @@ def test_other_device_and_other_arguments() -> None:
         lookup(table, values, offsets.to("meta"))
     with pytest.raises(ValueError, match="layout is on meta, values on cpu: they must be on the same device"):
         triton.embedding_bag.layout(table.view(-1), values, offsets, *rk.table_layout([3], [4], device="meta"))
+    weights, layout = torch.ones(16), rk.table_layout([3], [4])
+    for tables, message in (
+        ([table.to("meta")], "tables is on meta, values on cpu: they must be on the same device"),
+        ([table.double()], r"tables\[0\] must be float32, got float64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            triton.embedding_bag_tables.layout(weights, tables, values, offsets, *layout)
     with pytest.raises(ValueError, match="format must not be given"):
         lookup(table.byte(), values, offsets, format="int4", embedding_dim=4)
     with pytest.raises(TypeError, match="poolin"):

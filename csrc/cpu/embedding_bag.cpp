@@ -54,11 +54,10 @@ std::tuple<Tensor, Tensor> one_table_cpu(const Tensor& weights, const OneTableBa
 }
 
 // The backward hands out gradients by the tables' places in `weights`, so every part must name one of these places.
-void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, const BagInput& in) {
+void check_places(const std::vector<Tensor>& tables, const BagInput& in) {
   std::vector<TablePart> places;
   int64_t start = 0, row = 0;
   for (const Tensor& t : tables) {
-    check_rank(t, 2, "tables");
     TablePart place{};
     place.weight_offset = 4 * start;
     place.row_offset = row;
@@ -68,8 +67,6 @@ void check_tables(const Tensor& weights, const std::vector<Tensor>& tables, cons
     start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
     row += t.size(0);
   }
-  check_value(weights.numel() == start, "weights must have ", start,
-              " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
   for (int64_t i = 0; i < in.num_parts; ++i) {
     const Part& f = in.parts[i];
     auto p = std::partition_point(places.begin(), places.end(),
@@ -91,7 +88,8 @@ std::tuple<Tensor, Tensor> embedding_bag_tables_cpu(const Tensor& weights, const
   check_trainable(layout);
   check_weights(weights, bags.values, layout);
   const BagInput in = read_bags(bags, layout, limits_of(layout, weights));
-  check_tables(weights, tables, in);
+  check_tables_of(weights, tables);
+  check_places(tables, in);
   return forward(weights, in, output_dtype);
 }
 

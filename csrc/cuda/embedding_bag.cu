@@ -79,13 +79,7 @@ std::tuple<Tensor, Tensor> one_table_cuda(const Tensor& weights, const OneTableB
 std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, const std::vector<Tensor>& tables,
                                                      const BagArguments& bags, bool,
                                                      std::optional<ScalarType> output_dtype) {
-  int64_t start = 0;
-  for (const Tensor& t : tables) {
-    check_rank(t, 2, "tables");
-    start += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
-  }
-  check_value(weights.numel() == start, "weights must have ", start,
-              " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
+  check_tables_of(weights, tables);
   check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
   // Gradients of tables are where the values are.
   check_same_device(weights, bags.values, "weights", "values");

@@ -230,6 +230,20 @@ void check_weights(const Tensor& weights, const Tensor& values, const Layout& la
   if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights, "weights");
 }
 
+void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables) {
+  int64_t end = 0;
+  for (size_t i = 0; i < tables.size(); ++i) {
+    const Tensor& t = tables[i];
+    const std::string name = "tables[" + std::to_string(i) + "]";
+    check_rank(t, 2, name.c_str());
+    check_dtype(t, ScalarType::Float, name.c_str());
+    check_same_device(t, weights, name.c_str(), "weights");
+    end += ceil_div(t.numel(), kTableAlignment) * kTableAlignment;
+  }
+  check_value(weights.numel() == end, "weights must have ", end,
+              " elements, the tables one after the other at multiples of ", kTableAlignment, ", got ", weights.numel());
+}
+
 void check_trainable(const Layout& layout) {
   check_value(!(layout.sizes.flags & kBytes),
               "weights must be float32: rows of other formats have no gradient that torch could take; they are trained "

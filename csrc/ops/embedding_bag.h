@@ -126,6 +126,8 @@ RK_EXPORT Part read_one_table(const Tensor& weights, const Tensor& values, const
 RK_EXPORT Part read_one_table(const std::vector<int64_t>& weights_shape, bool mean);
 // Dtype, rank and memory of `weights` in a call with a layout. Beside values on a GPU, weights may be in host memory.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
+// Rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.
+RK_EXPORT void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables);
 // That tables are floats, which have gradients that torch can take.
 RK_EXPORT void check_trainable(const Layout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);

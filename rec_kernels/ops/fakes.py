@@ -11,10 +11,13 @@ from torch import Tensor
 def check_one_device(arguments: Iterable[object]) -> None:
     """Fake kernels also answer calls with a meta tensor among others, and would return memory that nobody has written.
 
+    Lists of tensors are looked into.
+
     Raises:
         ValueError: tensors on different devices.
     """
-    devices = {t.device for t in arguments if isinstance(t, Tensor)}
+    tensors = (t for given in arguments for t in (given if isinstance(given, list | tuple) else (given,)))
+    devices = {t.device for t in tensors if isinstance(t, Tensor)}
     if len(devices) > 1:
         raise ValueError(f"all tensors must be on the same device, got {sorted(map(str, devices))}")
 

@@ -239,8 +239,8 @@ def check_gradient(a: SimpleNamespace, bags: BagInput) -> None:
 def check_tables(a: SimpleNamespace) -> None:
     """Raises ValueError for tables that are not all of weights, each at the next multiple of TABLE_ALIGNMENT."""
     elements = 0
-    for t in a.tables:
-        check(t.dim() == 2, f"tables must have 2 dimension(s), got shape {list(t.shape)}")
+    for i, t in enumerate(a.tables):
+        check_tensor(t, f"tables[{i}]", (a.weights.dtype,), rank=2)
         elements += -(-t.numel() // TABLE_ALIGNMENT) * TABLE_ALIGNMENT
     where = f"the tables one after the other at multiples of {TABLE_ALIGNMENT}"
     fits = a.weights.numel() == elements
