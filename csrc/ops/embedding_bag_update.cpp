@@ -62,7 +62,7 @@ void check_moments(const OptionalTensor& sum, const UpdateArguments& fused, Opti
   check_value(fused.exp_avg_sq->scalar_type() == fused.exp_avg->scalar_type(), "exp_avg_sq must have exp_avg's dtype");
 }
 
-void check_numbers(const Tensor& values, const Tensor& step, const Tensor& lr) {
+void check_step_and_lr(const Tensor& values, const Tensor& step, const Tensor& lr) {
   check_rank(step, 0, "step");
   check_dtype(step, ScalarType::Long, "step");
   check_same_device(step, values, "step", "values");
@@ -109,7 +109,7 @@ Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor
                    const UpdateArguments& fused, const OptionalTensor& grad_scale) {
   Update u{};
   u.optimizer = parse_optimizer(fused.optimizer);
-  check_numbers(values, step, lr);
+  check_step_and_lr(values, step, lr);
   check_moments(sum, fused, u.optimizer, values);
   check_constants(fused);
   const UpdateRounding rounding = read_rounding(values, fused.rounding, fused.seed);
