@@ -27,7 +27,7 @@ struct PartRows {
   const PartsOfColumns& parts;
   int64_t D;
 
-  static constexpr bool kFactorsTogether = false;
+  static constexpr bool kPassFirst = false;
 
   // First bytes, of as many rows as there are parts; the others are those of the first part.
   struct Place {
@@ -45,35 +45,41 @@ struct PartRows {
     }
     return place;
   }
-  __device__ __forceinline__ static Place broadcast(const Group<G>& group, const Place& place, int from) {
-    Place out;
+  // What another lane has found, passed part by part where its row is asked for: all at once take too many registers.
+  struct Passed {
+    const Group<G>* group;
+    const Place* place;
+    int from;
+
+    __device__ __forceinline__ int64_t row(int p) const { return group->broadcast(place->row[p], from); }
+    __device__ __forceinline__ operator Place() const {
+      Place out;
 #pragma unroll
-    for (int p = 0; p < kMaxParts; ++p) out.row[p] = group.broadcast(place.row[p], from);
-    return out;
+      for (int p = 0; p < kMaxParts; ++p) out.row[p] = row(p);
+      return out;
+    }
+  };
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, const Place& place, int from) {
+    return {&group, &place, from};
   }
 
   // The rows of two parts are on their way at once; those of more parts are asked for afterwards.
   struct Row {
     RawRow<Format, G, kBlocks> first_part, second_part;
 
-    __device__ __forceinline__ static const uint8_t* at(const PartRows& rows, const Group<G>& group, const Place& place,
-                                                        int p, int from) {
-      return rows.a.weights + group.broadcast(place.row[p], from);
+    __device__ __forceinline__ void load(const PartRows& rows, Passed place, int64_t first) {
+      first_part.load(rows.a.weights + place.row(0), first, rows.D, kAligned);
+      if constexpr (!kAlone) second_part.load(rows.a.weights + place.row(1), first, rows.D, kAligned);
     }
-    __device__ __forceinline__ void load(const PartRows& rows, const Group<G>& group, const Place& place, int from,
-                                         int64_t first) {
-      first_part.load(at(rows, group, place, 0, from), first, rows.D, kAligned);
-      if constexpr (!kAlone) second_part.load(at(rows, group, place, 1, from), first, rows.D, kAligned);
-    }
-    __device__ __forceinline__ void decode(const PartRows& rows, const Group<G>& group, const Place& place, int from,
-                                           int64_t first, Vec4 (&x)[kBlocks]) const {
+    __device__ __forceinline__ void decode(const PartRows& rows, Passed place, int64_t first,
+                                           Vec4 (&x)[kBlocks]) const {
       first_part.decode(first, x);
       if (rows.count() > 1) combine_with(rows, second_part, first, x);
 #pragma unroll
       for (int p = 2; p < kMaxParts; ++p) {
         if (p >= rows.count()) continue;
         RawRow<Format, G, kBlocks> other;
-        other.load(at(rows, group, place, p, from), first, rows.D, kAligned);
+        other.load(rows.a.weights + place.row(p), first, rows.D, kAligned);
         combine_with(rows, other, first, x);
       }
     }
@@ -89,13 +95,13 @@ struct PartRows {
 
 template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
 __device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Part& f,
-                                           const Group<G>& group, Range ids, uint8_t* out, int64_t column,
+                                           const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                            bool report) {
   // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
   constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
   using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
-  pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, out,
+  pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, bag,
                                                             column, report);
 }
 
@@ -123,7 +129,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_
     const PartsOfColumns parts{part, count, how == Combine::kMult};
     const Part f = a.parts[part];
     const int64_t D = f.embedding_dim;
-    uint8_t* out = a.output_of(bag, feature, f.output_offset);
+    const BagOfFeature out(bag, feature);
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = all_aligned<Format>(a, parts, D);
     for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {

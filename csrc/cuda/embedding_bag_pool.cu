@@ -15,28 +15,27 @@ template <class Format>
 constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<Format, Int4>::value;
 
 // The rows of a table.
-template <class Format, int G, int kBlocks, bool kAligned>
+template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 struct TableRows {
-  const uint8_t* weights;
-  int64_t weight_offset, D;
+  const uint8_t* first_row;
+  int64_t D;
 
-  static constexpr bool kFactorsTogether =
-      std::is_same<Format, Fp32>::value || kHalves<Format> || (std::is_same<Format, Int8>::value && kBlocks == 1);
-  using Place = int64_t;  // a row's first byte
-  __device__ __forceinline__ Place find(int64_t id, int64_t) const { return weight_offset + id * Format::row_bytes(D); }
-  __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
+  // One load for four columns, and no factor: passed one by one, the places take fewer registers.
+  static constexpr bool kPassFirst = kWeighted || !std::is_same<Format, Fp32>::value;
+  using Place = const uint8_t*;  // a row's first byte
+  __device__ __forceinline__ Place find(int64_t id, int64_t) const { return first_row + id * Format::row_bytes(D); }
+  using Passed = Place;
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
     return group.broadcast(place, from);
   }
 
   struct Row {
     RawRow<Format, G, kBlocks> raw;
 
-    __device__ __forceinline__ void load(const TableRows& table, const Group<G>& group, Place place, int from,
-                                         int64_t first) {
-      raw.load(table.weights + group.broadcast(place, from), first, table.D, kAligned);
+    __device__ __forceinline__ void load(const TableRows& table, Place place, int64_t first) {
+      raw.load(place, first, table.D, kAligned);
     }
-    __device__ __forceinline__ void decode(const TableRows&, const Group<G>&, Place, int, int64_t first,
-                                           Vec4 (&x)[kBlocks]) const {
+    __device__ __forceinline__ void decode(const TableRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
       raw.decode(first, x);
     }
   };
@@ -53,32 +52,35 @@ constexpr int kRowsOf =
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
-                                           uint8_t* out, int64_t column) {
+                                           BagOfFeature bag, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
   constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks, kWeighted> : 1;
-  using Rows = TableRows<Format, G, kBlocks, kAligned>;
-  pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, group,
-                                                       ids, out, column, column == 0);
+  using Rows = TableRows<Format, G, kBlocks, kWeighted, kAligned>;
+  pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group,
+                                                       ids, bag, column, column == 0);
 }
 
-// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
-// The planes of wide rows take too many addresses for two; halves without factors leave room for four.
+// Blocks that a multiprocessor holds at least, the most that take no spills: told nothing, the compiler spills a little
+// to make room for one more, or takes registers that only keep one out. Planes take addresses, factors a register each.
+// kThreeOfTwo: three blocks of groups that keep two blocks of columns.
+template <class Format, bool kWeighted>
+constexpr bool kThreeOfTwo =
+    std::is_same<Format, Fp32>::value ? !kWeighted : !FourColumns<Format>::kWhole || std::is_same<Format, Mx9>::value;
 template <class Format, int kBlocks, bool kWeighted>
-constexpr int kResident = kBlocks == 1 ? (kHalves<Format> && !kWeighted ? 4 : 3)
-                                       : (kBlocks == kMaxBlocks && FourColumns<Format>::kWhole ? 1 : 2);
+constexpr int kResident = kBlocks == 1 ? (kWeighted || FourColumns<Format>::kWhole ? 3 : 4)
+                                       : (kBlocks == 2 && kThreeOfTwo<Format, kWeighted> ? 3 : 2);
 
 template <class Format, int G, int kBlocks, bool kWeighted>
 __device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
   const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
   if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) return;
   const Part f = a.parts[part];
-  uint8_t* out = a.output_of(bag, feature, f.output_offset);
   const Range ids = range_of(a.bags, bag, a.status);
   const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
   for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
-    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, out, column);
-    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, out, column);
+    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, BagOfFeature(bag, feature), column);
+    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, BagOfFeature(bag, feature), column);
   }
   store_zeros_behind(a, bag, f.embedding_dim, group);
 }
@@ -214,9 +216,9 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
       for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
       continue;
     }
-    using Rows = TableRows<Format, G, 1, true>;
+    using Rows = TableRows<Format, G, 1, kWeighted, true>;
     const ShortBags bags{feature, first, begin, count, static_cast<int>(start - begin), static_cast<int>(stop - begin)};
-    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights, f.weight_offset, f.embedding_dim}, f, group, bags);
+    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group, bags);
   }
 }
 

@@ -16,6 +16,14 @@ constexpr int kFewInFlight = 4;
 template <int kBlocks>
 constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
 
+// A bag and its feature. There are fewer than 2^32 bags in a call, and no memory for the records of as many features.
+struct BagOfFeature {
+  uint32_t number, feature;
+
+  __device__ __forceinline__ BagOfFeature(int64_t bag, int64_t feature)
+      : number(static_cast<uint32_t>(bag)), feature(static_cast<uint32_t>(feature)) {}
+};
+
 // Columns c .. c+3 of D, of the output's elements from `row` on.
 __device__ __forceinline__ void store_output(const PoolArgs& a, uint8_t* row, int64_t c, int64_t D, const Vec4& x) {
   if (a.output_format == RowFormat::kFp32) {
@@ -86,7 +94,7 @@ struct IdsOfLanes {
     if (report) note_bad_ids(a.status, group, i, bad);
     counting = group.ballot(counts);
     if (counting == 0) return;
-    const auto another = source.broadcast(group, place, lowest_bit(counting));
+    const typename Source::Place another = source.pass(group, place, lowest_bit(counting));
     if (!counts) place = another;
   }
 };
@@ -98,20 +106,30 @@ template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class Beh
 __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
                                          int next, int64_t first, Vec4 (&sum)[kBlocks], const Behind& behind) {
   typename Source::Row row[kRows];
+  typename Source::Passed place[kRows];
   float factor[kRows];
-  const auto take_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
   // Lanes past the last id have a row, too, and the number of the last lane is never passed.
+  const auto pass_place = [&](int u) { place[u] = source.pass(group, mine.place, next + u); };
+  const auto pass_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
+  if constexpr (Source::kPassFirst) {
 #pragma unroll
-  for (int u = 0; u < kRows; ++u) row[u].load(source, group, mine.place, next + u, first);
-  if constexpr (Source::kFactorsTogether)
-    for (int u = 0; u < kRows; ++u) take_factor(u);
+    for (int u = 0; u < kRows; ++u) {
+      pass_place(u);
+      pass_factor(u);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    if constexpr (!Source::kPassFirst) pass_place(u);
+    row[u].load(source, place[u], first);
+  }
   const unsigned counting = mine.counting >> next;
 #pragma unroll
   for (int u = 0; u < kRows; ++u) {
-    if constexpr (!Source::kFactorsTogether) take_factor(u);
+    if constexpr (!Source::kPassFirst) pass_factor(u);
     const bool counts = counting & 1u << u;
     Vec4 x[kBlocks];
-    row[u].decode(source, group, mine.place, next + u, first, x);
+    row[u].decode(source, place[u], first, x);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k)
 #pragma unroll
@@ -123,13 +141,14 @@ __device__ __forceinline__ void add_rows(const Source& source, const Group<G>& g
 }
 
 // Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. Source is where rows come
-// from: find() says where that of an id is, its Row is what a lane holds of a row. load() asks memory for the row of
-// lane `from`, decode() waits for it. kFactorsTogether: the factors of all rows on their way are passed around before
-// the first is added, which spares a branch for each; with many loads a row they would share these loads' scoreboards,
-// of which a warp has six, and wait for them.
+// from: find() says where that of an id is, pass() what another lane has found, its Row is what a lane holds of a row.
+// load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all rows on their way
+// are passed around before the first row is asked for. A shuffle among loads shares scoreboards with them, of which a
+// warp has six, and would wait for them. Where the bag's output is, is found when it is stored: an address would take
+// two registers, or more, while rows are read.
 template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
-                                             const Group<G>& group, Range ids, uint8_t* out, int64_t column,
+                                             const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                              bool report) {
   // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
@@ -148,7 +167,7 @@ __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& so
       add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, nothing);
     if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
   }
-  store_sums<G>(a, f, counted, out, first, sum);
+  store_sums<G>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
 }
 
 // Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.

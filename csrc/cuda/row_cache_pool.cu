@@ -21,11 +21,12 @@ struct CachedRows {
     const int64_t number = a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id;
     return 2 * (f.weight_offset + number * Format::row_bytes(f.embedding_dim));
   }
-  __device__ __forceinline__ static Place broadcast(const Group<G>& group, Place place, int from) {
+  using Passed = Place;
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
     return group.broadcast(place, from);
   }
 
-  static constexpr bool kFactorsTogether = false;
+  static constexpr bool kPassFirst = true;
   // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
   static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
   static constexpr int kInFlight =
@@ -37,11 +38,9 @@ struct CachedRows {
     RawRow<Format, G, kBlocks> encoded;
     Vec4 decoded[kBlocks];
 
-    __device__ __forceinline__ void load(const CachedRows& rows, const Group<G>& group, Place place, int from,
-                                         int64_t first) {
-      const Place here = group.broadcast(place, from);
-      cached = here & 1;
-      const int64_t byte = here >> 1, D = rows.f.embedding_dim;
+    __device__ __forceinline__ void load(const CachedRows& rows, Place place, int64_t first) {
+      cached = place & 1;
+      const int64_t byte = place >> 1, D = rows.f.embedding_dim;
       const auto* cache = reinterpret_cast<const uint8_t*>(rows.a.cache.rows);
       if constexpr (!kEncoded) {
         floats.load((cached ? cache : rows.a.weights) + byte, first, D, kAligned);
@@ -53,8 +52,7 @@ struct CachedRows {
         if (kInFlight == 1) encoded.decode(first, decoded);
       }
     }
-    __device__ __forceinline__ void decode(const CachedRows&, const Group<G>&, Place, int, int64_t first,
-                                           Vec4 (&x)[kBlocks]) const {
+    __device__ __forceinline__ void decode(const CachedRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
       if constexpr (!kEncoded) {
         floats.decode(first, x);
       } else if constexpr (kInFlight == 1) {
@@ -69,10 +67,10 @@ struct CachedRows {
 
 template <class Format, int G, int kBlocks, bool kAligned>
 __device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
-                                          Range ids, uint8_t* out, int64_t column) {
+                                          Range ids, BagOfFeature bag, int64_t column) {
   using Rows = CachedRows<Format, G, kBlocks, kAligned>;
   // A factor of 1 changes no bit of a sum: one kernel for both.
-  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, out, column, column == 0);
+  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0);
 }
 
 template <class Format, int G, int kBlocks>
@@ -83,14 +81,13 @@ __global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
     const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
     if (!a.parts.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
     const Part f = a.parts[part];
-    uint8_t* out = a.output_of(bag, feature, f.output_offset);
     const Range ids = range_of(a.bags, bag, a.status);
     const bool aligned = rows_aligned(a.cache.rows, f.embedding_dim) &&
                          a.parts.records[part].cache_row_offset % 4 == 0 &&
                          columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
     for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
-      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, out, column);
-      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, out, column);
+      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
+      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
     }
     store_zeros_behind(a, bag, f.embedding_dim, group);
   }

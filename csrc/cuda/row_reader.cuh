@@ -190,25 +190,26 @@ struct RawColumns<Microscaling<Element>> {
 
 // The columns of a row that a lane of G takes, from `first` on: kBlocks times four; where the row ends before, its last
 // ones. No load has a condition: nvcc would make branches or copies of it, which wait for what came, and the lane would
-// ask for its next row too late.
+// ask for its next row too late. Columns, of which a row has fewer than 2^31, are numbers of one register: a lane keeps
+// several of them while it reads rows.
 template <class Format, int G, int kBlocks>
 struct RawRow {
   RawGrid<Format> grid;
   RawColumns<Format> columns[kBlocks];
 
-  __device__ __forceinline__ void load(const uint8_t* row, int64_t first, int64_t D, bool aligned) {
+  __device__ __forceinline__ void load(const uint8_t* row, uint32_t first, uint32_t D, bool aligned) {
     grid.load(row, D, aligned);
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) columns[k].load(row, column(first, k, D), D, aligned);
   }
-  __device__ __forceinline__ void decode(int64_t first, Vec4 (&x)[kBlocks]) const {
+  __device__ __forceinline__ void decode(uint32_t first, Vec4 (&x)[kBlocks]) const {
 #pragma unroll
     for (int k = 0; k < kBlocks; ++k) x[k] = columns[k].decode(first + k * 4 * G, grid);
   }
 
  private:
-  __device__ __forceinline__ static int64_t column(int64_t first, int k, int64_t D) {
-    const int64_t c = first + k * 4 * G, last = (D - 1) & ~int64_t{3};
+  __device__ __forceinline__ static uint32_t column(uint32_t first, int k, uint32_t D) {
+    const uint32_t c = first + k * 4 * G, last = (D - 1) & ~3u;
     return c < last ? c : last;
   }
 };
