@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from backends import every_backend
 from embedding_bag_cases import EPS, LR, OPTIMIZERS, Case, make_case
 from layout_calls import OPS
 
+import rec_kernels as rk
+from rec_kernels.ops.autograd import call
 from rec_kernels.testing import flush_denormals, same_bits
 
 ops = OPS
@@ -251,3 +255,17 @@ def test_gradients_of_weights_are_of_the_rows_that_were_looked_up() -> None:
     assert factors[1].grad is None
     assert same_bits(weights, after)
     assert step == 1
+
+
+@pytest.mark.parametrize("name", ["weights", "lr", "token"])
+def test_whatever_requires_a_gradient(name: str) -> None:
+    """The lookup has a backward if any of its arguments requires a gradient, called past the dispatcher, too."""
+    overload = torch.ops.rec_kernels.embedding_bag_fused.layout
+    for way in (overload, functools.partial(call, overload)):
+        weights, token, lr = torch.zeros(6), torch.zeros(0), torch.tensor(0.5)
+        {"weights": weights, "lr": lr, "token": token}[name].requires_grad_()
+        layout = rk.table_layout([3], [2])
+        bags = torch.tensor([1]), torch.tensor([0, 1])
+        output, _ = way(weights, None, torch.tensor(0), lr, token, *bags, *layout, optimizer="sgd")
+        output.sum().backward()
+        assert weights.tolist() == [0.0, 0.0, -0.5, -0.5, 0.0, 0.0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from layout_calls import OPS
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
 
 import rec_kernels as rk
 from rec_kernels.testing import assert_same_sum, jagged_batch, same_bits, use_threads
@@ -353,3 +356,44 @@ def test_refused_2d_weights() -> None:
     """per_sample_weights of another shape than the ids."""
     with pytest.raises(ValueError, match=r"per_sample_weights must have input's shape \[24, 5\], got \[120\]"):
         rk.embedding_bag(_input("2-D")["input"], torch.randn(ROWS, DIM), per_sample_weights=torch.ones(BATCH * 5))
+
+
+def _lookup_of(weight: Tensor, factors: Tensor | None = None) -> Tensor:
+    options = {"mode": "sum", "per_sample_weights": factors}
+    return rk.embedding_bag(torch.tensor([1, 2]), weight, torch.tensor([0]), **options)
+
+
+def _twice(function: Callable, args: tuple, kwargs: dict | None) -> object:
+    """The output of the lookup's op, doubled."""
+    found = function(*args, **(kwargs or {}))
+    return (found[0] * 2, *found[1:]) if "embedding_bag" in str(function) and isinstance(found, tuple) else found
+
+
+class _TwiceMode(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return _twice(function, args, kwargs)
+
+
+class _TwiceTensor(Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        with torch._C.DisableTorchFunctionSubclass():
+            return _twice(function, args, kwargs)
+
+
+@pytest.mark.parametrize("of", ["mode", "weight", "factors"])
+def test_torch_function_sees_the_op(of: str) -> None:
+    """What a mode or a class of tensors makes of a call has its gradient, and is made without one, too."""
+    weight, factors = torch.ones(3, 4), torch.ones(2)
+    if of == "weight":
+        weight = weight.as_subclass(_TwiceTensor)
+    elif of == "factors":
+        factors = factors.as_subclass(_TwiceTensor)
+    weight.requires_grad_()
+    with _TwiceMode() if of == "mode" else contextlib.nullcontext():
+        with torch.no_grad():
+            plain = _lookup_of(weight, factors)
+        output = _lookup_of(weight, factors)
+    output.as_subclass(Tensor).sum().backward()
+    assert plain.tolist() == output.tolist() == [[4.0] * 4]
+    assert weight.grad.tolist() == [[0.0] * 4] + [[2.0] * 4] * 2

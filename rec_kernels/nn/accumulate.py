@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from rec_kernels.nn.shared_bags import SharedBags
 from rec_kernels.nn.shared_bags import join as join_shared
+from rec_kernels.ops.autograd import differentiable_once
 
 
 class Lookup(NamedTuple):
@@ -86,6 +86,13 @@ class Pending:
         return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
 
 
+def _note(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
+    shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
+    ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared)))
+    return grad, None, None, None, *[None] * len(saved)
+
+
 class _Recorded(torch.autograd.Function):
     """Identity; the backward notes the gradient, and hands it on for the sake of per-sample weights."""
 
@@ -99,13 +106,7 @@ class _Recorded(torch.autograd.Function):
         ctx.save_for_backward(*bags)
         return pooled
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
-        shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
-        ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared)))
-        return grad, None, None, None, *[None] * len(saved)
+    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _note))
 
 
 def _refuse_earlier_lookup(_) -> None:

@@ -8,7 +8,7 @@ tangents, which would be dropped below autograd: the derivative would be zero.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -18,10 +18,10 @@ from torch.utils import _pytree as pytree
 
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
-_any_requires_grad = torch._C._any_requires_grad  # looks into lists of tensors, too
+_has_torch_function = torch._C._has_torch_function  # the classes of some tensors, or a mode, want to see a call
 
-#: Overload -> its autograd kernel, as a function of arguments by place and by name.
-_differentiated: dict[Any, Callable[[tuple, dict[str, Any]], Any]] = {}
+#: Ops that ``register_autograd`` has given a gradient, by the id of their overload, whose hash is slow.
+_differentiable: dict[int, _Differentiable] = {}
 #: Backward ops whose derivative is refused.
 REFUSED: set[str] = set()
 
@@ -40,33 +40,33 @@ def signature_of(op: str) -> dict[str, object]:
 
 def arguments_of(op: str, inputs: tuple, given: dict | None = None) -> dict:
     """The arguments of a call by their names in the schema, as far as they were given."""
-    return dict(zip(signature_of(op), inputs, strict=False)) | (given or {})
+    arguments = dict(zip(signature_of(op), inputs, strict=False))
+    return arguments | given if given else arguments
 
 
 def call(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls an op, past the ways of the dispatcher that a small call spends most of its time on.
+    """Calls an op that has a gradient, past the ways of the dispatcher that a small call spends most of its time on.
 
-    Where no gradient can be asked for, its autograd kernel, which is Python, is left out. Where one can, that kernel is
-    called as a function. The dispatcher itself is needed while torch compiles, for tangents, inside transforms of
-    torch.func and torch.vmap, whose tensors do not say that they require a gradient, and under autocast.
+    Its autograd kernel, which is Python, is called as a function. The dispatcher itself is needed while torch compiles,
+    for tangents, inside transforms of torch.func and torch.vmap, whose tensors do not say that they require a gradient,
+    under autocast, and where a TorchFunctionMode or tensors with a ``__torch_function__`` of their own see the call.
     """
-    if (
+    if not (
         torch.compiler.is_compiling()
         or forward_ad._current_level >= 0
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_any_autocast_enabled()
     ):
-        return overload(*args, **kwargs)
-    if torch.is_grad_enabled() and _any_requires_grad(*args, **kwargs):
-        differentiated = _differentiated.get(overload)
-        return differentiated(args, kwargs) if differentiated else overload(*args, **kwargs)
-    with torch._C._AutoDispatchBelowAutograd():
-        return overload(*args, **kwargs)
-
-
-def call_eagerly_with(op: str, function: Callable[[tuple, dict[str, Any]], Any]) -> None:
-    """Has ``call`` call another function than the autograd kernel of ``rec_kernels::<op>``, with the same gradients."""
-    _differentiated[overload_of(op)] = function
+        op = _differentiable[id(overload)]
+        inputs = op.inputs(args, kwargs) if kwargs else args
+        if not (
+            _has_torch_function(inputs) or (op.list_place is not None and _has_torch_function(inputs[op.list_place]))
+        ):
+            if torch.is_grad_enabled() and (wanted := op.require_grad(inputs)):
+                return op(inputs, wanted)
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload(*args, **kwargs)
+    return overload(*args, **kwargs)
 
 
 def register_autograd(op: str, backward: Callable, *, setup_context: Callable | None = None) -> None:
@@ -75,65 +75,95 @@ def register_autograd(op: str, backward: Callable, *, setup_context: Callable | 
     Args:
         op: its name. At most one argument may be a list of tensors; results are tensors.
         backward: ``backward(ctx, *grads)`` returns a gradient, or None, for each argument of the schema; for a list of
-            tensors, a list of them. ``ctx.needs_input_grad`` has an element, or a tuple of them, for each argument.
+            tensors, a list of them. ``ctx.needs_input_grad`` has an element, or a list of them, for each argument.
         setup_context: ``setup_context(ctx, inputs, output)`` keeps what ``backward`` needs. ``inputs`` are all
             arguments of the schema, defaults included.
     """
-    overload, defaults = overload_of(op), tuple(signature_of(op).values())
-    lists = [i for i, a in enumerate(overload._schema.arguments) if str(a.type) == "List[Tensor]"]
-    place = lists[0] if lists else None
-
-    def forward(ctx, *flat: Any) -> Any:
-        inputs = flat if place is None else _nested(flat, place, len(defaults))
-        with torch._C._AutoDispatchBelowAutograd():
-            output = overload(*inputs)
-        if setup_context is not None:
-            setup_context(ctx, inputs, output)
-        return output
-
-    def flat_backward(ctx, *grads: Tensor | None) -> tuple:
-        if place is None:
-            return backward(ctx, *grads)
-        wanted = ctx.needs_input_grad
-        ctx.needs_input_grad = _nested(wanted, place, len(defaults))
-        try:
-            return _flat(backward(ctx, *grads), place)
-        finally:
-            ctx.needs_input_grad = wanted
-
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(flat_backward)}
-    function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
-    # What Function.apply calls where no transform of torch.func is active: it costs half of apply.
-    apply = super(torch.autograd.Function, function).apply
+    overload, differentiable = overload_of(op), _Differentiable(op, backward, setup_context)
+    _differentiable[id(overload)] = differentiable
 
     def kernel(*inputs: Any) -> Any:
         refuse_tangents(op, inputs)
-        if not (torch.is_grad_enabled() and _any_requires_grad(*inputs)):
-            with torch._C._AutoDispatchBelowAutograd():
-                return overload(*inputs)
-        return differentiated(inputs, {})
+        if torch.is_grad_enabled() and (wanted := differentiable.require_grad(inputs)):
+            return differentiable(inputs, wanted)
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*inputs)
 
-    def differentiated(args: tuple, kwargs: dict[str, Any]) -> Any:
-        inputs = [*args, *defaults[len(args) :]]  # the dispatcher drops trailing arguments that equal their defaults
-        for name, given in kwargs.items():
-            inputs[places[name]] = given
-        flat = inputs if place is None else _flat(tuple(inputs), place)
-        return function.apply(*flat) if torch._C._are_functorch_transforms_active() else apply(*flat)
-
-    places = {name: i for i, name in enumerate(signature_of(op))}
-    _differentiated[overload] = differentiated
     _implementations.impl(op, kernel, "Autograd")
 
 
-def _flat(inputs: tuple, place: int) -> tuple:
-    """The arguments with the elements of the list at ``place`` as arguments of their own."""
-    return (*inputs[:place], *inputs[place], *inputs[place + 1 :])
+class _Differentiable:
+    """An op with a gradient: calling it is what its autograd kernel does.
 
+    torch walks over the arguments of an ``autograd.Function``: it is given those that require gradients, and all
+    arguments as one object.
+    """
 
-def _nested(flat: tuple, place: int, count: int) -> tuple:
-    """The ``count`` arguments that ``_flat`` made ``flat`` of."""
-    end = len(flat) - (count - place - 1)
-    return (*flat[:place], flat[place:end], *flat[end:])
+    def __init__(self, op: str, backward: Callable, setup_context: Callable | None) -> None:
+        self._overload, self._defaults = overload_of(op), tuple(signature_of(op).values())
+        self._count = len(self._defaults)
+        self._places = {name: i for i, name in enumerate(signature_of(op))}
+        types = [str(a.type) for a in self._overload._schema.arguments]
+        tensors = [i for i, type_ in enumerate(types) if type_ in ("Tensor", "Optional[Tensor]")]
+        # The dispatcher drops trailing arguments that equal their defaults.
+        self._tensors = [[i for i in tensors if i < count] for count in range(len(types) + 1)]
+        self.list_place = types.index("List[Tensor]") if "List[Tensor]" in types else None
+        self._backward, self._setup_context = backward, setup_context
+        methods = {"forward": staticmethod(self._forward), "backward": staticmethod(self._gradients)}
+        self._function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
+        # What Function.apply calls where no transform of torch.func is active: it costs half of apply.
+        self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
+
+    def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:
+        """All arguments by place."""
+        inputs = [*args, *self._defaults[len(args) :]]
+        for name, given in kwargs.items():
+            inputs[self._places[name]] = given
+        return inputs
+
+    def require_grad(self, inputs: Sequence) -> list[int]:
+        """Places of the arguments that require gradients, or hold tensors that do."""
+        wanted = [i for i in self._tensors[len(inputs)] if getattr(inputs[i], "requires_grad", False)]
+        if self.list_place is not None and any(t.requires_grad for t in inputs[self.list_place]):
+            wanted.append(self.list_place)
+            wanted.sort()
+        return wanted
+
+    def __call__(self, inputs: Sequence, wanted: list[int]) -> Any:
+        if self.list_place is None:
+            tensors = [inputs[i] for i in wanted]
+        else:
+            tensors = []
+            for i in wanted:
+                tensors += inputs[i] if i == self.list_place else (inputs[i],)
+        transforms = torch._C._are_functorch_transforms_active()
+        return (self._function.apply if transforms else self._apply)((inputs, wanted), *tensors)
+
+    def _forward(self, ctx: Any, given: tuple[Sequence, list[int]], *tensors: Tensor) -> Any:
+        inputs, wanted = given
+        needs: list[Any] = [False] * self._count
+        for i in wanted:
+            needs[i] = True
+        if self.list_place is not None:
+            needs[self.list_place] = [t.requires_grad for t in inputs[self.list_place]]
+        ctx.needs_input_grad = needs
+        with torch._C._AutoDispatchBelowAutograd():
+            output = self._overload(*inputs)
+        if self._setup_context is not None:
+            self._setup_context(ctx, inputs if len(inputs) == self._count else self.inputs(inputs, {}), output)
+        return output
+
+    def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        found, needs = self._backward(ctx, *grads), ctx.needs_input_grad
+        if self.list_place is None:
+            return None, *[grad for grad, need in zip(found, needs, strict=False) if need]
+        gradients: list[Tensor | None] = [None]
+        for grad, need in zip(found, needs, strict=False):
+            if isinstance(need, list):
+                gradients += grad if any(need) else ()
+            elif need:
+                gradients.append(grad)
+        return tuple(gradients)
 
 
 def refuse_tangents(op: str, inputs: Iterable[object]) -> None:

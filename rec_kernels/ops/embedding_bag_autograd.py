@@ -10,7 +10,6 @@ from torch import Tensor
 from rec_kernels.ops import autocast
 from rec_kernels.ops.autograd import (
     arguments_of,
-    call_eagerly_with,
     differentiable_once,
     register_autograd,
     signature_of,
@@ -207,13 +206,10 @@ def _split_sparse(rows: Tensor, row_grads: Tensor, row_counts: Tensor, row_offse
 
 
 def _setup_fused(ctx, inputs, output) -> None:
-    _keep_update(ctx, arguments_of("embedding_bag_fused.layout", inputs), output[1])
-
-
-def _keep_update(ctx, a: dict, status: Tensor) -> None:
+    a = arguments_of("embedding_bag_fused.layout", inputs)
     # Plain attributes, not saved tensors: the update changes them on purpose, also between a forward and its own
     # backward when a module is used twice in one graph.
-    a["status"] = status
+    a["status"] = output[1]
     _keep(ctx, "embedding_bag_fused.layout", a)
     # With a cache, rows that come in or go change `weights` and are what they were; only an update changes `step`.
     ctx.watched = a["weights"] if a["cache_rows"] is None else a["step"]
@@ -234,30 +230,6 @@ def _backward_fused(ctx, grad: Tensor, _):
         grad_token = grad_token + update["found_inf"]
     call_in_place("embedding_bag_backward_fused_.layout", {**bags, **update, "grad": grad})
     return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
-
-
-class _FusedLookup(torch.autograd.Function):
-    """embedding_bag_fused of eager code: what requires no gradient is one argument, which torch does not walk over."""
-
-    @staticmethod
-    def forward(ctx, token: Tensor, per_sample_weights: Tensor | None, given: dict) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            output, status = _ops.embedding_bag_fused.layout(**given)
-        _keep_update(ctx, given, status)
-        ctx.names = ("token", "per_sample_weights", "given")
-        return output, status
-
-    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _backward_fused))
-
-
-def _look_up_fused(args: tuple, kwargs: dict) -> tuple[Tensor, Tensor]:
-    given = {**signature_of("embedding_bag_fused.layout"), **kwargs}
-    given.update(zip(given, args, strict=False))
-    return _apply_fused(given["token"], given["per_sample_weights"], given)
-
-
-# What Function.apply calls where no transform of torch.func is active (rec_kernels/ops/autograd.py).
-_apply_fused: Any = super(torch.autograd.Function, _FusedLookup).apply
 
 
 def overflow_of(grad: Tensor) -> Tensor:
@@ -290,7 +262,6 @@ for _op, _backward_of, _keep_for in (
     ("embedding_bag_tables.layout", _backward_tables, _setup_tables),
 ):
     register_autograd(_op, differentiable_once(_op, _backward_of), setup_context=_keep_for)
-call_eagerly_with("embedding_bag_fused.layout", _look_up_fused)
 
 
 def _register_autocast(op: str) -> None:

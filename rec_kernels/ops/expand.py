@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import call, register_autograd
+from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -58,7 +57,6 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(inverse)
 
 
-@once_differentiable
 def _backward(ctx, grad: Tensor | None, _):
     if grad is None:
         return None, None
@@ -66,4 +64,4 @@ def _backward(ctx, grad: Tensor | None, _):
     return _ops.expand_backward(grad.float(), inverse, ctx.rows).to(ctx.dtype), None
 
 
-register_autograd("expand", _backward, setup_context=_setup)
+register_autograd("expand", differentiable_once("expand", _backward), setup_context=_setup)

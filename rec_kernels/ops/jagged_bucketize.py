@@ -7,9 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import call, register_autograd
+from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device
 
 _ops = torch.ops.rec_kernels
@@ -87,7 +86,6 @@ def _setup(ctx, inputs, output) -> None:
     ctx.save_for_backward(output[3])
 
 
-@once_differentiable
 def _backward(ctx, _values, _offsets, grad: Tensor | None, _positions, _status):
     if grad is None or not ctx.weighted:
         return None, None, None, None, None, None
@@ -95,4 +93,4 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _positions, _status):
     return None, None, None, None, None, _ops.expand(grad[:, None], positions)[0].squeeze(1)
 
 
-register_autograd("jagged_bucketize", _backward, setup_context=_setup)
+register_autograd("jagged_bucketize", differentiable_once("jagged_bucketize", _backward), setup_context=_setup)

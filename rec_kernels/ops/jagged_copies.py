@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from rec_kernels.ops.autograd import differentiable_once
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 
@@ -41,7 +41,6 @@ def setup_context(ctx, inputs, output) -> None:
 def backward_of(op: str) -> Callable:
     """The gradient of ``values``: of their copies summed up by ``expand_backward``'s rule, in the output's order."""
 
-    @once_differentiable
     def backward(ctx, grad: Tensor | None, *_):
         if grad is None:
             return None, None, None, None
@@ -52,4 +51,4 @@ def backward_of(op: str) -> Callable:
         summed = _ops.expand_backward(rows, sources, ctx.shape[0])
         return summed.view(ctx.shape).to(ctx.dtype), None, None, None
 
-    return backward
+    return differentiable_once(op, backward)

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from rec_kernels.ops.autograd import call, register_autograd
+from rec_kernels.ops.autograd import call, differentiable_once, register_autograd
 from rec_kernels.ops.fakes import check_one_device, dynamic_size
 
 _ops = torch.ops.rec_kernels
@@ -77,7 +76,6 @@ def _inverse(permute: Sequence[int]) -> list[int]:
     return sorted(range(len(permute)), key=permute.__getitem__)
 
 
-@once_differentiable
 def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     if grad is None or ctx.size is None:
         return None, None, None, None, None, None
@@ -93,4 +91,4 @@ def _backward(ctx, _values, _offsets, grad: Tensor | None, _status):
     return None, None, None, None, summed.squeeze(1), None
 
 
-register_autograd("jagged_permute", _backward, setup_context=_setup)
+register_autograd("jagged_permute", differentiable_once("jagged_permute", _backward), setup_context=_setup)
