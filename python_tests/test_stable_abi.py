@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +17,6 @@ import rec_kernels
 PACKAGE = Path(rec_kernels.__file__).parent
 ROOT = PACKAGE.parent
 LIBRARIES = sorted(PACKAGE.glob("librec_kernels_*.so"))
-COMPILER = os.environ.get("CXX", "c++")
 # The C interfaces of the stable ABI; everything else of torch may change from release to release.
 STABLE_PREFIXES = ("aoti_torch_", "torch_")
 
@@ -89,19 +87,6 @@ def test_hardening(library: Path) -> None:
 
 def _has_asan(library: Path) -> bool:
     return any("__asan" in s for s in _symbols(library, "-D", "--undefined-only"))
-
-
-@pytest.mark.skipif(shutil.which(COMPILER) is None, reason="no C++ compiler")
-def test_files_can_be_compiled_together(tmp_path: Path) -> None:
-    """CMake compiles eight as one, in the order of their names: with a new file, others meet."""
-    files = [path for folder in ("ops", "cpu") for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
-    together = tmp_path / "together.cpp"
-    together.write_text("".join(f'#include "{path}"\n' for path in files if not path.stem.endswith("_kernels")))
-    include = Path(torch.__path__[0], "include")
-    paths = [f"-I{ROOT / 'csrc'}", "-isystem", include, "-isystem", include / "torch" / "csrc" / "api" / "include"]
-    options = ["-std=c++17", "-fsyntax-only", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
-    done = subprocess.run([COMPILER, *options, *map(str, paths), str(together)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[:5000]
 
 
 def test_no_python_symbols() -> None:
