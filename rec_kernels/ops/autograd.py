@@ -122,24 +122,27 @@ class _Differentiable:
         return inputs
 
     def require_grad(self, inputs: Sequence) -> list[int]:
-        """Places of the arguments that require gradients, or hold tensors that do."""
-        wanted = [i for i in self._tensors[len(inputs)] if getattr(inputs[i], "requires_grad", False)]
+        """Places of the arguments that require gradients, and of the list if a tensor in it does."""
+        wanted = []  # filled by a loop, as other lists here: a comprehension is a call, whose time is that of the rest
+        for i in self._tensors[len(inputs)]:
+            if getattr(inputs[i], "requires_grad", False):
+                wanted.append(i)
         if self.list_place is not None and any(t.requires_grad for t in inputs[self.list_place]):
             wanted.append(self.list_place)
             wanted.sort()
         return wanted
 
     def __call__(self, inputs: Sequence, wanted: list[int]) -> Any:
-        if self.list_place is None:
-            tensors = [inputs[i] for i in wanted]
-        else:
-            tensors = []
-            for i in wanted:
-                tensors += inputs[i] if i == self.list_place else (inputs[i],)
+        tensors: list[Tensor] = []
+        for i in wanted:
+            if i == self.list_place:
+                tensors += inputs[i]
+            else:
+                tensors.append(inputs[i])
         transforms = torch._C._are_functorch_transforms_active()
         return (self._function.apply if transforms else self._apply)((inputs, wanted), *tensors)
 
-    def _forward(self, ctx: Any, given: tuple[Sequence, list[int]], *tensors: Tensor) -> Any:
+    def _forward(self, ctx: Any, given: tuple[Sequence, list[int]], *_: Tensor) -> Any:
         inputs, wanted = given
         needs: list[Any] = [False] * self._count
         for i in wanted:
@@ -154,15 +157,12 @@ class _Differentiable:
         return output
 
     def _gradients(self, ctx: Any, *grads: Tensor | None) -> tuple:
-        found, needs = self._backward(ctx, *grads), ctx.needs_input_grad
-        if self.list_place is None:
-            return None, *[grad for grad, need in zip(found, needs, strict=False) if need]
         gradients: list[Tensor | None] = [None]
-        for grad, need in zip(found, needs, strict=False):
-            if isinstance(need, list):
-                gradients += grad if any(need) else ()
-            elif need:
+        for grad, need in zip(self._backward(ctx, *grads), ctx.needs_input_grad, strict=False):
+            if need is True:
                 gradients.append(grad)
+            elif need and any(need):
+                gradients += grad
         return tuple(gradients)
 
 
