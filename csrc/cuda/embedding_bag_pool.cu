@@ -43,19 +43,19 @@ struct TableRows {
 
 // Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
 // factor for each of them takes its own register.
-template <class Format, bool kWeighted>
-constexpr bool kTwice = kHalves<Format> || (!kWeighted && (kIntegers<Format> || std::is_same<Format, Mx9>::value));
-template <class Format, int kBlocks, bool kWeighted>
+template <class Format>
+constexpr bool kTwice = kHalves<Format> || kIntegers<Format> || std::is_same<Format, Mx9>::value;
+template <class Format, int kBlocks>
 constexpr int kRowsOf =
     kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kFewInFlight : kRowsInFlight<kBlocks>)
-                          : (kBlocks == 1 && kTwice<Format, kWeighted> ? 2 * kFewInFlight : kFewInFlight);
+                          : (kBlocks == 1 && kTwice<Format> ? 2 * kFewInFlight : kFewInFlight);
 
 template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
 __device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
                                            BagOfFeature bag, int64_t column) {
   // Byte by byte, several rows would only cost registers.
   constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
-  constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks, kWeighted> : 1;
+  constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks> : 1;
   using Rows = TableRows<Format, G, kBlocks, kWeighted, kAligned>;
   pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group,
                                                        ids, bag, column, column == 0);
