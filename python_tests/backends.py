@@ -212,10 +212,14 @@ def _load_emulated() -> object:
 
 
 def unaligned(x: Tensor) -> Tensor:
-    """``x`` in new memory on its device, one element behind an aligned place."""
+    """``x`` in new memory on its device, one element behind an aligned place.
+
+    Four, of flat bytes: they may be tables, of which some have rows of float32.
+    """
     if not x.is_contiguous():
         return x.clone()
-    return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
+    past = 4 if x.dtype == torch.uint8 and x.dim() == 1 else 1
+    return torch.cat([x.new_zeros(past), x.flatten()])[past:].view(x.shape)
 
 
 class OnDevice:

@@ -297,7 +297,7 @@ def test_bad_layout(part: int | None, column: str, number: int) -> None:
         ("layout", lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
         ("layout_sizes", lambda sizes: sizes[1:], "layout_sizes must have 9 elements, got 8"),
         ("layout_sizes", lambda sizes: [-1, *sizes[1:]], "layout_sizes[0] = -1 must be the number of features"),
-        ("layout_sizes", lambda sizes: [sizes[0], -1, *sizes[2:]], "layout_sizes[1] = -1 must be at least 0"),
+        ("layout_sizes", lambda sizes: [sizes[0], -1, *sizes[2:]], "layout_sizes[1] = -1 must be the columns of all"),
         ("layout_sizes", lambda sizes: [*sizes[:3], -5, *sizes[4:]], "layout_sizes[3] = -5 must be at least 0"),
         ("layout_sizes", lambda sizes: [*sizes[:4], 0, *sizes[5:]], "layout_sizes[4] = 0 must be in [1, 2^31)"),
         ("layout_sizes", lambda sizes: [*sizes[:4], 2**31, *sizes[5:]], f"layout_sizes[4] = {2**31} must be in [1"),

@@ -6,23 +6,16 @@ import re
 
 import pytest
 import torch
-from backends import device_backends, emulated, every_backend
+from backends import device_backends, emulated
 from row_format_bytes import INTEGERS, ROUNDINGS
 from row_format_cases import NO_POSITION, not_finite_rows
 
 import rec_kernels as rk
 from rec_kernels.ops.row_formats import raise_not_finite
-from rec_kernels.testing import same_bits
 
 NAMES = ", ".join(rk.ROW_FORMATS)
 X = torch.ones(3, 5)
 ROWS = torch.zeros(3, 13, dtype=torch.uint8)
-
-
-def _from_byte(first: int, rows: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows, by default of 5 floats, in memory that starts ``first`` bytes past an aligned address."""
-    rows = torch.zeros(3, 20, dtype=torch.uint8) if rows is None else rows
-    return torch.cat([torch.zeros(first, dtype=torch.uint8), rows.flatten()])[first:].view(rows.shape)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +56,6 @@ def test_bad_quantize(arguments: tuple, options: dict, message: str, rounding: s
         ((ROWS, "int8", -5), "embedding_dim = -5 must be in [1, 2^31)"),
         ((ROWS, "int8", 2**31), f"embedding_dim = {2**31} must be in [1, 2^31)"),
         ((ROWS.float(), "int8", 5), "rows must be uint8, got float32"),
-        ((_from_byte(1), "fp32", 5), "rows must start at a multiple of 4 bytes, as its rows are float32; it starts 1"),
         ((ROWS[0], "int8", 5), "rows must have 2 dimension(s), got shape [13]"),
         ((ROWS, "int8", 5, torch.float64), "dtype must be float32, float16 or bfloat16, got float64"),
         ((ROWS, "int8", 5, torch.int32), "dtype must be float32, float16 or bfloat16, got int32"),
@@ -73,16 +65,6 @@ def test_bad_dequantize(arguments: tuple, message: str) -> None:
     """A wrong width says the right one, with the format and D that it belongs to."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.dequantize_rows(*arguments)
-
-
-def test_rows_at_any_byte() -> None:
-    """Rows of all other formats may start anywhere."""
-    for name in rk.ROW_FORMATS:
-        rows = torch.arange(2 * rk.row_bytes(name, 5), dtype=torch.uint8).view(2, -1) % 64
-        moved = _from_byte(0 if name == "fp32" else 1, rows)
-        wanted = rk.dequantize_rows(rows, name, 5)
-        for backend in every_backend():
-            assert same_bits(backend.ops.dequantize_rows(moved, name, 5, torch.float32), wanted), backend.name
 
 
 def test_bad_row_bytes() -> None:

@@ -67,6 +67,21 @@ struct DequantizeArgs {
   ScalarType dtype;
 };
 
+// Columns c .. c+3 of a row, wherever it starts: floats that lie between multiples of four bytes are read byte by byte.
+template <class Format>
+__device__ __forceinline__ Vec4 read_anywhere(const ColumnReader<Format>& reader, int64_t c) {
+  if constexpr (std::is_same<Format, Fp32>::value) {
+    if (reinterpret_cast<uintptr_t>(reader.row) % alignof(float) != 0) {
+      Vec4 out = {};
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (c + j < reader.D) out.v[j] = float_of(load_little<4>(reader.row + 4 * (c + j), false));
+      return out;
+    }
+  }
+  return reader.read(c);
+}
+
 // A group of lanes takes a row.
 template <class Format, int G>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) {
@@ -75,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeArgs a) 
   for (int64_t n = Group<G>::first(); n < a.N; n += Group<G>::stride()) {
     const ColumnReader<Format> reader(a.rows + n * a.bytes, a.D, aligned);
     for (int64_t c = 4 * group.lane; c < a.D; c += 4 * G) {
-      const Vec4 x = reader.read(c);
+      const Vec4 x = read_anywhere(reader, c);
       if (a.dtype == ScalarType::Float) {
         float* out = static_cast<float*>(a.out) + n * a.D;
         store_columns(out, c, a.D, rows_aligned(out, a.D), x);

@@ -89,6 +89,14 @@ Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   return f;
 }
 
+// Kernels read four bytes of a float at once. Bytes from the second on, or memory of another library, may start
+// anywhere.
+void check_floats_aligned(const Tensor& weights) {
+  const auto past = reinterpret_cast<uintptr_t>(weights.const_data_ptr()) % alignof(float);
+  check_value(past == 0, "weights must start at a multiple of ", alignof(float),
+              " bytes, as its rows are float32; it starts ", past, " bytes past one: a clone of it does not");
+}
+
 }  // namespace
 
 Layout read_layout(const Tensor& layout, const std::vector<int64_t>& sizes, const Tensor& values) {
@@ -200,14 +208,14 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
   check_same_device(weights, values, "weights", "values");
   const int64_t rows = weights.size(0), columns = weights.size(1);
   check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
-  if (!format) check_floats_aligned(weights, "weights");
+  if (!format) check_floats_aligned(weights);
   if (!format) return read_one_table({rows, columns}, mean);
   const RowFormat known = parse_row_format(*format, "format");
   check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
               "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
-  if (known == RowFormat::kFp32) check_floats_aligned(weights, "weights");
+  if (known == RowFormat::kFp32) check_floats_aligned(weights);
   const Part f = one_table(known, rows, embedding_dim, mean);
   check_value(columns == f.row_bytes, "weights must have rows of ", f.row_bytes, " bytes for format \"", *format,
               "\" and embedding_dim = ", embedding_dim, ", got ", columns);
@@ -227,7 +235,7 @@ void check_weights(const Tensor& weights, const Tensor& values, const Layout& la
   // Host memory beside a GPU's tensors: whether the GPU reaches it is for on_gpu() of cuda/embedding_bag.cuh to say.
   if (!weights.is_cpu() || !values.is_cuda()) check_same_device(weights, values, "weights", "values");
   check_rank(weights, 1, "weights");
-  if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights, "weights");
+  if (layout.sizes.formats >> static_cast<int>(RowFormat::kFp32) & 1) check_floats_aligned(weights);
 }
 
 void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables) {

@@ -28,12 +28,6 @@ RowFormat parse_row_format(const std::string& name, const std::string& argument)
   throw_value_error(join(argument, " must be one of ", known, "; got \"", name, "\""));
 }
 
-void check_floats_aligned(const Tensor& rows, const char* name) {
-  const auto past = reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % alignof(float);
-  check_value(past == 0, name, " must start at a multiple of ", alignof(float),
-              " bytes, as its rows are float32; it starts ", past, " bytes past one: a clone of it does not");
-}
-
 const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
 
 QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
@@ -70,7 +64,6 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
   check_dtype(rows, ScalarType::Byte, "rows");
   check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
               " must be in [1, 2^31)");
-  if (f == RowFormat::kFp32) check_floats_aligned(rows, "rows");
   const int64_t want = row_bytes(f, embedding_dim);
   check_value(rows.size(1) == want, "rows must be ", want, " bytes wide for format \"", format,
               "\" and embedding_dim = ", embedding_dim, ", got ", rows.size(1));

@@ -21,9 +21,6 @@ namespace rec_kernels {
 // `argument` is what an error calls the name's place.
 RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
 const char* row_format_name(RowFormat format);
-// That rows of float32 start where kernels can read four bytes at once: bytes from the second on, or memory of another
-// library, may start anywhere.
-void check_floats_aligned(const Tensor& rows, const char* name);
 
 // The arguments of quantize_rows after the checks; seed and step stay where they are.
 struct QuantizeOptions {

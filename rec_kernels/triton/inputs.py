@@ -149,8 +149,10 @@ def _check_layout(a: SimpleNamespace) -> None:
     good = 0 <= features <= parts and (features > 0) == (parts > 0)
     each = "the number of features, of which each has a row of layout or several"
     check(good, f"layout_sizes[{Size.num_features}] = {features} must be {each}{made}")
-    for size in (Size.output_dim, Size.num_rows):
-        check(sizes[size] >= 0, f"layout_sizes[{size}] = {sizes[size]} must be at least 0{made}")
+    columns, rows = sizes[Size.output_dim], sizes[Size.num_rows]
+    good = columns > 0 if parts else columns == 0
+    check(good, f"layout_sizes[{Size.output_dim}] = {columns} must be the columns of all features, 0 without any{made}")
+    check(rows >= 0, f"layout_sizes[{Size.num_rows}] = {rows} must be at least 0{made}")
     good = int(parts > 0) <= dim < 2**31
     check(good, f"layout_sizes[{Size.max_embedding_dim}] = {dim} must be in [1, 2^31){made}")
     check(not flags & Flag.bytes, f"layout has formats: the Triton kernels take tables of floats, it needs {_COMPILED}")
