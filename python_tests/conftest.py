@@ -6,8 +6,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from rec_kernels.dlrm import Batch
+    from rec_kernels.dlrm.synthetic import Synthetic
 
 # Before torch loads OpenMP: threads that wait sleep. Two test processes would spend the machine on spinning.
 os.environ["OMP_WAIT_POLICY"] = "passive"
@@ -84,6 +89,20 @@ def _seed() -> None:
     torch.manual_seed(0)
     # Machine code that torch.compile has loaded may have made this thread take denormals for zeros.
     torch.set_flush_denormal(False)
+
+
+@pytest.fixture(scope="module")
+def data() -> Synthetic:
+    """Synthetic rows for the trainer."""
+    from rec_kernels.dlrm.synthetic import Synthetic
+
+    return Synthetic(3000, 300)
+
+
+@pytest.fixture(scope="module")
+def batch(data: Synthetic) -> Batch:
+    """The first batch of ``data``, of 500 rows."""
+    return next(data.batches("train", 500))
 
 
 @pytest.fixture

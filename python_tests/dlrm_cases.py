@@ -1,6 +1,12 @@
-"""Data sets of the trainer's tests."""
+"""Options and data sets of the trainer's tests."""
 
 from __future__ import annotations
+
+from typing import Any
+
+#: A run on what the fixture ``data`` of conftest.py is, with a model of few numbers.
+OPTIONS: dict[str, Any] = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
+OPTIONS |= {"embedding_dim": 4, "bottom": (5,), "top": (6,)}
 
 
 class Changed:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from dlrm_cases import OPTIONS
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
@@ -16,19 +17,6 @@ from rec_kernels.dlrm import Batch, TrainConfig, train
 from rec_kernels.dlrm.config import MODELS
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import build_model
-
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1, "embedding_dim": 4}
-OPTIONS |= {"bottom": (5,), "top": (6,)}
-
-
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    return Synthetic(3000, 300)
-
-
-@pytest.fixture(scope="module")
-def batch(data: Synthetic) -> Batch:
-    return next(data.batches("train", 500))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -27,11 +27,6 @@ OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 5
 FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace('_', '-')}", str(value))]
 
 
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    return Synthetic(3000, 300)
-
-
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_path: Path) -> None:

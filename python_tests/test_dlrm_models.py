@@ -33,11 +33,6 @@ OPTIONS |= {"wukong_layers": 2, "wukong_features": 3, "wukong_factors": 2, "wuko
 D, VECTORS = 4, 10  # columns; the dense vector and those of 9 features
 
 
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    return Synthetic(3000, 300)
-
-
 def config(runs_dir: Path, **options) -> TrainConfig:
     return TrainConfig(**OPTIONS | {"runs_dir": str(runs_dir), "run": "run"} | options)
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from dlrm_cases import OPTIONS
 
 pytest.importorskip("matplotlib")
 pytest.importorskip("pandas")
@@ -22,19 +23,6 @@ from rec_kernels.dlrm.config import MODELS
 from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import build_model
-
-OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1, "embedding_dim": 4}
-OPTIONS |= {"bottom": (5,), "top": (6,)}
-
-
-@pytest.fixture(scope="module")
-def data() -> Synthetic:
-    return Synthetic(3000, 300)
-
-
-@pytest.fixture(scope="module")
-def batch(data: Synthetic) -> Batch:
-    return next(data.batches("train", 500))
 
 
 @pytest.mark.parametrize("once", [False, True])

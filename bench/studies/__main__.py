@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.studies import compare, compare_report, reproduce, reproduce_report, roofline
-from rec_kernels.dlrm.__main__ import config_of, execute
-from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, TrainConfig, add_options
+from rec_kernels.dlrm.__main__ import add_run, config_of, config_of_run, execute
+from rec_kernels.dlrm.config import EMBEDDINGS, FORMATS, MODELS, ROUNDINGS, add_options
 from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.train import RunInterruptedError, refuse_to_run_code
+from rec_kernels.dlrm.train import RunInterruptedError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,9 +98,7 @@ def _add_roofline(commands: Any) -> None:
         allow_abbrev=False,
     )
     command.set_defaults(run_command=_roofline)
-    command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
-    command.add_argument("--data", help="data set, where that of the run is a function to be called")
-    command.add_argument("--path", help="where its data is now, if it was moved")
+    add_run(command)
 
 
 def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
@@ -147,15 +143,8 @@ def _reproduce(parser: argparse.ArgumentParser, options: dict) -> int:
 
 
 def _roofline(parser: argparse.ArgumentParser, options: dict) -> None:
-    config = TrainConfig.read(options["run"])
-    given = {option: options[option] for option in ("data", "path") if options[option] is not None}
-    if "data" not in given:
-        refuse_to_run_code(config, options["run"])
-    try:
-        config = dataclasses.replace(config, **given)
-    except ValueError as error:
-        parser.error(str(error))
-    print(roofline.markdown(roofline.profile(options["run"], open_data(config))))
+    data = open_data(config_of_run(parser, options))
+    print(roofline.markdown(roofline.profile(options["run"], data)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

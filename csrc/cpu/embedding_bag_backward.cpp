@@ -341,7 +341,7 @@ void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tens
   target.update = update;
   target.cache = cache.view;
   target.rounding = {make_noise(update.seed ? *update.seed : 0, *update.step), update.stochastic};
-  finish_all(in, o, grad, target.weights, update.inverse_scale(), target, kernel_of(update.optimizer));
+  finish_all(in, o, grad, target.weights, inverse_of(update.grad_scale), target, kernel_of(update.optimizer));
   *step.mutable_data_ptr<int64_t>() = next_step;
   if (!fused.beta_powers) return;
   const BetaPowers powers = update.powers();

@@ -116,7 +116,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
                                            const Part& f, int64_t row, int64_t run, const Sum& sum) {
   constexpr int64_t kWidth = kBlocks * 4 * G;
   const int64_t D = f.embedding_dim;
-  const float inverse = a.grad_scale ? 1.0f / *a.grad_scale : 1.0f;
+  const float inverse = inverse_of(a.grad_scale);
   target.expect(f, row, group.lane);
   if constexpr (Target::kElementwise) target.expect_state(part, f, row, group.lane);
   Vec4 g[kBlocks];

@@ -208,8 +208,10 @@ Part read_one_table(const Tensor& weights, const Tensor& values, const std::opti
   check_same_device(weights, values, "weights", "values");
   const int64_t rows = weights.size(0), columns = weights.size(1);
   check_value(format.has_value() == (embedding_dim != 0), "format and embedding_dim must be given together");
-  if (!format) check_floats_aligned(weights);
-  if (!format) return read_one_table({rows, columns}, mean);
+  if (!format) {
+    check_floats_aligned(weights);
+    return read_one_table({rows, columns}, mean);
+  }
   const RowFormat known = parse_row_format(*format, "format");
   check_value(is_bag_format(known), "format: tables cannot have format \"", *format,
               "\"; it must be one of fp32, fp16, bf16, int8, int4, mx9, mx6, mx4");

@@ -16,6 +16,9 @@ struct BetaPowers {
   float first, second;
 };
 
+// What gradients are multiplied by, of the scale that they have; null: 1.
+RK_HOST_DEVICE float inverse_of(const float* grad_scale) { return grad_scale ? 1.0f / *grad_scale : 1.0f; }
+
 struct Update {
   Optimizer optimizer;
   OptimizerState state;
@@ -33,7 +36,6 @@ struct Update {
   bool stochastic;             // encoded rows and bfloat16 state are rounded by chance; else to nearest
   const int64_t *seed, *step;  // of the noise; no seed is 0
 
-  RK_HOST_DEVICE float inverse_scale() const { return grad_scale ? 1.0f / *grad_scale : 1.0f; }
   // Of this update.
   RK_HOST_DEVICE BetaPowers powers() const {
     if (!beta_powers) return {0.0f, 0.0f};

@@ -52,15 +52,20 @@ def _add_evaluate(commands: Any) -> None:
         "evaluate", help="score the last checkpoint of a run", description="Score the last checkpoint of a run."
     )
     command.set_defaults(run_command=_evaluate)
+    add_run(command)
+    command.add_argument(
+        "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
+    )
+    command.add_argument("--device", choices=DEVICES, help="where to compute (default: as the run)")
+
+
+def add_run(command: argparse.ArgumentParser) -> None:
+    """Arguments of a command that looks at a run: its folder, and its data, for ``config_of_run``."""
     command.add_argument("run", type=Path, metavar="RUN", help="folder of the run")
     command.add_argument(
         "--data", default=argparse.SUPPRESS, help="data set, where that of the run is a function to be called"
     )
     command.add_argument("--path", default=argparse.SUPPRESS, help="where its data is now, if it was moved")
-    command.add_argument(
-        "--split", choices=("test", "valid"), default="test", help="test rows, or those set apart (default: test)"
-    )
-    command.add_argument("--device", choices=DEVICES, help="where to compute (default: as the run)")
 
 
 def config_of(parser: argparse.ArgumentParser, given: dict, resume: Path | None = None) -> TrainConfig:
@@ -70,6 +75,19 @@ def config_of(parser: argparse.ArgumentParser, given: dict, resume: Path | None 
         return dataclasses.replace(base, **given)
     except ValueError as error:
         parser.error(str(error))
+
+
+def config_of_run(parser: argparse.ArgumentParser, options: dict) -> TrainConfig:
+    """The config of the run that was named, beside the data that was given.
+
+    Raises:
+        ValueError: its data set is a function, which nobody has named now.
+    """
+    given = {option: options[option] for option in ("data", "path") if option in options}
+    config = config_of(parser, given, options["run"])
+    if "data" not in given:
+        refuse_to_run_code(config, options["run"])
+    return config
 
 
 def _train(parser: argparse.ArgumentParser, options: dict) -> None:
@@ -90,16 +108,7 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
 
 def _evaluate(parser: argparse.ArgumentParser, options: dict) -> None:
     directory, split = options["run"], options["split"]
-    given, data = {option: options[option] for option in ("data", "path") if option in options}, None
-    if given:
-        config = TrainConfig.read(directory)
-        if "data" not in given:
-            refuse_to_run_code(config, directory)
-        try:
-            config = dataclasses.replace(config, **given)
-        except ValueError as error:
-            parser.error(str(error))
-        data = open_data(config)
+    data = open_data(config_of_run(parser, options)) if "data" in options or "path" in options else None
     print(scores_text(evaluate(directory, data, split=split, device=options["device"]), split))
 
 

@@ -12,6 +12,23 @@ from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 #: What a part is called in messages.
 NameOf: TypeAlias = Callable[[int], str]
 
+#: The arguments of ``table_layout`` that say where a table lies and what it is.
+_ARGUMENTS = {
+    Column.num_embeddings: "num_embeddings",
+    Column.embedding_dim: "embedding_dims",
+    Column.format: "formats",
+    Column.row_offset: "row_offsets",
+    Column.weight_offset: "weight_offsets",
+    Column.table_id: "table_ids",
+    Column.state_offset: "state_offsets",
+    Column.table_rows: "shards.table_rows",
+    Column.first_row: "shards.first_rows",
+    Column.first_column: "shards.first_columns",
+    Column.cache_sets: "cache.sets",
+    Column.cache_first_set: "cache.first_sets",
+    Column.cache_row_offset: "cache.row_offsets",
+}
+
 
 def check_cache_apart(records: Records, ways: int) -> None:
     """Tables share their sets, and the memory of these, or have none in common."""
@@ -59,35 +76,25 @@ def check_tables(records: Records, name_of: NameOf, element_bytes: int) -> None:
         rule = "the parts of a feature must read different tables"
         of_part = f"row_offsets[{i}] = {row}, of {name_of(i)}, is that of its part {other}"
         check(of_feature[feature, row] == i, f"{of_part}: {rule}")
-    for column, name, unit in (
-        (Column.row_offset, "row_offsets", 1),
-        (Column.weight_offset, "weight_offsets", element_bytes),
-        (Column.state_offset, "state_offsets", 1),
-    ):
+    for column in (Column.row_offset, Column.weight_offset, Column.state_offset):
         for a, b in _overlapping(records, list(tables.values()), column):
-            here, there = (records[i][column] // unit for i in (b, a))
+            here, there = (_as_given(column, records[i][column], element_bytes) for i in (b, a))
             where = f"lies in the table of {name_of(a)}"
             if here == there:
                 where = f"is that of {name_of(a)}, but {_differences(records, a, b, element_bytes)}"
-            raise ValueError(f"{name}[{b}] = {here} {where}: features share a whole table or nothing")
+            raise ValueError(f"{_ARGUMENTS[column]}[{b}] = {here} {where}: features share a whole table or nothing")
 
 
 def _differences(records: Records, a: int, b: int, element_bytes: int) -> str:
     """The arguments in which two tables differ that start at the same place, with both values."""
     found = []
-    for column, name in (
-        (Column.num_embeddings, "num_embeddings"),
-        (Column.embedding_dim, "embedding_dims"),
-        (Column.format, "formats"),
-        (Column.row_offset, "row_offsets"),
-        (Column.weight_offset, "weight_offsets"),
-        (Column.state_offset, "state_offsets"),
-        (Column.table_id, "table_ids"),
+    for column in (
+        *(Column.num_embeddings, Column.embedding_dim, Column.format, Column.row_offset, Column.weight_offset),
+        *(Column.state_offset, Column.table_id),
     ):
-        here, there = records[b][column], records[a][column]
+        here, there = (_as_given(column, records[i][column], element_bytes) for i in (b, a))
         if here != there:
-            x, y = (_as_given(column, number, element_bytes) for number in (here, there))
-            found.append(f"{name}[{b}] = {x} is not its {y}")
+            found.append(f"{_ARGUMENTS[column]}[{b}] = {here} is not its {there}")
     return ", ".join(found)
 
 
@@ -98,18 +105,13 @@ def _as_given(column: Column, number: int, element_bytes: int) -> int | str:
 
 
 def _check_same_table(records: Records, name_of: NameOf, first: int, i: int) -> None:
-    for column, name in (
-        (Column.state_offset, "state_offsets"),
-        (Column.table_rows, "shards.table_rows"),
-        (Column.first_row, "shards.first_rows"),
-        (Column.first_column, "shards.first_columns"),
-        (Column.cache_sets, "cache.sets"),
-        (Column.cache_first_set, "cache.first_sets"),
-        (Column.cache_row_offset, "cache.row_offsets"),
+    for column in (
+        *(Column.state_offset, Column.table_rows, Column.first_row, Column.first_column),
+        *(Column.cache_sets, Column.cache_first_set, Column.cache_row_offset),
     ):
         here, there = records[i][column], records[first][column]
         rule = f"that of {name_of(first)}, which reads the same table"
-        check(here == there, f"{name}[{i}] = {here} must be {there}, {rule}")
+        check(here == there, f"{_ARGUMENTS[column]}[{i}] = {here} must be {there}, {rule}")
 
 
 def _overlapping(records: Records, tables: list[int], column: Column) -> Iterator[tuple[int, int]]:
