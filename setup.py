@@ -58,7 +58,7 @@ def cmake_architectures(text: str) -> list[str]:
 
 
 def default_architectures(inplace: bool) -> str:
-    """Of a wheel, which others install; or of what is used here."""
+    """CUDA architectures to compile for: all supported ones in a wheel, this machine's own in place."""
     if not inplace:
         return DEFAULT_ARCHITECTURES
     import torch
@@ -68,7 +68,7 @@ def default_architectures(inplace: bool) -> str:
 
 
 def version() -> str:
-    """That of the package; of a wheel that others install, with what tells it from the one for the CPU."""
+    """Version of the package; a CUDA wheel's ends with "+cu" and CUDA's major version."""
     text = (ROOT / "rec_kernels" / "_version.py").read_text()
     label = ""
     if PORTABLE == "1" and (nvcc := cuda_compiler()):
@@ -78,7 +78,7 @@ def version() -> str:
 
 
 class FreshBuild(build):
-    """What an earlier build has left in its folder would be in the wheel, too."""
+    """Empties the build folder first: files of an earlier build would enter the wheel."""
 
     def run(self) -> None:
         shutil.rmtree(self.build_lib, ignore_errors=True)

@@ -26,7 +26,7 @@ class Lookups(Subject):
 
     @property
     def rows(self) -> int:
-        """Of both parts of a table."""
+        """Rows of both parts of a table together."""
         return -(-self.workload.rows // COLLISIONS) + COLLISIONS
 
     def built(self, name: str):

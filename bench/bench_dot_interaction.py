@@ -24,7 +24,7 @@ def _triangle(vectors: int) -> tuple[Tensor, Tensor]:
 
 
 def recipe(dense: Tensor, sparse: Tensor) -> Tensor:
-    """What a user would write."""
+    """The recipe that a user would write."""
     x = torch.cat([dense.unsqueeze(1), sparse], 1)
     rows, columns = _triangle(x.shape[1])
     return torch.cat([dense, torch.bmm(x, x.transpose(1, 2))[:, rows, columns]], 1)
@@ -54,7 +54,7 @@ class _PairwiseDots(torch.autograd.Function):
 
 @functools.cache
 def _places(vectors: int) -> Tensor:
-    """Of each cell of the symmetric matrix, its pair; the last: none."""
+    """Index of the pair for each cell of the symmetric matrix; diagonal cells get the index behind the last pair."""
     rows, columns = _triangle(vectors)
     cells = torch.full((vectors, vectors), len(rows))
     cells[rows, columns] = cells[columns, rows] = torch.arange(len(rows))

@@ -26,7 +26,7 @@ HAS_FBGEMM = "fbgemm" in peers.available()
 
 
 def implementations(direction: str, format: str) -> list[str]:
-    """Who takes part."""
+    """Names of the implementations to time."""
     fbgemm = HAS_FBGEMM and (direction == "train" or format in peers.FbgemmInference.FORMATS)
     return ["ours", "ours fp32", *["fbgemm"] * fbgemm, "limit"]
 
@@ -64,7 +64,7 @@ class Formats(Subject):
 
     @staticmethod
     def read_format(direction: str, format: str, name: str) -> str:
-        """Of the rows that an implementation has where ours are of ``format``."""
+        """Format of an implementation's rows where ours are of ``format``."""
         untrained = name == "fbgemm" and direction == "train" and format not in peers.FBGEMM_FORMATS
         return "fp32" if name == "ours fp32" or untrained else format
 

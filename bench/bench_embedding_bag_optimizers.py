@@ -21,19 +21,19 @@ CASES = [(optimizer, format) for optimizer in peers.OPTIMIZERS for format in ("f
 
 
 def implementations(optimizer: str, format: str) -> list[str]:
-    """Who takes part."""
+    """Names of the implementations to time."""
     plain = ["ours rowwise_adagrad"] if optimizer != "rowwise_adagrad" else []
     others = {"torch": peers.TORCH_OPTIMIZERS, "fbgemm": peers.FBGEMM_OPTIMIZERS if HAS_FBGEMM else {}}
     return ["ours", *plain, *(name for name, has in others.items() if optimizer in has and format == "fp32")]
 
 
 def optimizer_of(name: str, optimizer: str) -> str:
-    """Of an implementation: that of its case, but for the row-wise Adagrad beside it."""
+    """An implementation's optimizer: its case's, or row-wise Adagrad for the entry beside it."""
     return "rowwise_adagrad" if name.endswith("rowwise_adagrad") else optimizer
 
 
 def state_bytes(w: Workload, optimizer: str) -> int:
-    """Of a row."""
+    """Bytes of a row's state."""
     return sum(4 * w.dim if each else 4 for each in peers.OPTIMIZERS[optimizer]().state.values())
 
 
@@ -61,7 +61,7 @@ class Steps(Subject):
         return peers.Ours(self.workload, format, optimizer)
 
     def bytes_moved(self, optimizer: str, format: str) -> float:
-        """What a step of ours moves."""
+        """Bytes that a step of ours moves."""
         w, row = self.workload, rk.row_bytes(format, self.workload.dim)
         return w.forward_bytes(row) + w.backward_bytes(self.unique_rows(), row, state_bytes(w, optimizer))
 

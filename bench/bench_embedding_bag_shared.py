@@ -145,6 +145,6 @@ def test_forward(benchmark, subject: Subject, name: str, rounds: int) -> None:
 
 
 def test_train(benchmark, subject: Subject, name: str, rounds: int) -> None:
-    """With the update. Bytes: what is written, and the gradient."""
+    """Times forward, backward and update. Bytes counted: the output and its gradient."""
     benchmark.group = f"shared bags, trained, {subject.mixture.name}"
     time_calls(benchmark, functools.partial(subject.train, name), INPUTS, rounds, 8 * subject.grad.numel())

@@ -27,7 +27,7 @@ class Rows:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Label in tables."""
         return f"{self.samples} x {self.columns}, {'clustered' if self.clustered else 'shuffled'}"
 
 

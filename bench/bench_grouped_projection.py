@@ -72,7 +72,7 @@ class Subject:
         return rk.grouped_projection(self.x[i], self.weights, self.groups.in_dims, self.groups.out_dims)
 
     def torch(self, i: int) -> Tensor:
-        """What a user would write: a linear layer for each group that needs one."""
+        """The recipe that a user would write: a linear layer for each group that needs one."""
         matrices, out_dim = iter(self.matrices), self.groups.out_dim
         columns = self.x[i].split(self.groups.in_dims, 1)
         return torch.cat([c if c.shape[1] == out_dim else F.linear(c, next(matrices)) for c in columns], 1)
@@ -82,7 +82,7 @@ class Subject:
         return torch.bmm(self.padded, self.stacked)
 
     def leaves(self, name: str, i: int) -> list[Tensor]:
-        """What has a gradient."""
+        """Tensors that need a gradient."""
         return {
             "ours": [self.x[i], self.weights],
             "torch": [self.x[i], *self.matrices],
@@ -95,7 +95,7 @@ class Subject:
         torch.autograd.grad(out, self.leaves(name, i), self.grad.view(out.shape))
 
     def limits(self, passes: int) -> dict[str, Callable[[int], object]]:
-        """What the bytes and the arithmetic of a forward take by themselves, ``passes`` times."""
+        """Limits: the bytes alone and the arithmetic alone of a forward, ``passes`` times."""
         out = torch.empty_like(self.grad)
 
         def move(i: int) -> None:

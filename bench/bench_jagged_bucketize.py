@@ -28,12 +28,12 @@ class Subject:
         self.buckets, self.mean_length = buckets, mean_length
 
     def ours(self, i: int) -> object:
-        """With the place of each id."""
+        """Our op; it also returns each id's position."""
         strides = [BATCH] * FEATURES
         return ops.jagged_bucketize(self.values[i], self.offsets[i], self.block_sizes, self.buckets, strides)
 
     def fbgemm(self, i: int) -> object:
-        """With the place of each id; it takes and returns lengths."""
+        """FBGEMM's op; it also returns each id's position, and takes and returns lengths."""
         return torch.ops.fbgemm.block_bucketize_sparse_features(
             self.lengths[i], self.values[i], False, True, self.block_sizes, self.buckets
         )

@@ -28,7 +28,7 @@ class Bags:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Label in tables."""
         return f"{self.batch} x {self.length}, {self.order}"
 
     def ids(self, seed: int) -> Tensor:
@@ -58,7 +58,7 @@ class Subject:
         return ops.jagged_dedup(self.values[i], self.offsets, [0])
 
     def torch(self, i: int) -> object:
-        """Which needs bags of one length."""
+        """torch.unique, which needs bags of one length."""
         return torch.unique(self.dense[i], dim=0, return_inverse=True)
 
     def read(self, i: int) -> object:

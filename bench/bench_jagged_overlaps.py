@@ -26,7 +26,7 @@ class Histories:
 
     @property
     def name(self) -> str:
-        """For tables."""
+        """Label in tables."""
         return f"{self.users * SAMPLES} x {LENGTH}, {self.step} new"
 
     def ids(self, seed: int) -> torch.Tensor:

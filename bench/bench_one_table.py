@@ -22,7 +22,7 @@ IMPLEMENTATIONS = ["ours", "torch", "plain table"]
 
 
 class TorchBlocks(nn.Module):
-    """What a user would write: for each block, the rows of its ids, a linear layer, and where they belong."""
+    """The recipe that a user would write: per block, look up the rows, apply a linear layer, scatter the results."""
 
     def __init__(self, sizes: list[int], dims: list[int], width: int, ranks: Tensor) -> None:
         super().__init__()
@@ -43,7 +43,8 @@ class TorchBlocks(nn.Module):
 
 
 class TorchPath(nn.Module):
-    """What a user would write: rows by remainder, then for each quotient its ids' rows through its function."""
+    """The recipe that a user would write: look up rows by remainder, then apply each quotient's function to its ids'
+    rows."""
 
     def __init__(self, rows: int, dim: int, collisions: int, hidden: int | None) -> None:
         super().__init__()

@@ -32,7 +32,7 @@ FRESH = 240  # batches of "zipf" workloads, before the first of them is seen aga
 
 
 def implementations() -> list[str]:
-    """Who takes part."""
+    """Names of the implementations to time."""
     return [*CACHES, "ours fp32", "ours int8", *["fbgemm"] * ("fbgemm" in peers.available())]
 
 
@@ -66,7 +66,7 @@ class Steps(Subject):
         return tables
 
     def hit_rate(self, name: str) -> float | None:
-        """Of the batches trained since the warm-up."""
+        """Hit rate over the batches trained since the warm-up."""
         if name not in CACHES:
             return None
         lookups, hits = self._built[name].module.row_cache.stats.sum(0)[:2].tolist()

@@ -33,7 +33,7 @@ class Ratio:
 
 
 def ratio(before: list[float], after: list[float]) -> Ratio:
-    """Of the geometric means, with the interval of Welch's t for means of logarithms.
+    """Ratio of the geometric means, with the interval of Welch's t for means of logarithms.
 
     Args:
         before, after: milliseconds of each pass, all above 0.
@@ -115,7 +115,7 @@ def _summary(own: list[tuple[Ratio, str]]) -> str:
 
 
 def differences(before: dict, after: dict) -> list[str]:
-    """In what else than the commit the two runs differ, or may: what only one of the files has."""
+    """Lists what differs between the runs besides the commit; a key that only one file has counts as different."""
     found = {key: [document["machine"].get(key, UNKNOWN) for document in (before, after)] for key in SAME}
     return [f"{key}: {one}, {other}" for key, (one, other) in found.items() if one != other]
 

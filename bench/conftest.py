@@ -17,7 +17,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With --workload only what it names, without it only what an op's benchmark has of its own."""
+    """Selects the workloads of --workload; without it, the workloads that belong to an op's benchmark alone."""
     wanted = set(config.getoption("--workload")) or {None}
     config.hook.pytest_deselected(items=[item for item in items if _named_workload(item) not in wanted])
     items[:] = [item for item in items if _named_workload(item) in wanted]

@@ -58,12 +58,12 @@ class CostModel:
     prices_ns: dict[str, float]
 
     def ns(self, direction: str, features: dict[str, float]) -> float:
-        """Of a call."""
+        """Predicted nanoseconds of a call."""
         return Cost({}, counts(direction, features, self.cache_bytes)).total(self.prices_ns)
 
 
 def counts(direction: str, f: dict[str, float], cache_bytes: float) -> dict[str, float]:
-    """What is paid for, and how often.
+    """Counts what a call pays for.
 
     A batch's distinct rows come from memory but for the share of all rows in use that the caches hold; every further id
     of a row finds it in a cache. Bytes of rows are those of whole cache lines. A bag of one id is copied, which has no
@@ -123,7 +123,7 @@ def left_out(samples: Sequence[Sample], of: str) -> list[float]:
 
 
 def geometric_error(predicted: Sequence[float], samples: Sequence[Sample]) -> float:
-    """By which factor, less 1, predictions are off in geometric mean: exp(mean |ln(predicted / measured)|) - 1.
+    """Error factor of predictions in geometric mean, less 1: exp(mean |ln(predicted / measured)|) - 1.
 
     Twice and half of what was measured are both off by 100 %. NaN if a prediction is.
     """

@@ -52,7 +52,7 @@ def prepare(file: Path, store: Path, rows: int) -> int:
 
 
 def plain_python(file: Path, store: Path, rows: int) -> int:
-    """The same arrays with the csv module and dicts, of the first ``rows``."""
+    """Reads the first ``rows`` with the csv module and dicts, into arrays equal to the reader's."""
     labels, dense, categories = [], [], [[] for _ in range(26)]
     with file.open(newline="") as lines:
         for row in itertools.islice(csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE), rows):

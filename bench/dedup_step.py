@@ -1,4 +1,4 @@
-"""What whole-bag deduplication saves and costs in a step of the trainer: the same batches with and without it.
+"""Measures what whole-bag deduplication saves and costs in a training step, on the same batches with and without it.
 
 history     Complete Journey, for several lengths of the longest history and sizes of the batch
 break-even  synthetic sessions, whose ids repeat more and more often: from which factor on it pays

@@ -35,7 +35,7 @@ ORDERS = ("time", "household")
 
 
 def by_household(data: Prepared) -> Prepared:
-    """The same baskets, those of a household one after the other, each split by itself."""
+    """Reorders the baskets household by household, within training and test set."""
     first = np.searchsorted(data.basket, np.arange(len(data.history_offsets) - 1))
     household = data.ids[FEATURES.index("household")][first]
     order = np.lexsort((household, first >= data.train_rows))

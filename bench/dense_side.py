@@ -1,4 +1,4 @@
-"""What the benchmarks of the dense side have in common: an op beside torch's recipe, compiled, too, and two limits."""
+"""Shared parts of the dense side's benchmarks: an op, torch's recipe, also compiled, and two limits."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _is_point(row: object) -> bool:
 
 
 def where(document: dict[str, object]) -> str:
-    """On what machine, with what, and from which commit."""
+    """Machine, versions, effort, date and commit of a document's figures, in a line."""
     about = document["machine"]
     threads = f"{about['threads']} thread{'s' * (about['threads'] != 1)}"
     commit = f"commit {about['commit']}{' and changes' * about.get('dirty', False)}"
@@ -103,7 +103,7 @@ def where(document: dict[str, object]) -> str:
 
 
 def is_other(name: str) -> bool:
-    """Whether an implementation's code is not this repository's: another commit of it does not change the time."""
+    """True for code from outside of this repository, whose time no commit here changes."""
     return name in OTHERS
 
 

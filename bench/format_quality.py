@@ -1,4 +1,4 @@
-"""What the row formats cost and lose: bits, noise, the worst block, and the bias of stochastic rounding.
+"""Measures the row formats: bits, noise, the worst block, and the bias of stochastic rounding.
 
 Prints a table; with --write, writes bench/results/format_quality.json and the table of docs/results.md between its
 markers. Takes seconds; nothing here depends on the machine, only on torch's random numbers.
@@ -38,7 +38,7 @@ def gaussian_rows(rows: int) -> Tensor:
 
 
 def error(x: Tensor, format: str, **options: object) -> Tensor:
-    """What encoding adds to x, float64."""
+    """Error of encoding x, float64."""
     rows = rk.quantize_rows(x, format, **options)
     return rk.dequantize_rows(rows, format, x.shape[1]).double() - x.double()
 

@@ -1,6 +1,6 @@
-// What the machine can do at best: rows gathered and added up, nothing checked, any order of threads; numbers
-// multiplied. The yardstick of bench_embedding_bag and bench_grouped_projection; built by bench/limits.py for the
-// machine it runs on.
+// The machine's limits: rows are gathered and added up, unchecked, in any order of threads; numbers are multiplied.
+// bench_embedding_bag and bench_grouped_projection compare with them; bench/limits.py compiles this for the machine it
+// runs on.
 #include <cstdint>
 
 namespace {

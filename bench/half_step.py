@@ -107,7 +107,7 @@ def below_half_step(config: TrainConfig, data: DataSet) -> dict[str, float]:
 
 
 def progress(comparison: compare.Comparison, name: str, seed: int, data: DataSet) -> float:
-    """How far a run's tables went on fp32's way: 1 if as far in its direction, whatever noise there is across it."""
+    """Progress of a run's tables along fp32's direction: 1 if as far, whatever the noise across it."""
     ways = []
     for which in ("fp32", name):
         config = comparison.run_config(which, seed)

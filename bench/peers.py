@@ -17,7 +17,7 @@ LR, EPS = 0.01, 1e-8
 HUGE_PAGE = 1 << 21
 
 
-# By name, as rec_kernels has them: what torch has for sparse gradients.
+# torch's optimizers for sparse gradients, by our names.
 TORCH_OPTIMIZERS = {"adagrad": torch.optim.Adagrad, "adam": torch.optim.SparseAdam}
 OPTIMIZERS = {
     "rowwise_adagrad": rk.RowwiseAdagrad,
@@ -113,7 +113,7 @@ class Fbgemm:
 
 
 class FbgemmHugePages(Fbgemm):
-    """The same with its rows and state in huge pages, where ours ask for theirs to be: what else differs is kernels."""
+    """Fbgemm with rows and state in huge pages, as ours ask for: only the kernels differ."""
 
     def __init__(self, w: Shape) -> None:
         super().__init__(w)
@@ -196,7 +196,7 @@ def fbgemm_ops() -> object | None:
 
 
 def fbgemm_version() -> str | None:
-    """Of the package, whichever device it is for; None where there is none."""
+    """Version of the installed FBGEMM package, for CPU or GPU; None where there is none."""
     for package in ("fbgemm-gpu", "fbgemm-gpu-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(package)

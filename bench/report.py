@@ -16,7 +16,7 @@ HEAD = (
     "| benchmark | implementation | MB | MB, distinct | ms | passes, ms | GB/s | % of limit | time over ours |",
     "|---|---|---:|---:|---:|---:|---:|---:|---:|",
 )
-# Of a palette that colour-blind readers can tell apart; limits are grey.
+# Colours that colour-blind readers can tell apart; limits are grey.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#f0e442")
 LIMIT_COLOUR = "#777777"
 LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}

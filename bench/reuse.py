@@ -1,4 +1,4 @@
-"""How often the rows of a batch are named: two tables of numbers fitted to histograms that Meta published.
+"""Histograms of how often a batch names a row: two tables of numbers fitted to histograms that Meta published.
 
 Source: the locality statistics beside the embedding lookup traces of facebookresearch/dlrm_datasets (MIT licence), of
 one batch each. 2021: 856 tables, batch 65,536, 887,017,990 ids of 128,435,723 distinct rows. 2022: 788 tables, batch

@@ -113,7 +113,7 @@ def table(groups: dict[str, dict[str, dict]]) -> str:
 
 
 def commit() -> dict[str, object]:
-    """What is checked out: "commit", as `git describe` names it, and "dirty", whether files that git knows differ."""
+    """The commit checked out: "commit" by `git describe`, "dirty" if tracked files differ."""
     described = ["git", "describe", "--always", "--tags", "--dirty"]
     try:
         name = subprocess.run(described, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -123,7 +123,7 @@ def commit() -> dict[str, object]:
 
 
 def machine(threads: int, command: str = "python -m bench.run") -> dict[str, object]:
-    """Where and with what the figures were taken; ``threads``: 0 for torch's choice."""
+    """Describes machine and versions of the figures; ``threads``: 0 for torch's choice."""
     about = rec_kernels.build_info()
     return {
         "command": " ".join([command, *sys.argv[1:]]),

@@ -60,7 +60,7 @@ def lookups(gradients: bool) -> Case:
 
 
 def steps() -> Case:
-    """The same with its backward and the update of the rows."""
+    """The case's lookup with its backward and the update of the rows."""
     ids, grad = TABLES.ids(0), torch.randn(1, TABLES.tables * TABLES.dim)
     made = {name: peer(TABLES) for name, peer in peers().items()}
     return {name: lambda _, train=each.train: train(ids, grad) for name, each in made.items()}

@@ -24,12 +24,12 @@ class Subject:
 
     @functools.cached_property
     def linear(self) -> list[torch.Tensor]:
-        """Of each batch, its rows in tables that lie one after the other."""
+        """Rows of each batch, numbered over consecutive tables."""
         return [self.workload.linear(ids) for ids in self.batches]
 
     @functools.cached_property
     def unique(self) -> list[torch.Tensor]:
-        """Of each batch, its distinct rows, sorted."""
+        """Distinct rows of each batch, sorted."""
         return [rows.unique() for rows in self.linear]
 
     def unique_rows(self) -> float:
@@ -50,7 +50,7 @@ class Subject:
         return moved + w.backward_bytes(unique, row_bytes, gradient_rows=w.tables * w.batch if distinct else None)
 
     def features(self, row_bytes: int | None = None) -> dict[str, float]:
-        """What bench/cost_model.py predicts a call's time from; ``row_bytes``: of a row, by default float32.
+        """Inputs of bench/cost_model.py for a call; ``row_bytes`` defaults to a float32 row's.
 
         Returns:
             "ids", "bags", "pooled_bags" (those of more than one id), "dim", "row_bytes", and distinct rows: of a batch,

@@ -1,4 +1,4 @@
-"""How the benchmarks time: calls that take turns at their inputs, implementations that take turns at who goes first."""
+"""Timing of benchmarks: calls cycle through their inputs, implementations take turns at who goes first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # training steps are timed where there is no pytest, too
 
 # The first calls after the tables were built are slower: threads wake, memory settles, clocks rise.
 WARMUP_CALLS, WARMUP_SECONDS = 10, 0.3
-# Of a turn: a median of fewer is no median.
+# Calls per turn: a median of fewer means nothing.
 LEAST_CALLS = 3
 
 
@@ -56,7 +56,7 @@ def take_turns(
     numbers = {name: itertools.cycle(range(inputs)) for name in names}
     for turn in range(first, first + turns):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            # Not counted: it finds the caches full of what the function before has left there.
+            # Untimed: it finds the caches full of the previous function's data.
             functions[name](next(numbers[name]))
             end, calls = time.perf_counter() + seconds, []
             while len(calls) < LEAST_CALLS or time.perf_counter() < end:

@@ -221,7 +221,7 @@ def table(summary: dict[str, dict]) -> str:
 
 
 def environment() -> dict:
-    """What a result depends on besides the code."""
+    """Environment that a result depends on besides the code."""
     return {
         "torch": torch.__version__,
         "cpu": cpu_model(),

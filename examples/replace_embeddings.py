@@ -79,7 +79,8 @@ def initial() -> list[Tensor]:
 
 
 def ours(optimizer: rk.SGD | rk.RowwiseAdagrad) -> rk.EmbeddingBagCollection:
-    """What takes their place. The update is part of the backward: there is no optimizer step for tables."""
+    """Returns the replacement: one EmbeddingBagCollection, whose backward updates the tables without an optimizer
+    step."""
     weights = iter(initial())
     tables = [
         rk.EmbeddingBagConfig(ROWS, COLUMNS, name=n, feature_names=[n], init=lambda w: w.copy_(next(weights)))

@@ -33,7 +33,7 @@ LEFT_OUT = re.compile(r"^(compute-sanitizer|Nsight Compute) .*left out$", re.MUL
 
 
 def read(folder: Path) -> dict:
-    """What a run has written there; a run may have been cut while it wrote."""
+    """Returns the recorded state of a run, or {} where it is missing or was cut while it was written."""
     try:
         return json.loads((folder / STATE).read_text())
     except (OSError, ValueError):
@@ -62,7 +62,7 @@ class Run:
         self.output, self.rehearse, self._log = output, rehearse, output / LOG
         self._end = None if seconds is None else time.monotonic() + seconds
         self.environment = {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
-        # What is printed appears at once; no file in the sources changes.
+        # Output appears at once; no .pyc file is written beside the sources.
         self.environment |= {"PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
         self.plan = steps(output, rehearse=rehearse, commit=commit())
         self._knows_others = bool(states)

@@ -1,4 +1,4 @@
-"""What `make carry` has packed, on the machine that it was packed for: libraries, and packages that it lacks."""
+"""Reads what `make carry` packed: the libraries, and the packages that the machine lacks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PACKAGE = ROOT / "rec_kernels"
 
 
 def about(carry: Path = CARRY) -> dict[str, object]:
-    """What is packed: "commit", "architectures", ...; empty where nothing is."""
+    """Contents of about.json ("commit", "architectures", ...); empty where nothing is packed."""
     file = carry / "about.json"
     return json.loads(file.read_text()) if file.exists() else {}
 
 
 def commit() -> str | None:
-    """That of the sources: git's, or the one that was packed; None where neither says."""
+    """Commit of the sources, from git or from the pack; None where neither has it."""
     asked = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         done = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True)
@@ -95,5 +95,5 @@ def place_libraries(wanted: str | None, carry: Path = CARRY, package: Path = PAC
 
 
 def have_cuda_library(package: Path = PACKAGE) -> bool:
-    """Whether the package has both libraries of ops: packed, or built here."""
+    """True if the package has both libraries of ops, packed or built here."""
     return all((package / f"librec_kernels_{kind}.so").exists() for kind in ("cpu", "cuda"))

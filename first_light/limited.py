@@ -26,7 +26,7 @@ GRACE = 12.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended. ``status``: its exit status, None where it was stopped at its limit."""
+    """The end of a command. ``status`` is its exit status, None where it was stopped at its limit."""
 
     status: int | None
     seconds: float
@@ -106,7 +106,7 @@ def run(
 
 
 def _read(process: subprocess.Popen, output: Output, ask: float, kill: float) -> bool:
-    """Until the process ends, or the time ``kill``; whether it had not to be asked to end."""
+    """Copies output until the process ends or the time ``kill`` comes; returns False if it had to be asked to end."""
     asked = False
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)

@@ -12,7 +12,7 @@ import rec_kernels as rk
 
 
 def about() -> dict[str, object]:
-    """What a report must say of the machine."""
+    """Facts about the machine that every report states."""
     found: dict[str, object] = {"cpus": os.cpu_count(), "system": platform.platform(), "cuda": torch.version.cuda}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

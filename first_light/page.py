@@ -19,7 +19,7 @@ SHOWN = 6000
 
 
 def finished(state: dict) -> bool:
-    """Whether a step has come to an end of its own: it is not run again."""
+    """True if a step ended by itself, so that it is not run again."""
     return state.get("state") in ("passed", "failed", "stopped", "left out")
 
 

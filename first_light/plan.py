@@ -33,7 +33,7 @@ class Step:
 
 
 def processes() -> int:
-    """For tests: each has a context on the GPU, and two cores are left to the rest."""
+    """Number of test processes: each has a context on the GPU, and two cores stay free for everything else."""
     return max(1, min(14, (os.cpu_count() or 1) - 2))
 
 
@@ -42,7 +42,7 @@ class Commands:
 
     def __init__(self, rehearse: bool) -> None:
         self._rehearse = rehearse
-        # With a blank pytest, which does not know the option yet, would take the name for a file.
+        # `=` is needed: pytest does not know the option yet and would take a separate word for a file.
         self._backends = "--backends=cuda_emulated" if rehearse else "--backends=cuda"
 
     def pytest(self, *options: str, workers: int, few: str) -> list[str]:
@@ -63,7 +63,7 @@ class Commands:
 
 
 def test_files(*names: str) -> list[str]:
-    """Their paths."""
+    """Paths of the test files with these names."""
     return [f"python_tests/test_{name}.py" for name in names]
 
 

@@ -18,7 +18,7 @@ BROKEN = 86
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """How long a test may take."""
+    """Adds --test-seconds, the longest that a test may take."""
     parser.addoption("--test-seconds", type=float, default=100, help="a process with a longer test ends (default: 100)")
 
 
@@ -28,7 +28,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Printer:
-    """In the process that prints."""
+    """Prints failures at once; runs in the process that prints."""
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """The end of what a failed test says."""
@@ -37,7 +37,7 @@ class Printer:
 
 
 class Worker:
-    """In a process that runs tests for another one."""
+    """Ends its process when a test takes too long or breaks the GPU's context; runs in pytest-xdist's workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._seconds, self._failed = config.getoption("--test-seconds"), False
@@ -66,7 +66,7 @@ class Worker:
 
 
 def context_works() -> bool:
-    """Whether the GPU still does what this process asks: after an illegal access every call of a process fails."""
+    """False after an illegal access on the GPU, which makes every later CUDA call of the process fail."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return True

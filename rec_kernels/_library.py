@@ -102,7 +102,7 @@ def _load_cuda() -> str | None:
 
 
 def _reason(error: OSError) -> BaseException:
-    """What the system's loader says: torch's own message, from 2.10 on, names the file only."""
+    """The system loader's error: torch's own message, from 2.10 on, names only the file."""
     return error.__cause__ or error
 
 
@@ -144,7 +144,7 @@ cuda_unavailable = _load_cuda()
 
 
 def build_info() -> dict[str, object]:
-    """What is installed and in use.
+    """Describes what is installed and in use.
 
     Returns a dict: ``version`` of rec_kernels, ``torch`` and ``python`` versions, ``machine`` (architecture),
     ``cpu_library`` path, ``cpu_isa`` in use ("baseline", "v3" = AVX2, "v4" = AVX-512), ``cuda_library`` path or None,

@@ -27,13 +27,13 @@ def installed() -> str | None:
 
 
 def is_too_old(version: str) -> bool:
-    """Whether it is known to be older than the oldest version."""
+    """True if the version is known to be older than the oldest supported one."""
     numbers = _minor(version)
     return numbers is not None and numbers < OLDEST
 
 
 def check(version: str) -> None:
-    """What ``rec_kernels.triton`` asks when it is imported. Of a version without numbers, nothing is known.
+    """Checks the installed Triton when ``rec_kernels.triton`` is imported; a version without numbers passes.
 
     Warns of a version newer than the newest: a RuntimeWarning.
 

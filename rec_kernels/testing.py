@@ -13,7 +13,7 @@ from torch import Tensor
 
 _ops = torch.ops.rec_kernels
 
-# From the oldest to the newest; a machine that has one has those before it.
+# Oldest to newest; a machine that runs one runs all before it.
 _ISAS = ("baseline", "v3", "v4")
 
 
@@ -147,7 +147,7 @@ def _repeat_sessions(values: Tensor, lengths: Tensor, session: int) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether shape, dtype and bits agree: 0 and -0 differ, any NaN equals any other (payloads are not promised)."""
+    """True if shape, dtype and bits agree: 0 and -0 differ, any NaN equals any other (payloads are not promised)."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     if a.is_complex():

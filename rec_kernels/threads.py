@@ -100,7 +100,7 @@ class ShortWaits:
 
     @property
     def short(self) -> bool:
-        """Whether waits are short now."""
+        """True while waits are short."""
         return self._surplus is not None
 
     def _watch_others(self) -> None:

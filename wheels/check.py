@@ -34,7 +34,7 @@ def python_files() -> set[str]:
 
 
 def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:
-    """What is missing from a wheel, and what is too much in it.
+    """Lists files that a wheel lacks or must not have.
 
     Args:
         wheel: its file name. names: of the files in it.
@@ -50,7 +50,8 @@ def wrong_names(wheel: str, names: Iterable[str]) -> list[str]:
 
 
 def newest_versions(text: str) -> dict[str, str]:
-    """Of what ``objdump -p`` prints: the newest version that is asked for, by prefix (GLIBC, GLIBCXX, CXXABI, GCC)."""
+    """Newest version that a library needs by prefix (GLIBC, GLIBCXX, CXXABI, GCC), from the output of ``objdump
+    -p``."""
     found: dict[str, str] = {}
     for prefix, version in re.findall(r"\b(GLIBC|GLIBCXX|CXXABI|GCC)_(\d[\d.]*)\b", text):
         found[prefix] = max(found.get(prefix, "0"), version, key=_number)
@@ -62,7 +63,7 @@ def _number(version: str) -> list[int]:
 
 
 def wrong_needs(text: str) -> list[str]:
-    """What a library asks for beyond the floors and the libraries that may be there, from ``objdump -p``."""
+    """Lists what a library needs beyond the floors and the allowed libraries, from the output of ``objdump -p``."""
     wrong = [
         f"needs {prefix}_{version}, newer than {FLOORS[prefix]}"
         for prefix, version in newest_versions(text).items()

@@ -107,7 +107,7 @@ def run_tests(python: Path, folder: Path, names: Sequence[str]) -> dict[str, obj
 
 
 def import_seconds(python: Path, folder: Path) -> dict[str, float]:
-    """What ``import rec_kernels`` takes after ``import torch``: medians of five, of the processor and of the clock."""
+    """Times ``import rec_kernels`` after ``import torch``: medians of five, in CPU seconds and elapsed seconds."""
     lines = [run(python, "-c", IMPORTS, folder=folder).stdout.split() for _ in range(5)]
     processor, clock = zip(*[map(float, line) for line in lines], strict=True)
     return {"cpu": round(statistics.median(processor), 2), "elapsed": round(statistics.median(clock), 2)}

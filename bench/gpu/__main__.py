@@ -61,7 +61,7 @@ def chosen_cases(args: argparse.Namespace, found: dict[str, object], memory: int
 
 
 def effort_of(args: argparse.Namespace) -> Effort:
-    """How long to measure."""
+    """Effort to measure with, from the command line."""
     *calls, limit = TRIAL if args.device == "cpu" else QUICK if args.quick else FULL
     return Effort(*calls, limit_s=limit if args.limit is None else args.limit)
 

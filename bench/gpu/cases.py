@@ -1,4 +1,4 @@
-"""What is measured: workloads of embedding_bag, the ids they look up, and the bytes that each operation moves."""
+"""Workloads of embedding_bag, the ids they look up, and the bytes that each operation moves."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class GpuWorkload(Workload):
 
 
 def operations(w: Workload) -> Mapping[str, tuple[str, ...]]:
-    """What is timed with which optimizer."""
+    """Operations to time: name -> optimizers."""
     return w.operations if isinstance(w, GpuWorkload) else OPERATIONS
 
 
 def is_weighted(w: Workload) -> bool:
-    """Whether every id has a factor."""
+    """True if every id has a factor."""
     return isinstance(w, GpuWorkload) and w.weighted
 
 
@@ -151,7 +151,7 @@ class _Ranks:
 
     @property
     def are_skewed(self) -> bool:
-        """Whether some are drawn more often than others."""
+        """True if some ranks are drawn more often than others."""
         return self._upper is not None
 
     def __call__(self, *shape: int) -> Tensor:

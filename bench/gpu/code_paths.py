@@ -1,4 +1,4 @@
-"""What one warp executes in the kernels that the model of time needs: the shortest way through their machine code."""
+"""Counts the instructions of one warp on the shortest path through a kernel's machine code, for the model of time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KERNELS = r"(pool\w*|finish_short|sum_chunks)_kernel<"
 
 @dataclass(frozen=True)
 class Paths:
-    """Of one kernel. "The loop" asks for several rows, then uses them; an iteration of it is a round."""
+    """Instruction counts of one kernel. Its loop asks for several rows, then uses them; a round is one iteration."""
 
     registers: int
     blocks: int  # of 256 threads that a multiprocessor holds
@@ -29,7 +29,7 @@ class Paths:
 
 
 def successors(code: Sequence[Instruction]) -> list[list[int]]:
-    """Of each instruction, which may be next: numbers in ``code``. Calls are taken to return at once."""
+    """Possible next instructions of each instruction, as numbers in ``code``. Calls are taken to return at once."""
     place = {i.address: number for number, i in enumerate(code)}
     barriers: dict[str, int] = {}
     found = []

@@ -64,13 +64,13 @@ class DenseSide:
                 yield Subject(name, operation, None, {"all": count, "unique": count}, build)
 
     def _bounds(self, name: str) -> list[float]:
-        """Of the result and each gradient: the most error before it is rounded, in sums of the terms' magnitudes."""
+        """Largest error of the result and each gradient before rounding, in sums of the terms' magnitudes."""
         batch, vectors, columns = self.sizes
         half = self.dtype == torch.bfloat16
         if name == "torch":
             # The order of its sums is not known, and it rounds to bfloat16 several times.
             return [2.0**-6 if half else (sum(self.sizes) + 64 * columns + 16) * 2.0**-22] * 3
-        # As docs/numerics.md has it.
+        # Bounds of docs/numerics.md.
         if self.op == "dot_interaction":
             return [(n + 8) * 2.0**-22 for n in (columns, vectors + 2, vectors + 1)]
         summed = vectors + columns * min(batch, 64) + math.ceil(batch / 64)

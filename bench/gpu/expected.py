@@ -1,4 +1,4 @@
-"""What our kernels do in every case of bench.gpu: the input of the model."""
+"""Work of our kernels in every case of bench.gpu, the input of the model."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def widths(dim: int) -> tuple[int, int]:
 
 
 def bags_together(w: Workload, format: str) -> int:
-    """How many bags a group of lanes takes: are_short of csrc/cuda/embedding_bag_pool.cu."""
+    """Number of bags that a group of lanes takes: are_short of csrc/cuda/embedding_bag_pool.cu."""
     lanes, blocks = widths(w.dim)
     floats = format in ("fp32", "fp16", "bf16") and blocks == 1 and w.dim % 4 == 0
     return SHORT_BAGS if floats and w.bag <= min(lanes // SHORT_BAGS, 2) else 1
@@ -99,7 +99,7 @@ def pool(w: Workload, reuse: Reuse, kernels: Mapping[str, Paths], format: str = 
     ids = w.bag * together
     fetched = [min(lanes, ids - first) for first in range(0, ids, lanes)]  # ids, by so many at once
     asked = sum(-(-ids // code.rows) for ids in fetched)
-    # Where fewer than four of eight rows are left, a round has four.
+    # A round shrinks to four rows where fewer than four of its eight are left.
     step = min(4, code.rows)
     rounds = sum(-(-ids // step) * step / code.rows for ids in fetched)
     moved = bytes_moved(w, "forward", SGD, reuse.unique, format)
@@ -130,7 +130,7 @@ def backward(w: Workload, optimizer: str, reuse: Reuse, kernels: Mapping[str, Pa
     def stream(name: str, size: float, kernels: int, fixed_us: float = 0.0) -> Work:
         return Work(name, memory=0.0 if kept else size, cached=size, kernels=kernels, fixed_us=fixed_us)
 
-    # Of the gradient's rows, those that do not stay in the half of the L2 that they share with rows come again.
+    # Rows of the gradient are read again unless they stay in their half of the L2; table rows have the other half.
     missed = max(0.0, 1 - gpu.l2_bytes / 2 / gradient)
     gradient_rows = gradient / row + (ids - gradient / row) * missed if ids * row > gradient else ids
     update = 2 * reuse.unique * (row + STATE_BYTES[optimizer](w.dim) + ROW_OVERHEAD)
@@ -240,7 +240,7 @@ def of_lookup(w: Workload, kernels: Mapping[str, Paths], gpu: Gpu) -> dict[str, 
 
 
 def works_of(case: Case, kernels: Mapping[str, Paths], gpu: Gpu) -> tuple[dict[str, list[Work]], float]:
-    """Of a case: the kernels of our side of each operation, named as the report names it, and the error to expect."""
+    """Our kernels in each operation of a case, by the report's names, and the error to expect."""
     if isinstance(case, EmbeddingBag):
         return of_lookup(case.workload, kernels, gpu), READ
     if isinstance(case, EncodedLookup):
@@ -259,7 +259,7 @@ def works_of(case: Case, kernels: Mapping[str, Paths], gpu: Gpu) -> tuple[dict[s
 
 
 def bytes_of(case: Case, operation: str) -> dict[str, float]:
-    """What the report divides by the time: bytes by both counts."""
+    """Bytes, by both counts, that the report divides by the time."""
     if isinstance(case, (EmbeddingBag, EncodedLookup)):
         name, _, optimizer = operation.partition(", ")
         w = case.workload

@@ -45,7 +45,7 @@ class _Zeros:
 
 
 def fraction(w: Workload, cache_bytes: int) -> float:
-    """Of rows that have a slot in a cache of so many bytes, under "lfu" with its counts."""
+    """Share of all rows that have a slot in an "lfu" cache of so many bytes, counts included."""
     rows, slot = w.tables * w.rows, slot_bytes(w.dim, "lfu")
     return min(1.0, (cache_bytes - rows) / slot / rows)
 
@@ -94,7 +94,7 @@ class Steps:
 
 
 def ms_of(call: Callable[[], object], count: int, device: torch.device) -> float:
-    """Of a call, among ``count`` of them."""
+    """Milliseconds of a call, the mean of ``count``."""
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(count):

@@ -1,4 +1,4 @@
-"""Who looks up and updates: our ops (with autograd and without), our Triton kernels, torch, and FBGEMM where it is.
+"""Implementations of lookup and update: our ops with and without autograd, our Triton kernels, torch, FBGEMM.
 
 All of them work on the same tables, ids and gradient, except FBGEMM, which keeps a copy of the tables.
 """
@@ -86,13 +86,13 @@ class Implementation(Protocol):
         """The pooled output: [B, T * D], or T outputs [B, D]."""
 
     def before(self, operation: str) -> None:
-        """What an operation needs and its time does not count: a backward of autograd needs its forward."""
+        """Prepares an operation outside of its time: autograd's backward needs a forward."""
 
     def forget(self) -> None:
         """Makes the next update Adam's first; called with no other optimizer."""
 
     def backward(self) -> None:
-        """From the gradient to updated tables."""
+        """Runs the backward and the update, given the output's gradient."""
 
     def step(self) -> None:
         """Forward, then backward."""
@@ -317,7 +317,7 @@ def _kinds() -> Iterator[tuple[str, Make, Callable[[torch.device], str | None]]]
 
 
 def available(device: torch.device) -> tuple[dict[str, Make], dict[str, str]]:
-    """What can be measured on the device, and why the rest cannot: name -> implementation, name -> reason."""
+    """Available implementations by name, and by name the reason why each other one is left out."""
     reasons = {name: why(device) for name, _, why in _kinds()}
     found = {name: make for name, make, _ in _kinds() if reasons[name] is None}
     return found, {name: reason for name, reason in reasons.items() if reason is not None}

@@ -1,4 +1,4 @@
-"""What nvcc made of the CUDA kernels: registers, spills, resident blocks, and the loop that reads rows.
+"""Reads the CUDA kernels' machine code: registers, spills, resident blocks, and the loop that reads rows.
 
 ``python -m bench.gpu.machine_code`` prints a row for every kernel of ``librec_kernels_cuda.so``; no GPU is needed, but
 cuobjdump and nvdisasm (of the CUDA toolkit or of the triton package) are. In Python::
@@ -58,7 +58,7 @@ class Instruction:
 
     @property
     def ends_here(self) -> bool:
-        """Whether the next instruction is never the one behind it."""
+        """True if control never passes to the next instruction in memory."""
         return re.match(r"(?:BRA|EXIT|RET|BRX)\b(?!\.DIV|\.CONV|.*P\d)", self.text) is not None
 
     @property
@@ -118,14 +118,14 @@ def tool(name: str) -> str | None:
 
 
 def missing(library: str | None = None) -> str | None:
-    """What is missing to read the library (default: the package's), or None."""
+    """Names what is missing to read the library (default: the package's); None if nothing is."""
     if (library or rk.build_info()["cuda_library"]) is None:
         return "the CUDA library is not built"
     return None if tool("cuobjdump") else "no cuobjdump"
 
 
 def dump(what: str, library: str) -> str:
-    """What ``cuobjdump WHAT`` says of the library's machine code for ARCHITECTURE; empty: it has none."""
+    """Output of ``cuobjdump WHAT`` for the library's code for ARCHITECTURE; empty where it has none."""
     command = [str(tool("cuobjdump")), "-arch", ARCHITECTURE, what, library]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -18,7 +18,7 @@ GRAPH_BELOW_MS = 2.0
 
 @dataclass
 class Effort:
-    """How long to measure. ``budget_ms``: calls of one figure, together; ``limit_s``: the whole run."""
+    """Time to spend: ``budget_ms`` on all calls of one figure, ``limit_s`` on the whole run."""
 
     budget_ms: float
     least: int
@@ -27,7 +27,7 @@ class Effort:
     _start: float = field(default_factory=time.monotonic)
 
     def seconds(self) -> float:
-        """Since the start of the run."""
+        """Seconds since the start of the run."""
         return time.monotonic() - self._start
 
     def check(self) -> None:

@@ -41,7 +41,7 @@ POWER = 3.0
 
 @dataclass(frozen=True)
 class Work:
-    """What a kernel does.
+    """Work of one kernel.
 
     Attributes:
         name: of it, for people.
@@ -90,7 +90,7 @@ def milliseconds(work: Work, gpu: Gpu) -> float:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a call: milliseconds, the factor by which a measurement may differ either way, and what takes most of it."""
+    """Milliseconds of a call, the factor by which a measurement may differ either way, and the dominant limit."""
 
     ms: float
     error: float

@@ -98,7 +98,7 @@ def today(libraries: Sequence[str] = ()) -> dict[str, object]:
 
 
 def is_short(row: dict) -> bool:
-    """Whether the table of docs/gpu-model.md has the row."""
+    """True if the table of docs/gpu-model.md shows the row."""
     return any(row["case"].startswith(case) and row["operation"].startswith(ops) for case, ops in SHORT)
 
 

@@ -13,7 +13,8 @@ PATH = Path(__file__).resolve().parents[1] / "results" / "gpu_predictions.json"
 
 @functools.cache
 def load(path: Path = PATH) -> dict:
-    """What ``python -m bench.gpu.predict --record`` wrote: "about", "kernels", "gpus"."""
+    """Reads the recorded predictions ("about", "kernels", "gpus"); ``python -m bench.gpu.predict --record`` writes
+    them."""
     return json.loads(path.read_text())
 
 

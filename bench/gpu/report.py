@@ -1,4 +1,4 @@
-"""What comes out: the JSON file, a table in markdown, a picture."""
+"""Writes a run's JSON file, markdown table and picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CUBLAS, CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 
 def output_of(*command: str) -> str:
-    """What a command prints, stripped; empty where it is missing or fails."""
+    """Output of a command, stripped; empty where it is missing or fails."""
     if shutil.which(command[0]) is None:
         return ""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
@@ -74,7 +74,7 @@ def _gpu() -> dict[str, object]:
 
 
 def about(device: torch.device, left_out: dict[str, str], commit: str | None) -> dict[str, object]:
-    """Where and with what the figures are taken; ``left_out``: implementations that are not there, and why."""
+    """Describes machine, versions and commit of the figures; ``left_out``: absent implementations, and why."""
     built = rk.build_info()
     return {
         "command": "python -m bench.gpu " + " ".join(sys.argv[1:]),

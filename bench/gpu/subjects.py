@@ -1,4 +1,4 @@
-"""What the loop measures: a case of embedding_bag, of scale_rows, the template op, or of grouped_projection."""
+"""Measurable cases: embedding_bag, scale_rows (the template op), grouped_projection."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Subject(NamedTuple):
 
 
 class Built(NamedTuple):
-    """What is timed, and what is done around it."""
+    """A timed call, with its untimed preparation and check."""
 
     call: Callable[[], object]
     prepare: Callable[[int], None]  # before call number i, not timed
@@ -213,7 +213,7 @@ class GroupedProjection:
             most = self._by_torch(*size)
             most = most, *torch.autograd.grad(most, size, grad.double().abs())
             for mine, right, magnitude in zip(found, exact, most, strict=True):
-                # As docs/numerics.md has it, for the most terms that a sum has here.
+                # The bound of docs/numerics.md, for the longest sum here.
                 allowed = (max(self.batch, self.out_dim, *self.in_dims) + 8) * 2.0**-22 * magnitude
                 assert ((mine.double() - right).abs() - allowed).max().item() <= 0
 

@@ -1,4 +1,4 @@
-"""What a paper claims, the number of ours that answers it, and the rule that says whether it is met."""
+"""A paper's claims: each has the number of ours that answers it, and the rule that says whether it is met."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _scores(result: dict, name: str, key: str) -> dict[int, float]:
 
 @dataclass(frozen=True)
 class Auc:
-    """By how much a configuration's test AUC is above another's of the same seed, or above the mean of several."""
+    """Difference between a configuration's test AUC and another's of the same seed, or the mean of several."""
 
     name: str
     over: tuple[str, ...]
@@ -83,7 +83,7 @@ class Auc:
         return f"AUC, {self.name} - {over if len(self.over) == 1 else f'the mean of {over}'}"
 
     def __call__(self, result: dict) -> Finding:
-        """From the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, *others = (_scores(result, name, "auc") for name in self.names)
         seeds = sorted(set(own).intersection(*others))
         found = over_seeds([own[seed] - sum(other[seed] for other in others) / len(others) for seed in seeds])
@@ -104,7 +104,7 @@ class _OfTwo:
 
 @dataclass(frozen=True)
 class Faster(_OfTwo):
-    """How many times a configuration's training examples per second are another's of the same seed."""
+    """Ratio of a configuration's training examples per second to another's of the same seed."""
 
     name: str
     than: str
@@ -114,7 +114,7 @@ class Faster(_OfTwo):
         return f"examples/s, {self.name} / {self.than}"
 
     def __call__(self, result: dict) -> Finding:
-        """From the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "examples_per_second") for name in self.names)
         found = over_seeds([own[seed] / other[seed] for seed in sorted(own.keys() & other.keys())])
         return dataclasses.replace(found, failed=_failed(result, self.names), unlike=self._unlike(result))
@@ -138,7 +138,7 @@ class Same(_OfTwo):
         return f"AUC, -|{self.name} - {self.than}| where it is largest"
 
     def __call__(self, result: dict) -> Finding:
-        """From the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_scores(result, name, "auc") for name in self.names)
         apart = [abs(own[seed] - other[seed]) for seed in own.keys() & other.keys()]
         return Finding(-max(apart) if apart else None, failed=_failed(result, self.names))
@@ -146,7 +146,7 @@ class Same(_OfTwo):
 
 @dataclass(frozen=True)
 class Fewer(_OfTwo):
-    """How many times fewer "parameters" or "weight_bytes" (of rows and cache) a configuration has than another."""
+    """Factor by which a configuration has fewer "parameters" or "weight_bytes" (of rows and cache) than another."""
 
     what: str
     name: str
@@ -158,7 +158,7 @@ class Fewer(_OfTwo):
         return f"{what}, {self.than} / {self.name}"
 
     def __call__(self, result: dict) -> Finding:
-        """From the result of ``compare_report.summarise``."""
+        """Computes the finding from the result of ``compare_report.summarise``."""
         own, other = (_configuration(result, name)[self.what] for name in self.names)
         return Finding(None if own is None or other is None else other / own)
 
@@ -175,7 +175,7 @@ class Premise:
     at_most: float
 
     def __call__(self, result: dict | None) -> dict:
-        """Its number and whether it holds, which is None without a number, as plain data."""
+        """Its number and whether it holds, as plain data; None without a number."""
         value = None if result is None else self.measure(result).value
         holds = None if value is None else self.at_least <= value <= self.at_most
         about = {"measure": str(self.measure), "value": value, "holds": holds}

@@ -114,7 +114,7 @@ def run(ratings: Ratings, args: argparse.Namespace, config: dict, seed: int) -> 
 
 
 def configurations(args: argparse.Namespace) -> list[dict]:
-    """Of every run but for the seed."""
+    """Configurations of all runs, without the seed."""
     uniform = [{"kind": "uniform", "dim": dim} for dim in args.dims]
     blocks = [{"kind": "blocks", "blocks": args.blocks, "temperature": each} for each in args.temperatures]
     return uniform + blocks

@@ -38,7 +38,7 @@ MOST_SEEDS = 1000
 
 @dataclass(frozen=True)
 class Comparison:
-    """What to train.
+    """Configurations to train and compare.
 
     Args:
         folder: gets a folder per run and the results.
@@ -97,7 +97,7 @@ def plan(
         "-".join(filter(None, names)): networks[names[0]] | kinds[names[1]] | rows[names[2]]
         for names in itertools.product(networks, kinds, rows)
     }
-    # What a list gives, by the flags: a name that says "int8" is not one of fp32.
+    # Options that lists set, with their flags: a variant named "int8" must not get fp32 from another option.
     listed = {} if "" in rows else dict.fromkeys(("format", "rounding"), "--format or --rounding")
     listed |= {} if "" in kinds else {"embedding": "--embedding"}
     listed |= {} if "" in networks else {"model": "--model"}

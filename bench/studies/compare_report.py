@@ -1,4 +1,4 @@
-"""What a comparison shows: means, paired differences and their intervals, as JSON, as Markdown and as a picture."""
+"""Reports a comparison: means, paired differences and their intervals, as JSON, as Markdown and as a picture."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def summarise(comparison: Comparison, outcomes: dict[str, dict[int, dict]]) -> d
 
 
 def is_result(value: dict) -> bool:
-    """Whether a result of the right configurations, as read from a file, has what is computed with and shown of it."""
+    """True if a result read from a file, of the right configurations, has all that is computed with or shown."""
     first, *others = value["configurations"]
     common: dict[str, Any] = {"auc": {"mean": Maybe(a_number())}, **_SIZES, "examples_per_second": Maybe(_RATE)}
     compared = common | {"auc": common["auc"] | {"difference": _DIFFERENCE}}
@@ -208,7 +208,7 @@ def _notes(result: dict) -> str:
 
 
 def machines_note(result: dict) -> str | None:
-    """That examples per second do not compare, and why; None if all runs are of one machine."""
+    """Note on why examples per second do not compare; None if all runs are of one machine."""
     found = machines_of(run for c in result["configurations"] for run in c["runs"])
     if len(found) < 2:
         return None

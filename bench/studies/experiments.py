@@ -91,12 +91,12 @@ class Experiment:
 
 
 def _fewer(name: str, than: str, times: float, within: float = A_TENTH) -> Premise:
-    """So many times fewer parameters, in either direction within a share."""
+    """Requires ``times`` fewer parameters, up to the factor ``within`` either way."""
     return Premise(Fewer("parameters", name, than), times * within, times / within)
 
 
 def _quotients(differs: str) -> tuple[Claim, ...]:
-    """Of quotients and remainders beside hashing, on either data set."""
+    """Claims on quotients and remainders beside hashing, for either data set."""
     better = "beats hashing at about the same number of parameters"
     return (
         *(

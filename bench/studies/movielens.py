@@ -180,7 +180,7 @@ def build(ratings: pd.DataFrame, movies: pd.DataFrame, users: pd.DataFrame | Non
 
 
 def _is_test(user: np.ndarray, time: np.ndarray) -> np.ndarray:
-    """Whether a rating is of the last tenth of its user's and after the others: a second is not cut in two."""
+    """True for the last tenth of each user's ratings, less those of the same second as the last trained one."""
     order = np.lexsort((time, user))
     starts = np.flatnonzero(np.r_[True, np.diff(user[order]) != 0])
     counts = np.diff(np.r_[starts, len(user)])
@@ -249,7 +249,7 @@ def _past(
 
 
 class _Before:
-    """What the rows of the same group at earlier times add up to.
+    """Sums over a group's rows at earlier times.
 
     Args:
         group, time: int64 [N].
@@ -268,7 +268,7 @@ class _Before:
         self._time = np.maximum.accumulate(np.where(new_time, position, 0))
 
     def sums(self, amount: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Of int64 [N]: over all groups before, in ``order``, and over the group's rows at earlier times."""
+        """Sums of int64 [N]: over all earlier groups in ``order``, and over the group's rows at earlier times."""
         total = np.concatenate([[0], np.cumsum(amount[self.order])])
         groups, own = np.empty_like(amount), np.empty_like(amount)
         groups[self.order] = total[self._group]

@@ -34,7 +34,7 @@ GENRES = (
     *("unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama"),
     *("Fantasy", "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western"),
 )
-# What the columns of files with a header are called here; RecBole's are followed by ":type".
+# Names here of columns in files with a header; RecBole's are followed by ":type".
 NAMES = {
     "userId": "user",
     "movieId": "movie",
@@ -49,7 +49,7 @@ NAMES = {
 
 
 class Text(NamedTuple):
-    """How a file is written.
+    """Text format of a file.
 
     Args:
         separator: of the columns; with "," they may be quoted.
@@ -99,7 +99,7 @@ class Source(NamedTuple):
     users: File | None
 
     def paths(self) -> list[Path]:
-        """Of the files that there are."""
+        """Paths of the files that exist."""
         return [file.path for file in self if file is not None]
 
 
@@ -195,7 +195,7 @@ def _read(file: File) -> pa.Table:
 
 
 def _explain(file: File, error: Exception) -> DataError:
-    """What is wrong with a file of ratings, found by reading it once more, line by line."""
+    """Finds the error in a file of ratings by reading it again, line by line."""
     try:
         for line, record in _records(file, RATINGS):
             for name in ("user", "movie"):
@@ -232,14 +232,14 @@ def _flagged(file: File, line: int, record: dict[str, str]) -> tuple[str, ...]:
 
 
 def _genres(text: str, separator: str) -> tuple[str, ...]:
-    """Of a text that has "|" between them, or spaces in files whose columns have tabs between them."""
+    """Splits genres at "|", or at spaces in files whose columns are separated by tabs."""
     if text == NO_GENRES:
         return (text,)
     return tuple(text.split() if separator == "\t" else filter(None, text.split("|")))
 
 
 def _year(record: dict[str, str]) -> int:
-    """By a column, else by the title, else by the date of release."""
+    """Year of release, from its column, else from the title, else from the date of release; 0 if none has it."""
     year = re.fullmatch(r"([0-9]{4})", record.get("year", "").strip())
     year = year or YEAR_IN_TITLE.search(record.get("title", ""))
     year = year or re.search(r"([0-9]{4})$", record.get("date", "").strip())

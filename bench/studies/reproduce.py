@@ -23,13 +23,13 @@ from rec_kernels.dlrm.train import RunInterruptedError
 
 RESULTS = "results.json"
 CLOCKS = ("seconds", "cpu_seconds")
-# What became of an experiment.
+# States of an experiment.
 DONE, FAILED, LEFT_OUT, UNFINISHED, NOT_RUN = "done", "failed", "left out", "not finished", "not run"
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Request for a set of experiments.
 
     Args:
         base: how runs are carried out: ``threads``, ``runs_dir``, ``data_dir``.
@@ -185,14 +185,14 @@ def _result(request: Request, experiment: Experiment) -> dict | None:
 
 
 def _machine() -> dict:
-    """Where this was measured."""
+    """Describes this machine and its packages."""
     versions = devices.versions()
     packages = {package: versions[package] for package in ("rec_kernels", "torch")}
     return {"cpu": devices.cpu_model(), "cores": os.cpu_count(), "threads": torch.get_num_threads()} | packages
 
 
 def failures(results: dict, names: Sequence[str]) -> list[str]:
-    """Why experiments failed, those of ``names``."""
+    """Reasons why experiments among ``names`` failed."""
     return [
         f"{entry['name']}: {entry['why']}"
         for entry in results["experiments"]

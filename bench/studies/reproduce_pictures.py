@@ -114,7 +114,7 @@ def _is_comparable(result: dict | None) -> bool:
 
 
 def _points(result: dict) -> list[tuple[str, float, float, float]]:
-    """Of every configuration but the reference: name, share of its bytes, difference of the AUC, half an interval."""
+    """Name, share of bytes, difference of the AUC and half its interval, for every configuration but the reference."""
     whole = result["configurations"][0]["table_bytes"]
     points = []
     for c in result["configurations"][1:]:

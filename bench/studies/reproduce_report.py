@@ -97,7 +97,7 @@ def html(folder: Path, title: str, sections: Sequence[tuple[str, Sequence[Part]]
 
 
 def counts(results: dict) -> str:
-    """As in "12 met, 5 not met, 3 cannot tell; of experiments that are not done 4"."""
+    """Counts verdicts: "12 met, 5 not met, 3 cannot tell; of experiments that are not done: 4"."""
     done = Counter(c["verdict"] for e in results["experiments"] if e["result"] for c in e["claims"])
     text = ", ".join(f"{done[verdict]} {verdict}" for verdict in VERDICTS)
     rest = sum(len(e["claims"]) for e in results["experiments"] if not e["result"])
@@ -150,7 +150,7 @@ def _numbers(claim: dict) -> tuple[str, str, str]:
 
 
 def _premise(premise: dict) -> str:
-    """As in "parameters, full / dim8: 1.99x, must be 1.8x to 2.22x"."""
+    """Formats a premise: "parameters, full / dim8: 1.99x, must be 1.8x to 2.22x"."""
     value = "-" if premise["value"] is None else f"{premise['value']:.2f}x"
     return f"{premise['measure']}: {value}, must be {premise['at_least']:.3g}x to {premise['at_most']:.3g}x"
 

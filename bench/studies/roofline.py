@@ -1,4 +1,4 @@
-"""What the parts of a step cost at the machine's limits: bytes that must move, products that must be computed.
+"""Costs of a step's parts at the machine's limits: bytes that must move, products that must be computed.
 
 A part takes at least as long as its bytes at the rate of a copy, and as its products at that of a large matrix product.
 """
@@ -58,7 +58,7 @@ def costs(model: DLRM, batches: Sequence[Batch], flops_per_example: int) -> dict
 def _of_tables(
     model: DLRM, features: Sequence[rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor]
 ) -> tuple[int, int, int]:
-    """Of the batches of a step: bytes of what lookups read, of distinct rows with their state, of pooled embeddings."""
+    """Bytes of a step's batches: rows that lookups read, distinct rows with their state, pooled embeddings."""
     kept = [f.bags() if isinstance(f, rk.InverseKeyedJaggedTensor) else f for f in features]
     state = {table["name"]: table["state_bytes"] / table["num_embeddings"] for table in model.memory_report()}
     read = changed = 0
@@ -102,8 +102,8 @@ def _of_layers(model: DLRM, batch: Batch) -> int:
 
 @functools.cache
 def limits(threads: int, dtype: torch.dtype) -> dict[str, float]:
-    """Of this machine with so many threads: bytes a second of a copy of 64 MiB, read and write, and operations a second
-    of a matrix product of ``dtype``. Takes about a tenth of a second; the fastest of five turns."""
+    """Measures this machine's limits with so many threads: bytes per second of a copy of 64 MiB, read and written, and
+    operations per second of a matrix product of ``dtype``. Takes about 0.1 s; the fastest of five turns counts."""
     source = torch.ones(_COPIED // 4)
     target = torch.empty_like(source)
     a = torch.ones(_WIDTH, _WIDTH, dtype=dtype)

@@ -1,4 +1,4 @@
-"""How time and bytes of lookups and training steps grow with tables, batch, ids, columns, skew and row format.
+"""Measures how time and bytes of lookups and training steps grow with tables, batch, ids, columns, skew and format.
 
 `python -m bench.tuning --help`; docs/tuning.md is made from what it measures.
 """

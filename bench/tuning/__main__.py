@@ -57,7 +57,7 @@ class Run:
         self._unique: list[float] = [0.0] * len(todo)
         self._cycle: list[int] = [0] * len(todo)
         self._batches: list[int] = [0] * len(todo)
-        # Of every point, direction and implementation: the calls of each pass, seconds.
+        # Seconds of each pass's calls, by point, direction and implementation.
         self._calls = [{d: {} for d in DIRECTIONS} for _ in todo]
         self._rates: dict[str, list[float]] = {}
         self._codecs: dict[str, dict[str, list[float]]] = {"decode": {}, "encode": {}}

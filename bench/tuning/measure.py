@@ -76,7 +76,7 @@ class Tables:
 
 
 def batches_of(point: Point) -> int:
-    """How many batches of ids a point cycles through."""
+    """Number of batches that a point cycles through."""
     first = Subject(point.workload, 1)
     rows = first.unique_rows() * point.row_bytes
     return int(min(max(BATCHES, CYCLE_BYTES // rows + 1), MOST_BATCHES))
@@ -146,7 +146,7 @@ def measure_rates(point: Point, ours: peers.Ours, effort: Effort) -> dict[str, l
 
 
 def measure_codecs(formats: list[str], dim: int, effort: Effort) -> dict[str, dict[str, list[float]]]:
-    """What it costs to read and to write rows of formats that are in the cache: nanoseconds a column of every call.
+    """Measures reading and writing of encoded rows that are in the cache: nanoseconds per column of every call.
 
     Returns:
         "decode": format -> of lookups; "encode": format -> of rounding float32 rows stochastically.

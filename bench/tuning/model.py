@@ -20,7 +20,7 @@ REGISTER_COLUMNS = 16
 
 @dataclass(frozen=True)
 class Rates:
-    """What the bare loops of the same run reached (bench/tuning/measure.py).
+    """Rates that the bare loops of the same run reached (bench/tuning/measure.py).
 
     Args:
         gather, cached, stream, update: GB/s.
@@ -53,7 +53,7 @@ class Cost:
         return self.known | {name: constants[name] * count for name, count in self.counts.items()}
 
     def total(self, constants: dict[str, float]) -> float:
-        """Their sum."""
+        """Sum of the parts."""
         return sum(self.parts(constants).values())
 
 
@@ -85,7 +85,7 @@ def forward_cost(point: Point, unique_rows: float, rates: Rates, id_ns: float) -
 
 
 def backward_cost(point: Point, unique_rows: float, rates: Rates) -> Cost:
-    """What a step does after its lookup: gradients are gathered, distinct rows read, updated and written."""
+    """Cost of a step after its lookup: gradients are gathered, distinct rows read, updated and written."""
     moved = backward_bytes(point, unique_rows, point.num_ids)
     coded = rates.decode.get(point.format, 0.0) + rates.encode.get(point.format, 0.0)
     known = {
@@ -133,7 +133,8 @@ def is_fit_for_model(point: Point) -> bool:
 
 
 def takes_part(points: list[Point]) -> list[bool]:
-    """Which points the constants are fitted to: of those that the model is for, every other one of a sweep."""
+    """True for the points that the constants are fitted to: every other one of a sweep, of those that the model is
+    for."""
     found, number = [], dict.fromkeys((point.sweep for point in points), 0)
     for point in points:
         is_candidate = is_fit_for_model(point)

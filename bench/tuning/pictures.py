@@ -7,7 +7,7 @@ from pathlib import Path
 from bench.tuning.points import Point
 from bench.tuning.report import DIRECTIONS, NAMES
 
-# Of a palette that colour-blind readers can tell apart.
+# Colours that colour-blind readers can tell apart.
 OURS, PEER = "#0072b2", "#d55e00"
 SIZE_INCHES, DPI = (10, 6), 100
 
@@ -60,7 +60,7 @@ def _panel(axes, document: dict, sweep: str, direction: str) -> None:
             axes.set_yscale("log")
             axes.set_xticks(places, [f"{value:,}" for value in places], rotation=45, ha="right")
             axes.minorticks_off()
-            # At least a few labels where all lies within a power of ten.
+            # Keeps a few labels where all values lie within a power of ten.
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axes.yaxis.set_major_formatter("{x:g}")
     rows = [row for _, row in named]

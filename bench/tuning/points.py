@@ -51,13 +51,13 @@ class Point:
         return cls(row["sweep"], Workload(row["sweep"], **sizes), row["format"])
 
     def about(self) -> dict[str, object]:
-        """For a JSON file."""
+        """Fields for a JSON file."""
         sizes = {name: size for name, size in vars(self.workload).items() if name != "name"}
         return {"sweep": self.sweep, **sizes, "format": self.format}
 
     @property
     def value(self) -> Value:
-        """Of the parameter that is moved; of the base, its name."""
+        """Value of the parameter that the sweep varies; "base" for the base."""
         return {"base": "base", "format": self.format}.get(self.sweep) or getattr(self.workload, self.sweep)
 
     @property
@@ -72,7 +72,7 @@ class Point:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row in its format."""
+        """Bytes of a row in its format."""
         return rk.row_bytes(self.format, self.workload.dim)
 
 
@@ -96,7 +96,7 @@ def line_bytes(row_bytes: int) -> float:
 
 
 def forward_bytes(point: Point, rows: float) -> dict[str, float]:
-    """What a lookup moves: part -> bytes.
+    """Bytes that a lookup moves, by part.
 
     Args:
         point: fp32 outputs and int64 ids and offsets.
@@ -112,7 +112,7 @@ def forward_bytes(point: Point, rows: float) -> dict[str, float]:
 
 
 def backward_bytes(point: Point, unique_rows: float, gradient_rows: float) -> dict[str, float]:
-    """What the backward with fused row-wise Adagrad moves: part -> bytes. Its sorting of the ids is not counted.
+    """Bytes that the backward with fused row-wise Adagrad moves, by part, without those of sorting the ids.
 
     Args:
         point: as above.

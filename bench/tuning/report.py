@@ -1,4 +1,4 @@
-"""What comes out: tables in markdown, the parts of docs/tuning.md, and the way to the pictures."""
+"""Writes the tables in markdown, the parts of docs/tuning.md, and the links to the pictures."""
 
 from __future__ import annotations
 

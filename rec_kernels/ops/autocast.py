@@ -1,4 +1,4 @@
-"""What ops do under torch.autocast."""
+"""The ops under torch.autocast."""
 
 from __future__ import annotations
 

@@ -111,7 +111,7 @@ class _Differentiable:
         self._backward, self._setup_context = backward, setup_context
         methods = {"forward": staticmethod(self._forward), "backward": staticmethod(self._gradients)}
         self._function: Any = type(f"{op.replace('.', '_')}_autograd", (torch.autograd.Function,), methods)
-        # What Function.apply calls where no transform of torch.func is active: it costs half of apply.
+        # Function.apply calls this where no transform of torch.func is active; a direct call takes half the time.
         self._apply: Any = super(torch.autograd.Function, self._function).apply  # type: ignore[misc]
 
     def inputs(self, args: Sequence, kwargs: dict[str, Any]) -> list:

@@ -21,11 +21,11 @@ from rec_kernels.ops.version_counters import call_in_place
 _ops = torch.ops.rec_kernels
 _implementations = torch.library.Library("rec_kernels", "IMPL")
 
-# What the backward ops take of the forward's bags, beside the tensors that are saved. The layout is not: which features
-# are frozen may change in between, and one that was made in inference mode could not be.
+# Arguments of the forward that the backward ops need beside the saved tensors. The layout is kept, not saved: its
+# frozen features may change before the backward, and a layout made in inference mode cannot be saved.
 _BAGS = ("layout", "layout_sizes", "groups", "padding_idx", "bounds_check")
 
-# What the fused update takes of the forward, beside the bags; much of it may have changed before it runs.
+# Further arguments of the forward that the fused update needs; much of it may have changed before it runs.
 _UPDATE = (
     *("weights", "sum", "step", "lr", "optimizer", "eps", "beta1", "beta2", "weight_decay", "weight_decay_mode"),
     *("clip_grad_value", "clip_grad_norm", "exp_avg", "exp_avg_sq", "beta_powers", "rounding", "seed", "status"),
@@ -49,7 +49,7 @@ def _keep(ctx, op: str, a: dict) -> None:
     rows = (a["weights"], *a.get("tables", ())) if wants_rows else ()
     ctx.names = signature_of(op)
     ctx.save_for_backward(*map(a.pop, _SAVED), *rows)
-    # Where rows are not read, a change of theirs is no matter: no saved tensor, whose version would be looked at.
+    # Without reads of rows, later changes to the weights are harmless; a saved tensor would be checked for its version.
     if wants_rows:
         del a["weights"]
     elif a["weights"].requires_grad:
@@ -87,7 +87,7 @@ def _factors_gradient(ctx, grad: Tensor, weights: Tensor, bags: dict) -> Tensor 
 
 
 def _rows_in_cache(kept: dict, bags: dict) -> dict[str, Tensor]:
-    """Where the cached rows of a lookup are now: where they were in the forward, others may have come in since."""
+    """Finds the slots of a lookup's cached rows again if the cache may have changed since the forward."""
     slots = kept["cache_slots"]
     if kept["cache_tags"] is not None:
         given = {n: t for n, t in bags.items() if n not in ("per_sample_weights", "inverse", "groups")}
@@ -110,7 +110,7 @@ def _backward(ctx, grad: Tensor, _):
     return _grads(ctx, weights=grad_weights, per_sample_weights=_factors_gradient(ctx, grad, weights, bags))
 
 
-# What the backward ops of one table take of its bags, beside the tensors.
+# Arguments that the backward ops of one table need beside the tensors.
 _TABLE_BAGS = ("pooling", "include_last_offset", "padding_idx")
 
 
@@ -211,7 +211,8 @@ def _setup_fused(ctx, inputs, output) -> None:
     # backward when a module is used twice in one graph.
     a["status"] = output[1]
     _keep(ctx, "embedding_bag_fused.layout", a)
-    # With a cache, rows that come in or go change `weights` and are what they were; only an update changes `step`.
+    # A cache that inserts or evicts rows writes to `weights` without changing a row's value; only updates change
+    # `step`.
     ctx.watched = a["weights"] if a["cache_rows"] is None else a["step"]
     ctx.version = ctx.watched._version if ctx.needs_rows and not ctx.watched.is_inference() else None
 

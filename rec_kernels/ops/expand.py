@@ -31,7 +31,7 @@ def expand(x: Tensor, inverse: Tensor) -> Tensor:
     if x.dim() == 0:
         raise ValueError("x must be [U, ...], got a tensor without dimensions")
     shape = (*inverse.shape, *x.shape[1:])
-    # Not reshape(len(x), -1): of no elements, torch cannot tell the columns.
+    # reshape(len(x), -1) fails where x has no elements: torch cannot infer the columns.
     columns = x.shape[1:].numel()
     x, inverse = x.reshape(x.shape[0], columns), inverse.reshape(-1)
     return call(_ops.expand.default, x, inverse)[0].view(shape)

@@ -25,7 +25,7 @@ def fake_quantize(
     first_row: int = 0,
     scale_rule: str | None = None,
 ) -> Tensor:
-    """What encoding in a row format and decoding make of x, with the gradient of the identity (straight-through).
+    """Encodes x in a row format and decodes it; the gradient is the identity (straight-through estimator).
 
     For activations: a model is trained or evaluated as if they were stored in the format, without storing them so.
     Under torch.compile on a GPU, "nearest" becomes torch's own ops, which are fused with their neighbours: the same
@@ -64,7 +64,7 @@ def check_arguments(
     first_row: int,
     scale_rule: str | None,
 ) -> None:
-    """What the CPU's op checks, for those who compute it in Python.
+    """Checks the arguments as the CPU's op does, for implementations in Python.
 
     Raises:
         ValueError: as ``fake_quantize``.

@@ -1,4 +1,4 @@
-"""What fake (shape) kernels have in common."""
+"""Shared parts of the fake (shape) kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def check_one_device(arguments: Iterable[object]) -> None:
 
 
 def check_devices(arguments: Mapping[str, object]) -> None:
-    """The same of an op whose ``weights`` may be in host memory while all others are on a GPU.
+    """Checks that an op's tensors share a device; ``weights`` may be in host memory while the others are on a GPU.
 
     Raises:
         ValueError: tensors on other devices.

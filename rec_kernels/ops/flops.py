@@ -1,4 +1,4 @@
-"""What ``torch.utils.flop_counter.FlopCounterMode`` counts for the ops that multiply matrices.
+"""Formulas by which ``torch.utils.flop_counter.FlopCounterMode`` counts the ops that multiply matrices.
 
 As torch counts: two operations for each multiplication with its addition, none for anything else. An op counts as the
 work that it is, whatever a backend does again to keep less in memory.
@@ -86,7 +86,7 @@ class _WhenImported(importlib.abc.MetaPathFinder):
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """That of the counter; None for every other module."""
+        """Returns the counter's module spec with a loader that registers the formulas; None for other modules."""
         if name != _COUNTER:
             return None
         spec = PathFinder.find_spec(name, path)

@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs. Imported where it is called: torch's compiler takes long to import."""
+"""Functions that torch.compile leaves out of its graphs. torch's compiler is imported on use: its import is slow."""
 
 from __future__ import annotations
 

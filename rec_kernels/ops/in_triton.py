@@ -1,4 +1,4 @@
-"""Which ops have kernels for GPU tensors in Triton. Triton is imported by the first call of one: that takes seconds."""
+"""Ops with Triton kernels for GPU tensors. The first call of one imports Triton, which takes seconds."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _ops = torch.ops.rec_kernels
 
 
 class Bucketized(NamedTuple):
-    """What ``jagged_bucketize`` returns.
+    """Result of ``jagged_bucketize``.
 
     Args:
         values: [N] ids within their bucket's part of the table.

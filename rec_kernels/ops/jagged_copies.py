@@ -17,7 +17,7 @@ _ops = torch.ops.rec_kernels
 def fake(
     values: Tensor, where: tuple[Tensor, Tensor], rows: int, like: Tensor, total: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What ``rows`` rows of ``values`` look like, whose offsets have the dtype of ``like``."""
+    """Fake result: ``rows`` jagged rows of ``values``, offsets of the dtype of ``like``, a status."""
     check_one_device((values, *where))
     size = dynamic_size() if total is None else total
     copied = values.new_empty((size, *values.shape[1:]))

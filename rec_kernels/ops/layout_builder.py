@@ -1,4 +1,4 @@
-"""How ``table_layout`` writes the records of a layout, column by column."""
+"""Builds the records of a layout for ``table_layout``, column by column."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Builder:
         return row_bytes(self.formats[i], self.records[i][Column.embedding_dim])
 
     def place_features(self, partitions: IdPartitions | None) -> None:
-        """How the ids of features find rows."""
+        """Writes id limits, divisors and moduli, by which a feature's ids find rows."""
         if partitions is None:
             for record in self.records:
                 rows = record[Column.num_embeddings]
@@ -144,7 +144,7 @@ class Builder:
         state_offsets: Sequence[int] | None,
         table_ids: Sequence[int] | None,
     ) -> None:
-        """Where tables lie in weights, rows and state."""
+        """Writes the offsets of tables in weights, rows and state."""
         size, element = len(self.records), 1 if self.is_bytes else 4
         rows = [r[Column.num_embeddings] for r in self.records]
         elements = [r[Column.num_embeddings] * r[Column.embedding_dim] for r in self.records]
@@ -182,7 +182,7 @@ class Builder:
             record[Column.table_id] = ids[i]
 
     def _one_after_another(self, lengths: list[int], column: Column) -> list[int]:
-        """Where parts start that lie one after the other; those of one table, which has one state, together."""
+        """Starts of consecutive parts; parts of one table share one state and so its start."""
         tables: dict[int, int] = {}
         starts, end = [], 0
         for i, length in enumerate(lengths):
@@ -193,7 +193,7 @@ class Builder:
         return starts
 
     def place_shards(self, shards: Shards | None) -> None:
-        """Where the parts are in whole tables."""
+        """Writes where each part lies in its whole table."""
         check_kind(shards, Shards, "shards")
         if shards is None:
             for record in self.records:
@@ -262,7 +262,7 @@ class Builder:
         check_cache_apart(self.records, self.ways)
 
     def check_tables(self) -> None:
-        """What parts share; and which of them a feature multiplies by another's rows, which every user must know."""
+        """Checks which parts share memory, and marks tables whose rows a feature multiplies: every user must know."""
         check_tables(self.records, self._name, 1 if self.is_bytes else 4)
         multiplied = {r[Column.row_offset] for r in self.records if r[Column.combine] == 2 and r[Column.num_embeddings]}
         for record in self.records:

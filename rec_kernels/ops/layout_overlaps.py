@@ -1,4 +1,4 @@
-"""Which parts of a layout may share memory."""
+"""Checks which parts of a layout share memory."""
 
 from __future__ import annotations
 

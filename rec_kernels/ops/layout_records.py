@@ -54,7 +54,7 @@ class Flag(IntEnum):
 
 @dataclass(frozen=True)
 class IdPartitions:
-    """How an id finds the rows of several tables: in part p, row ``id // divisors[p] % moduli[p]``.
+    """Maps an id to rows of several tables: in part p, row ``id // divisors[p] % moduli[p]``.
 
     Attributes:
         starts: [F + 1] feature f has parts [starts[f], starts[f + 1]), at least one and at most 4.
@@ -72,7 +72,7 @@ class IdPartitions:
 
 @dataclass(frozen=True)
 class Shards:
-    """Where the parts' tables are in whole tables, whose noise of stochastic rounding they have.
+    """Places each part in its whole table, whose noise of stochastic rounding it uses.
 
     Attributes:
         table_rows: [P] rows of the whole table.
@@ -87,7 +87,7 @@ class Shards:
 
 @dataclass(frozen=True)
 class CachePlaces:
-    """Where rows of the tables may lie in a row cache (docs/numerics.md, "Row cache").
+    """Places of the tables' rows in a row cache (docs/numerics.md, "Row cache").
 
     Attributes:
         ways: slots of a set.

@@ -1,4 +1,4 @@
-"""What a kernel on a GPU found wrong: no kernel there can raise, so its op returns a ``status``."""
+"""Errors that kernels on a GPU find: kernels cannot raise, so their op returns a ``status``."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from torch import Tensor
 
 
 def cannot_read(t: Tensor) -> bool:
-    """Whether nothing on the host can see a status of ``t``'s device now: it is compiled, or captured in a graph."""
+    """True while the host cannot read a status of ``t``'s device: under compilation or CUDA graph capture."""
     return torch.compiler.is_compiling() or (t.is_cuda and torch.cuda.is_current_stream_capturing())

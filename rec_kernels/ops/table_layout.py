@@ -43,7 +43,7 @@ __all__ = [
 
 
 class TableLayout(NamedTuple):
-    """What ops take as ``layout`` and ``layout_sizes``.
+    """A layout of tables, which ops take as ``layout`` and ``layout_sizes``.
 
     Attributes:
         layout: [parts, columns] int64, a record for each part of a feature, on the device of the ids.

@@ -44,7 +44,7 @@ def call_in_place(op: str, arguments: dict[str, Any]) -> None:
 
 
 def call_uncounted(op: str, *args: Any, **kwargs: Any) -> Any:
-    """The same, but no counter moves: for a row cache, whose rows are the same wherever they are kept."""
+    """Calls an in-place op without moving version counters: a row cache moves rows without changing their values."""
     if torch.compiler.is_compiling():  # torch's compilers cannot trace the guard, and leave counters to the op
         return overload_of(op)(*args, **kwargs)
     with torch._C._AutoDispatchBelowADInplaceOrView():

@@ -32,15 +32,15 @@ class Parts:
         return sum(dims) if self.combine == "concat" else dims[0]
 
     def rows(self, number: int) -> list[int]:
-        """Of an id, its row in each table."""
+        """Row of an id in each table."""
         return [number // divisor % modulus for divisor, modulus in self.partitions]
 
     def of(self, tables: list[Tensor], number: int) -> list[Tensor]:
-        """Of an id, the parts of its row."""
+        """Parts of an id's row."""
         return [tables[t][row] for t, row in zip(self.tables, self.rows(number), strict=True)]
 
     def row(self, tables: list[Tensor], number: int) -> Tensor:
-        """Of an id, the row that its parts make."""
+        """Row of an id, combined from its parts."""
         first, *others = self.of(tables, number)
         if self.combine == "concat":
             return torch.cat([first, *others])
@@ -49,7 +49,7 @@ class Parts:
         return first
 
     def gradients(self, tables: list[Tensor], number: int, g: Tensor) -> list[Tensor]:
-        """Of an id whose bag has the gradient g, the parts' terms without their coefficient."""
+        """Each part's term of the gradient, without its coefficient, for an id whose bag has the gradient g."""
         parts = self.of(tables, number)
         if self.combine == "concat":
             return list(g.split([len(part) for part in parts]))
@@ -229,7 +229,7 @@ class Adam:
         return numerics.square_root(exp_avg_sq / (1 - self.powers[1])) + torch.tensor(self.eps)
 
     def direction(self, exp_avg: Tensor, exp_avg_sq: Tensor, row: int, g: Tensor) -> Tensor:
-        """What the gradient of a row becomes; advances its state."""
+        """Updates a row's state with its gradient and returns the direction of its step."""
         beta = torch.tensor(self.betas[1])
         if exp_avg_sq.dim() == 1:
             mean_square = numerics.row_dot(g[None], g[None])[0] / len(g)

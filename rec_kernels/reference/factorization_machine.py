@@ -39,6 +39,6 @@ def factorization_machine_backward(
     grad_x = product(y.expand(len(x), *y.shape[-2:]), grad_inner.transpose(1, 2), grad_x)
     if y.dim() == 3:
         return grad_x.to(dtype), product(x, grad_inner).to(dtype)
-    # From +0 on: a sum of -0 alone becomes it.
+    # Sums start from +0, which turns a sum of -0 alone into +0.
     grad_y = chunked_sum(product(x, grad_inner).flatten(1)).view(y.shape) + 0 if len(x) else torch.zeros_like(y)
     return grad_x.to(dtype), grad_y.to(dtype)

@@ -12,7 +12,7 @@ from rec_kernels.reference.numerics import chunked_sum, fused_multiply_add
 
 
 class Group(NamedTuple):
-    """Where a group lies: its columns of x, its block's columns of the result, its weights."""
+    """A group: its columns of x, its block's columns of the result, its weights."""
 
     inputs: slice
     outputs: slice

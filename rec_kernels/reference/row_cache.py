@@ -37,7 +37,7 @@ def fmix64(x: int) -> int:
 
 
 def uses_of(count: int) -> int:
-    """How many uses a count of one byte stands for."""
+    """Number of uses that a one-byte count stands for."""
     k, m = divmod(count, 16)
     return 2**k * (16 + m) - 16
 
@@ -92,13 +92,13 @@ class Slot:
 
     @property
     def mark(self) -> int:
-        """What the row is searched by."""
+        """One-byte hash by which a set is searched for the row."""
         return fmix64(self.tag) % 256 if self.tag >= 0 else 0
 
 
 @dataclass
 class Stats:
-    """What insertions have done for a table: ids looked up and hit; rows inserted, evicted, written, left out."""
+    """Counts of a table's insertions: ids looked up and hit; rows inserted, evicted, written, left out."""
 
     ids: int = 0
     hits: int = 0
@@ -109,7 +109,7 @@ class Stats:
 
 
 def named_rows(features: Features, num_embeddings: Sequence[int], bags: Bags) -> list[Row | None]:
-    """Of every position in ``bags.values`` the row that its id names; None where the id does not count.
+    """The row that each position of ``bags.values`` names; None where the id does not count.
 
     A feature of several parts names no row: its tables are not cached.
     """
@@ -306,7 +306,7 @@ class RowCache:
         return torch.stack(rows) if rows else torch.zeros(0, self.tables[table].embedding_dim)
 
     def write(self, row: Row, numbers: Tensor, step: int) -> None:
-        """What an update at ``step`` makes of a row: in its slot, or encoded into its table."""
+        """Stores an updated row: in its slot, or encoded into its table."""
         slot = self.slot_of(row)
         if slot >= 0:
             self.slots[slot].numbers, self.slots[slot].dirty = numbers.clone(), True
@@ -314,6 +314,6 @@ class RowCache:
             self._encode(row, numbers, step, UPDATE_STREAM)
 
     def held(self, table: int) -> tuple[int, int]:
-        """How many rows of a table are cached, and how many of those are dirty."""
+        """Numbers of a table's cached rows and of its dirty ones."""
         mine = [slot for place, slot in enumerate(self.slots) if slot.tag >= 0 and self.row_in(place)[0] == table]
         return len(mine), sum(slot.dirty for slot in mine)

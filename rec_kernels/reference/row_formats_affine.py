@@ -52,7 +52,7 @@ def _grid8(low: np.ndarray, high: np.ndarray, words: np.ndarray | None) -> tuple
 def _grid16(
     low: np.ndarray, high: np.ndarray, bits: int, words: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """As ``_grid8``, for scales and biases that a float16 holds."""
+    """``_grid8`` with float16 scales and biases."""
     steps = np.float32(2**bits - 1)
     if words is None:
         bias = _half(low)

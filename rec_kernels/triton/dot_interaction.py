@@ -38,7 +38,7 @@ def _load_vectors(dense, sparse, v, d, num_vectors, D, WIDEN: tl.constexpr):
 
 @triton.jit
 def _first_pair(i, SELF: tl.constexpr):
-    """Where the pairs of vector i begin."""
+    """Index of vector i's first pair."""
     return i * (i + 1) // 2 if SELF else i * (i - 1) // 2
 
 
@@ -134,7 +134,7 @@ def interaction_gradient_kernel(
 
 
 def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
-    """What the CPU's op checks, in its words."""
+    """Checks the arguments as the CPU's op does, in the same words."""
     check_tensor(dense, "dense", (dense.dtype,), rank=2)
     name = str(dense.dtype).removeprefix("torch.")
     check(dense.dtype in FLOATS, f"dense must be float32, float16 or bfloat16, got {name}")
@@ -149,7 +149,7 @@ def _check(dense: Tensor, sparse: Tensor, precision: str) -> None:
 
 
 def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: str) -> dict[str, object]:
-    """What both kernels are told."""
+    """Arguments that both kernels share."""
     vectors, columns = sparse.shape[1] + 1, dense.shape[1]
     block = tile_size(vectors, VECTORS)
     return {
@@ -158,7 +158,7 @@ def _options(dense: Tensor, sparse: Tensor, self_interaction: bool, precision: s
         "dense_stride": dense.stride(0),
         "sparse_stride": sparse.stride(0),
         "SELF": self_interaction,
-        # Only NVIDIA's tensor cores have it.
+        # Only NVIDIA's tensor cores have TF32.
         "PRECISION": "ieee" if torch.version.hip else precision,
         # The interpreter multiplies the bits of bfloat16 numbers.
         "WIDEN": dense.dtype == torch.bfloat16 and not dense.is_cuda,

@@ -135,14 +135,14 @@ def _embedding_bag(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 
 @_overload_of(embedding_bag_tables, "layout")
 def _embedding_bag_tables(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The same lookup; ``tables``, views of ``weights``, are for autograd only."""
+    """The lookup of ``_embedding_bag``; only autograd needs ``tables``, which are views of ``weights``."""
     inputs.check_tables(a)
     return _pool(a)
 
 
 @_overload_of(embedding_bag_fused, "layout")
 def _embedding_bag_fused(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
-    """The same lookup; state, step, learning rate and the loss's scale are for the backward only."""
+    """The lookup of ``_embedding_bag``; only the backward needs state, step, learning rate and the loss's scale."""
     inputs.check_update(a)
     inputs.check_rounding(a)
     inputs.check_scalar(a, "grad_scale")
@@ -172,7 +172,7 @@ def _sort(bags: BagInput) -> _Occurrences:
             factors=bags.factors, keys=keys, bag_of=bag_of, coefficients=coefficients, **bags.bags, **_EXACT
         )
     if bags.frozen is not None and bags.num_bags:
-        # Where no bag was, bag_of may be anything; the key says already that nothing counts.
+        # bag_of is arbitrary for positions outside of all bags, hence the clamp; their key already excludes them.
         feature = (bag_of // bags.batch).clamp(0, bags.frozen.shape[0] - 1)
         keys.masked_fill_(bags.frozen[feature], bags.num_rows)
     keys, order = torch.sort(keys, stable=True)

@@ -38,7 +38,7 @@ def _inner_product(
     for first in range(0, F, VECTORS):
         f = first + tl.arange(0, VECTORS).to(tl.int64)
         total = tl.dot(tl.trans(_load(x, f, d, F, D)), _load(y, f, k, F, K), total, input_precision=PRECISION)
-    # Where only one of the two ends, a 0 from outside met what may be Inf or NaN, and their product is NaN.
+    # Inf or NaN times a padding 0 is NaN; such products occur where only one of the two vectors ends.
     return tl.where((d < D)[:, None] & (k < K)[None, :], total, 0.0)
 
 
@@ -131,7 +131,7 @@ def factorization_y_gradient_kernel(
     total = tl.zeros([VECTORS, FACTORS], tl.float32)
     for number in range(SAMPLES):
         sample = part * SAMPLES + number
-        # Behind the last sample, nothing is there.
+        # A program behind the last sample has no work.
         vectors = tl.where(sample < B, F, 0)
         for column in range(0, D, COLUMNS):
             d = column + tl.arange(0, COLUMNS)
@@ -143,7 +143,7 @@ def factorization_y_gradient_kernel(
 
 
 def _check(x: Tensor, y: Tensor, precision: str) -> None:
-    """What the CPU's op checks, in its words."""
+    """Checks the arguments as the CPU's op does, in the same words."""
     check_tensor(x, "x", (x.dtype,), rank=3)
     name = str(x.dtype).removeprefix("torch.")
     check(x.dtype in FLOATS, f"x must be float32, float16 or bfloat16, got {name}")
@@ -161,7 +161,7 @@ def _check(x: Tensor, y: Tensor, precision: str) -> None:
 
 
 def _options(x: Tensor, y: Tensor, precision: str) -> dict[str, object]:
-    """What all kernels are told."""
+    """Arguments that all kernels share."""
     _, vectors, columns = x.shape
     if torch.version.hip:
         precision = "ieee"  # only NVIDIA's tensor cores have the other

@@ -151,7 +151,7 @@ def _launch(x: Tensor, out: Tensor, format: str, round_up: bool, **given: object
     D = x.shape[-1]
     num_rows = x.numel() // D
     columns = min(max(triton.next_power_of_2(D), block_of(format)), TILE)
-    # Without fusion, a product and a sum remain two operations.
+    # A product and a sum must round separately, hence no fusion.
     given |= {"x": x, "out": out, "D": D, "COLUMNS": columns, "enable_fp_fusion": False}
     if is_integer_format(format) and columns < D:
         long_row_kernel[(num_rows,)](BITS=int(format.removeprefix("int")), **given)

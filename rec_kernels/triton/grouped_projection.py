@@ -148,7 +148,7 @@ def _block(sizes: Sequence[int], most: int) -> int:
 
 
 class _Product(NamedTuple):
-    """What product_kernel is told of the widths."""
+    """Widths of the groups and their panels, for product_kernel."""
 
     panels: Tensor
     terms: Tensor
@@ -178,7 +178,7 @@ def _by_panel(groups: Sequence[Group], forward: bool) -> list[list[Group]]:
 
 
 def _term(g: Group, c: int, forward: bool) -> tuple[int, int, int, int]:
-    """Of the panel that begins at column c of the block (forward) or of the group."""
+    """Term of the panel that begins at column c of the block (forward) or of the group (backward)."""
     source, depth = (g.x_column, g.in_dim) if forward else (g.out_column, g.out_dim)
     if g.weights < 0:
         return source + c, 0, -1, g.in_dim
@@ -203,7 +203,7 @@ def _gradient_tiles(dims: Dims, device: torch.device) -> tuple[Tensor, dict[str,
 
 
 def _check_dims(in_dims: Sequence[int], out_dims: Sequence[int], outputs: Sequence[int]) -> Dims:
-    """What the CPU's op checks of the lists, in its words."""
+    """Checks the lists as the CPU's op does, in the same words."""
     for name, dims in (("in_dims", in_dims), ("out_dims", out_dims)):
         for i, dim in enumerate(dims):
             check(1 <= dim <= _MOST_COLUMNS, f"{name}[{i}] = {dim} must be in [1, {_MOST_COLUMNS}]")

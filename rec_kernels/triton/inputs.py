@@ -1,4 +1,4 @@
-"""From the arguments of an embedding_bag op to what the Triton kernels read, and the checks that wait for no GPU."""
+"""Converts the arguments of an embedding_bag op for the Triton kernels; its checks wait for no GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from rec_kernels.ops.table_layout import Column, Flag, Size
 from rec_kernels.triton.kernels import COLUMNS, start_kernel
 
-# As in rec_kernels/ops/embedding_bag.py, which this layer does not import.
+# Copied from rec_kernels/ops/embedding_bag.py, which this layer does not import.
 TABLE_ALIGNMENT = 16
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _MOST = 2**31 - 1  # programs in a launch
@@ -20,7 +20,7 @@ OPTIMIZERS = ("sgd", "rowwise_adagrad", "adagrad", "adam", "rowwise_adam", "lamb
 _HERE = OPTIMIZERS[:2]
 _ADAMS = OPTIMIZERS[3:]
 _COMPILED = "the compiled CUDA library (rk.build_info() says why it is not in use)"
-# What the kernels have nothing for, and its defaults: batch sizes of features' own, bags that samples share, row
+# Arguments that the kernels do not support, with their defaults: batch sizes per feature, bags that samples share, row
 # formats and caches, and what lies between a gradient and the optimizer.
 _UNUSED = {
     **dict.fromkeys(("bag_starts", "inverse", "groups", "format")),
@@ -29,12 +29,12 @@ _UNUSED = {
     "embedding_dim": 0,
     "weight_decay": 0.0,
 }
-# Who gives them, for those who never did by themselves.
+# Modules that pass these arguments, for users who never do so themselves.
 _GIVEN_BY = {
     "bag_starts": " (rk.EmbeddingCollection, rk.PathEmbeddingBag and features with batch sizes of their own do)",
     "inverse": " (batches with inverse_indices do)",
 }
-# Which optimizers have a kind of state.
+# Optimizers that have each kind of state.
 _STATE = {"sum": ("rowwise_adagrad", "adagrad"), "exp_avg": _ADAMS, "exp_avg_sq": _ADAMS, "beta_powers": _ADAMS}
 
 

@@ -15,7 +15,7 @@ from rec_kernels.triton.inputs import check, check_one_device, check_tensor
 from rec_kernels.triton.kernels import BAD_LAYOUT, NOTHING_BAD
 
 _INTEGERS = (torch.int32, torch.int64)
-# What values are copied as, by their size: torch cannot set numbers of every dtype to zero.
+# dtypes that values are copied as, by size: torch cannot zero tensors of every dtype.
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -27,7 +27,8 @@ def jagged_permute(
     weights: Tensor | None = None,
     total: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As torch.ops.rec_kernels.jagged_permute on a GPU, with its bits: 24 launches or so, whatever the features are."""
+    """Computes torch.ops.rec_kernels.jagged_permute on a GPU, with its bits: about 24 launches for any number of
+    features."""
     starts = _checked(values, offsets, permute, strides, weights, total)
     count = values.shape[0]
     # Views, of which torch makes one tensor: there are no numbers of bags to send to a GPU.

@@ -45,7 +45,7 @@ _RECORD = tl.constexpr(len(Column))
 
 @triton.jit
 def _is_whole_table(record, f, rows, limit, there):
-    """Whether record f is of feature f and a float table, in which an id is the row's number."""
+    """True if record f is feature f's, and its table a float table whose rows are numbered by the ids."""
     good = (tl.load(record + _FEATURE, mask=there, other=0) == f) & (limit >= 0) & (limit <= rows)
     good &= tl.load(record + _DIVISOR, mask=there, other=0) == 1
     good &= tl.load(record + _MODULUS, mask=there, other=0) >= limit
@@ -54,7 +54,7 @@ def _is_whole_table(record, f, rows, limit, there):
 
 @triton.jit
 def _follows_in_rows(layout, f, num_features, there):
-    """Whether table f by rows is that of the one before it, or has no row in common with it: a row has one width."""
+    """True if table f by rows equals the one before it or shares no row with it: a row has one width."""
     behind = there & (f > 0)
     here = tl.load(layout + f.to(tl.int64) * _RECORD + _BY_ROW, mask=there, other=0)
     before = tl.load(layout + (f.to(tl.int64) - 1) * _RECORD + _BY_ROW, mask=behind, other=0)
@@ -162,7 +162,7 @@ def _count_ids(
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """How many ids of a bag count; notes those out of range."""
+    """Counts the ids of a bag that are looked up; notes those out of range."""
     n = tl.zeros([], tl.int64)
     for first in range(start, stop, BLOCK):
         position = (first + tl.arange(0, BLOCK)).to(tl.int64)
@@ -328,7 +328,7 @@ def _row_gradient(
 
 @triton.jit
 def _must_skip(own_status, forward_status, found_inf, RAISE: tl.constexpr):
-    """Whether rows must not be written. Bad ids matter only to updates where they are errors, bad offsets always."""
+    """True if no row may be written: after bad offsets always, after bad ids where they are errors."""
     own = tl.load(own_status)
     skip = (own < 0) | ((own != NOTHING_BAD) & RAISE)
     if forward_status is not None:

@@ -35,7 +35,7 @@ def block_of(format: str) -> int:
 
 
 def is_integer_format(format: str) -> bool:
-    """Whether a row has one grid: of such a format a tile must hold whole rows."""
+    """True if a row has one grid, so that a tile must hold whole rows."""
     return format in _INTEGERS
 
 
@@ -105,7 +105,7 @@ def fake_quantize_tile(x, words, inside, FORMAT: tl.constexpr, ROUND_UP: tl.cons
         y = microscaling_tile(x, words, ROUND_UP, 1, 1, 2, 6.0)
     else:
         tl.static_assert(FORMAT == "mxint8", "not a row format")
-        # Its magnitudes k / 64 are those of a float with one exponent bit.
+        # Magnitudes k / 64 are those of a float with one exponent bit.
         y = microscaling_tile(x, words, ROUND_UP, 1, 6, 0, 127.0 / 64.0)
         y = tl.where(y == 0.0, 0.0, y)  # two's complement has no -0
     return y
@@ -119,7 +119,7 @@ def half_tile(x, words):
     else:
         field = _exponent_field(x)
         significand = (_bits(x) & 0x007FFFFF) | 0x00800000
-        # So many bits are dropped; of what is below half the smallest denormal, even the last one goes.
+        # Number of bits dropped; below half the smallest denormal, all of them.
         drop = tl.minimum(13 + tl.maximum(113 - field, 0), 63)
         kept = ((significand.to(tl.uint64) << 32 >> drop.to(tl.uint64)) + words.to(tl.uint64)) >> 32
         y = kept.to(tl.int32).to(tl.float32) * _power_of_two(tl.maximum(field, 113) - 10)
@@ -253,14 +253,14 @@ def microscaling_tile(
 @triton.jit
 def widen(x):
     """float32 of a float16, bfloat16 or float32 tile, exactly."""
-    # By bits: the interpreter's conversion of bfloat16 denormals is wrong.
+    # Bit operations: the interpreter converts bfloat16 denormals wrongly.
     return _float(x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16) if x.dtype == tl.bfloat16 else x.to(tl.float32)
 
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
     """A float32 tile as float16, bfloat16 or float32, rounded to the nearest, ties to even."""
-    # By bits: the interpreter cuts a bfloat16 off.
+    # Bit operations: the interpreter truncates to bfloat16.
     if dtype == tl.bfloat16:
         bits = tl.where(x == x, _bits(bfloat16_tile(x, None)), 0x7FC00000)
         y = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)

@@ -1,4 +1,4 @@
-"""What the Triton kernels of ops on the vectors of samples share: checks in the words of the CPU's, sizes of tiles."""
+"""Shared parts of the Triton kernels for ops on the vectors of samples: checks in the CPU's words, sizes of tiles."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def check_precision(precision: str) -> None:
 
 
 def by_sample(t: Tensor) -> Tensor:
-    """The same numbers, those of each sample contiguous."""
+    """Returns t with each sample contiguous; copies only where needed."""
     return t if t[:1].is_contiguous() else t.contiguous()
 
 
 def tile_size(size: int, most: int) -> int:
-    """Of a tile: a power of two, at least the 16 that tl.dot wants."""
+    """Size of a tile: a power of two, at least the 16 that tl.dot requires."""
     return max(16, min(most, triton.next_power_of_2(size)))
