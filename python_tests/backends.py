@@ -44,7 +44,7 @@ PASSED: collections.Counter[str] = collections.Counter()
 
 
 class Backend(NamedTuple):
-    """Where a case runs, and the ops that run it there on CPU tensors."""
+    """A device or emulator on which a case runs, and its ops, which take CPU tensors."""
 
     name: str
     ops: object
@@ -99,7 +99,8 @@ def choose(kinds: str) -> None:
 
 
 def left_out(file: Path) -> bool:
-    """Whether a test file asks for no chosen kind, nor a file beside it that it imports; its tests are the CPU's."""
+    """True if neither a test file nor a file beside it that it imports asks for a chosen kind; such tests are the
+    CPU's."""
     if "cpu" in CHOSEN:
         return False
     text = file.read_text()

@@ -40,7 +40,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     """Takes the place of a launch."""
     options = {name: kwargs.pop(name) for name in list(kwargs) if name not in self.arg_names}
     given = dict(zip(self.arg_names, args, strict=False)) | kwargs
-    # Without it, Triton 3.9 warns, and takes another default from 3.10 on.
+    # Triton 3.9 warns without this option; its default changes in 3.10.
     assert "enable_fp_fusion" in options, self.fn.__name__
     fixed = {p.name for p in self.params if p.is_constexpr or given[p.name] is None}
     signature = {name: "constexpr" if name in fixed else mangle_type(given[name]) for name in self.arg_names}
@@ -51,7 +51,7 @@ def compile_instead(self: JITFunction, *args, grid, warmup, **kwargs) -> None:
     _seen.add(key)
     label = [given[name] for name in ("FORMAT", "PRECISION") if name in given]
     label += [signature[self.arg_names[0]].removeprefix("*")] if "PRECISION" in given else []
-    # What the functions choose where torch is for AMD GPUs, and where there is no interpreter.
+    # The functions choose these where torch is for AMD GPUs and no interpreter is used.
     chosen = {"hip": {"PRECISION": "ieee", "WIDEN": False}, "cuda": {"WIDEN": False}}
     for architecture, target in TARGETS.items():
         for name in chosen[target.backend].keys() & given.keys():

@@ -1,4 +1,4 @@
-"""What holds for every test: uninitialised memory is poisoned, hypothesis is reproducible; `--backends` chooses."""
+"""Settings of every test: uninitialised memory is poisoned, hypothesis is reproducible; `--backends` chooses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _HERE = Path(__file__).resolve().parent
 _SCHEMAS = hashlib.sha256((_HERE / "schemas.json").read_bytes()).hexdigest()[:16]
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(_HERE.parent / "build" / f"inductor-{_SCHEMAS}")
 
-# The same examples in every run and no time limit per example: a test fails because of the code or not at all.
+# Every run has the same examples and no time limit per example: a test fails because of the code or not at all.
 settings.register_profile("rec_kernels", derandomize=True, deadline=None, database=None, print_blob=True)
 settings.load_profile("rec_kernels")
 
@@ -49,7 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """In every process."""
+    """Configures every process of pytest."""
     if kinds := config.getoption("--backends"):
         try:
             backends.choose(kinds)
@@ -122,12 +122,12 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
-    """What a worker of pytest-xdist has handed over; one that died has nothing."""
+    """Collects what a worker of pytest-xdist has handed over; a worker that died has nothing."""
     PASSED.update(getattr(node, "workeroutput", {}).get("passed", {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """How many comparisons each backend has passed: one that silently ran none would show."""
+    """Prints how many comparisons each backend has passed: a backend that silently ran none would show."""
     if PASSED:
         counts = ", ".join(f"{kind} {count:,}" for kind, count in PASSED.items())
         terminalreporter.write_line(f"comparisons passed by backend: {counts}")

@@ -50,7 +50,7 @@ def each_by_torch(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each element, the sum of its terms' absolute values, in float64."""
+    """Sum of the absolute values of each element's terms, in float64."""
     return each_by_torch(call.map(torch.abs))
 
 

@@ -94,7 +94,7 @@ class Call:
         return found
 
     def everything(self, ops=OPS, optimizers: Sequence[str] = ALL_OPTIMIZERS, **options) -> Results:
-        """What every op makes of the call."""
+        """Results of every op for the call."""
         found = self.lookups(ops, **options) | self.gradients(ops, **options)
         for optimizer in optimizers:
             found |= self.update(optimizer, ops, **options)
@@ -145,6 +145,6 @@ def _carry_state(call: Call, to: Call, tables: Sequence[int]) -> None:
 
 
 def differences(found: Results, expected: Results) -> list[tuple[str, int]]:
-    """What both have, with other bits; at least ``found`` is all in ``expected``."""
+    """Names of the results whose bits differ; ``expected`` must have all of ``found``."""
     assert found.keys() <= expected.keys()
     return [key for key, t in found.items() if not same_bits(t, expected[key])]

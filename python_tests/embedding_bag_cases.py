@@ -52,7 +52,7 @@ class Case:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Where each table starts in the flat weights."""
+        """Start of each table in the flat weights."""
         starts, at = [], 0
         for gap, (rows, columns) in zip(self.gaps, self.tables, strict=True):
             starts.append(at + gap)
@@ -82,7 +82,7 @@ class Case:
 
     @property
     def num_ids(self) -> list[int]:
-        """Of each feature, the number of ids it can have."""
+        """Number of ids that each feature can have."""
         return [_num_ids(self.tables, f) for f in self.features]
 
     @property
@@ -107,7 +107,7 @@ class Case:
 
     @property
     def columns(self) -> list[tuple[list[int], int]]:
-        """Of each feature the first column of each part, counted from the feature's own, and how many it has."""
+        """First column of each part of each feature, counted from the feature's own, and number of columns."""
         found = []
         for f in self.features:
             dims = [self.tables[t][1] for t in (f.tables if isinstance(f, Parts) else [f])]
@@ -117,7 +117,7 @@ class Case:
         return found
 
     def _columns(self) -> tuple[list[int], int]:
-        """Of each part its first column of the output, and how many there are."""
+        """First column of each part in the output, and number of columns."""
         firsts, column = [], 0
         for mine, width in self.columns:
             firsts += [column + first for first in mine]

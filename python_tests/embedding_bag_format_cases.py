@@ -78,7 +78,7 @@ class EncodedCase:
         return self.case.layout | {name: torch.tensor(n) for name, n in numbers.items()} | sizes
 
     def table_id(self, table: int) -> int:
-        """Which is not the table's place in the call."""
+        """Number of the table for its noise; it differs from the table's place in the call."""
         return 65535 - 7 * table
 
     @property
@@ -122,12 +122,12 @@ class EncodedCase:
         return flat, state, step
 
     def unchanged(self, found: tuple[Tensor, Tensor, Tensor]) -> bool:
-        """Whether an update has done nothing at all."""
+        """True if an update has done nothing at all."""
         flat, state, step = found
         return torch.equal(flat, self.flat) and same_bits(state, self.case.sum) and step.item() == STEP
 
     def same_tables(self, found: Tensor, expected: Tensor) -> bool:
-        """Whether all bytes agree, those between tables too; a float NaN may have any payload."""
+        """True if all bytes agree, those between tables too; a float NaN may have any payload."""
         if torch.equal(found, expected):
             return True
         between = torch.ones(len(self.flat), dtype=torch.bool)

@@ -29,7 +29,7 @@ BACKWARDS = ("dense", "sparse", "per_sample_weights", "fused_")
 
 @dataclass(frozen=True)
 class Complaint:
-    """What must be said of a call.
+    """Error that a call must report.
 
     ``noted`` is what a device writes to ``status``; None: the host has seen it, and raises there as well.
     """
@@ -83,7 +83,7 @@ class BadCall:
 
     @property
     def options(self) -> dict[str, str]:
-        """Of every op."""
+        """Options of every op."""
         return {"bounds_check": self.sample.bounds_check}
 
     def forward(self, op: str, ops=OPS) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class BadCall:
 
     @functools.cached_property
     def moments(self) -> MomentCase | None:
-        """With state for every element, if the sample's optimizer has it."""
+        """Adds state for every element if the sample's optimizer has it."""
         optimizer = self.sample.optimizer
         return MomentCase(self.encoded, optimizer) if optimizer in ELEMENTWISE else None
 
@@ -122,7 +122,7 @@ class BadCall:
         return (flat, step, *state.values())
 
     def before(self) -> tuple[Tensor, ...]:
-        """What "fused_" starts from."""
+        """State that the ops ending in "fused_" start from."""
         state = [self.encoded.case.sum] if self.moments is None else self.moments.state.values()
         return (self.encoded.flat, torch.tensor(STEP), *state)
 
@@ -235,12 +235,12 @@ def check_right(call: BadCall, backend: Backend) -> None:
 
 
 def one(backend: Backend) -> Backends:
-    """That backend alone."""
+    """A selection of this backend alone."""
     return lambda: iter([backend])
 
 
 def raised(function: Callable[[], object]) -> Exception | None:
-    """What a call raises."""
+    """Error that a call raises."""
     try:
         function()
     except (IndexError, ValueError, RuntimeError) as error:
@@ -263,7 +263,7 @@ def check_raises(call: BadCall, backend: Backend) -> None:
 
 
 def check_status(call: BadCall, backend: Backend) -> None:
-    """On a device nothing is raised: the status has it, no update happens, every result is finite."""
+    """A device raises nothing: the status has the error, no update happens, every result is finite."""
     complaint, ops = call.complaint, backend.ops
     for op in FORWARDS:
         output, status = call.forward(op, ops)

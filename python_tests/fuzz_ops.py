@@ -57,7 +57,7 @@ def sanitized_package() -> Path:
 
 
 def environment(asan: bool) -> dict[str, str]:
-    """Of the processes that call ops."""
+    """Environment of the processes that call ops."""
     if not asan:
         return dict(os.environ)
     sanitized = sanitized_environment()
@@ -168,7 +168,7 @@ class Campaign:
 
 
 def _words(stream: IO[str]) -> Iterator[list]:
-    """What a process says, line by line; raises Empty when it stays silent for too long."""
+    """Yields a process's output line by line; raises Empty when it stays silent for too long."""
     lines: Queue[str | None] = Queue()
 
     def read() -> None:

@@ -57,7 +57,7 @@ def make_call(dims: Dims, batch: int, dtype: torch.dtype = torch.float32) -> Cal
 
 
 def by_torch(x: Tensor, weights: Tensor, dims: Dims) -> Tensor:
-    """The same by torch.nn.functional.linear and torch.cat, in any float dtype."""
+    """Computes the op with torch.nn.functional.linear and torch.cat, in any float dtype."""
     blocks: list[Tensor | None] = [None] * len(dims.out_dims)
     for columns, in_dim, block in zip(x.split(dims.in_dims, 1), dims.in_dims, dims.outputs, strict=True):
         out_dim = dims.out_dims[block]
@@ -86,7 +86,7 @@ def most_terms(call: Call) -> tuple[int, int, int]:
 
 
 def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each element, the sum of its terms' absolute values, in float64."""
+    """Sum of the absolute values of each element's terms, in float64."""
     return each_by_torch(Call(call.x.abs(), call.weights.abs(), call.grad.abs(), call.dims))
 
 

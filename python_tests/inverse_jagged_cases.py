@@ -75,7 +75,7 @@ def grouped_batches(draw) -> tuple[rk.KeyedJaggedTensor, list[list[str]]]:
 
 
 class OtherWithStride(OtherJagged):
-    """The same with what from_kjt uses."""
+    """OtherJagged with ``stride``, which from_kjt uses."""
 
     def stride(self) -> int:
         """Batch size."""

@@ -1,4 +1,4 @@
-// How many slots of the table of csrc/cpu/last_ids.h are looked at: what its time is made of, counted.
+// Counts the slots of the table of csrc/cpu/last_ids.h that are looked at; they decide its time.
 #include <utility>
 
 #include "cpu/last_ids.h"

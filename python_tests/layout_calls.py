@@ -32,7 +32,7 @@ _LISTS = {
 }
 _PARTITIONS = ("partition_starts", "divisors", "moduli", "id_limits", "combine")
 _CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
-# What said less, or nothing, of a layout.
+# Options that have been removed, or that said less.
 _GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
 _NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
 _OTHERS = ("formats", "format_of", "pooling", "include_last_offset")
@@ -99,7 +99,7 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
 
 
 def forged(given: dict[str, object], column: str, place: int, value: int) -> dict[str, object]:
-    """What ``make_layout`` makes of ``given``, but for one number, which ``rk.table_layout`` would not write."""
+    """Makes a layout with ``make_layout``, then changes one number to one that ``rk.table_layout`` would not write."""
     made = make_layout(given)
     made.layout[place, rk.ops.table_layout.Column[column]] = value
     return made._asdict()

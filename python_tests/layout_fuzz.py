@@ -76,7 +76,7 @@ class _Guarded:
         self.tensor.copy_(t)
 
     def holds(self) -> bool:
-        """Whether they are what they were."""
+        """True if the guard bytes around it are unchanged."""
         around = torch.cat([self._memory[:GUARD], self._memory[GUARD + self._size :]])
         return bool((around == 0x5A).all())
 
@@ -158,7 +158,7 @@ def check(number: int, backend: Backend) -> str:
 
 
 def check_forgery(forgery: Forgery, backend: Backend) -> str:
-    """What came of it, as ``check`` says it."""
+    """Reports the outcome of a forged call in the form of ``check``."""
     found, error, state = forgery.run(backend.ops)
     if error is not None:
         expected = (ValueError, IndexError) if backend.kind == "cpu" else (ValueError, IndexError, RuntimeError)

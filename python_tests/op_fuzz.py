@@ -36,7 +36,7 @@ FAKE_EVERY = 4
 
 
 class FoundError(AssertionError):
-    """What is wrong with how an op took its arguments."""
+    """A fault in how an op took its arguments."""
 
     op = ""
 
@@ -51,7 +51,7 @@ class Call:
 
     @property
     def schema(self) -> torch._C.FunctionSchema:
-        """Of the op."""
+        """Schema of the op."""
         return overload_of(self.op)._schema
 
     @property

@@ -1,4 +1,4 @@
-"""What can be wrong with an argument of an op: one seeded change at a time, by the argument's type in the schema."""
+"""Seeded changes that make an argument of an op wrong, one at a time, by the argument's type in the schema."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _sizes(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
 
 
 def _strides(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """The same numbers, lying in memory in another way; or, expanded, one of them many times."""
+    """Gives a tensor other strides with equal numbers, or expands one number to many places."""
     t = before.detach()
     gradient = before.requires_grad
     if t.dim() == 0 or 0 in t.shape:
@@ -181,7 +181,7 @@ def _number(r: random.Random, flat: Tensor, at: int) -> float | int | bool:
 
 
 def _kind(r: random.Random, before: Tensor, _: dict) -> tuple[Tensor, str]:
-    """Of another device, layout or lazily negated; with or without a gradient."""
+    """Changes the device or layout, negates lazily, or changes whether a gradient is required."""
     t = before.detach()
     what = r.choice(["meta", "sparse", "negated", "gradient", "parameter"])
     if what == "meta":

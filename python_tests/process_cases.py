@@ -1,4 +1,4 @@
-"""What processes of test_processes.py and test_out_of_memory.py have in common: a collection, its batches, its bits."""
+"""Shared parts of test_processes.py and test_out_of_memory.py: a collection, its batches, its bits."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def limit_address_space(bytes: int | None) -> None:
 
 
 def digest(tensors: list[Tensor]) -> str:
-    """Of all bits."""
+    """Digest of all bits."""
     found = hashlib.sha256()
     for t in tensors:
         found.update(t.contiguous().view(-1).view(torch.uint8).numpy().tobytes())

@@ -129,7 +129,7 @@ def _redraw(arguments: dict[str, object]) -> bool:
 
 
 def record_rows(recorder: Recorder) -> None:
-    """What test_opcheck.py has no samples of: options of the ops on rows of numbers."""
+    """Records options of the ops on rows of numbers that the samples of test_opcheck.py lack."""
     g = torch.Generator().manual_seed(3)
     dense, sparse, y = (torch.randn(shape, generator=g) for shape in ((5, 6), (5, 3, 6), (3, 4)))
     for precision in ("ieee", "tf32"):
@@ -219,7 +219,7 @@ def record_bags(recorder: Recorder, count: int = 44) -> None:
 
 
 def _step_options() -> Iterator[dict[str, object]]:
-    """What an update can be told beside its optimizer."""
+    """Options of an update beside its optimizer."""
     yield {"weight_decay": 0.1, "weight_decay_mode": "l2"}
     yield {"weight_decay": 0.01, "weight_decay_mode": "decoupled", "clip_grad_norm": 0.5}
     yield {"clip_grad_value": 0.25, "grad_scale": torch.tensor([16.0])}
@@ -329,7 +329,7 @@ def record_caches(recorder: Recorder, count: int = 8) -> None:
 
 
 def record_changed(recorder: Recorder, right: int = 3, wrong: int = 4) -> None:
-    """For every op, samples with something changed that it takes, and with something that it refuses."""
+    """Records, for every op, changed samples that it accepts and changed samples that it refuses."""
     valid = op_fuzz.Samples()
     for op in registered():
         counts: Counter[str] = Counter()

@@ -186,7 +186,7 @@ def _distinct(keys: list[str], seed: int, inverse: Tensor, rest: bool = True) ->
 
 
 def _windows(keys: list[str], inverse: Tensor) -> dict:
-    """The same of bags that overlap in memory."""
+    """A deduplicated batch of bags that overlap in memory."""
     starts, lengths = torch.tensor([0, 1, 1, 3, 2, 0, 4]), torch.tensor([2, 3, 0, 2, 1, 4, 1])
     values = torch.tensor([5, 0, 3, 3, 1])
     bags = {"values": values, "starts": starts[:6], "lengths": lengths[:6], "stride_per_key": [2] * len(keys)}

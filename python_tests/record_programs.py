@@ -50,7 +50,7 @@ def exported(program: Program) -> torch.export.ExportedProgram:
 
 
 def _flags(_: str) -> list[str]:
-    """Of the compiler: any x86-64, and no folder of this machine in messages."""
+    """Compiler flags: any x86-64, and no folder of this machine in messages."""
     return ["march=x86-64-v2", *(f"fmacro-prefix-map={folder}=" for folder in (torch.__path__[0], cache_dir()))]
 
 

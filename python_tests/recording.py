@@ -64,7 +64,7 @@ class Writer:
         return found
 
     def _place(self, content: bytes) -> int:
-        """Where these bytes lie in ``tensors.bin``."""
+        """Position of these bytes in ``tensors.bin``."""
         if content not in self._places:
             self._places[content] = len(self._blob)
             self._blob += content

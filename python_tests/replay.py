@@ -34,7 +34,7 @@ def adapt(op: str, arguments: dict[str, object]) -> tuple[str, dict[str, object]
 
 
 def outputs(op: str, arguments: dict[str, object], ops: object) -> list[Tensor]:
-    """What an op of the namespace ``ops`` returns, whether that is nothing, a tensor or several."""
+    """Results of an op of the namespace ``ops`` as a list: none, a tensor or several."""
     name, _, overload = op.partition(".")
     results = getattr(getattr(ops, name), overload or "default")(**arguments)
     return list(results) if isinstance(results, (list, tuple)) else [] if results is None else [results]
@@ -132,6 +132,6 @@ def words(message: str) -> list[str]:
 
 
 def key_words(entry: dict) -> list[str]:
-    """What an error must still say: the arguments it named, and all numbers."""
+    """Words that an error must keep: the arguments it named, and all numbers."""
     named = entry["error"]["arguments"]
     return [w for w in words(entry["error"]["message"]) if w in named or re.fullmatch(r"-?\d+", w)]

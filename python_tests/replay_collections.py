@@ -35,7 +35,7 @@ REPORTED = (
 
 
 def made(expression: object, folder: Path) -> object:
-    """What an expression says, and all others as they are."""
+    """Builds the objects that recorded expressions describe; returns other values unchanged."""
     if isinstance(expression, str) and expression.startswith(FOLDER):
         return folder / expression.removeprefix(FOLDER)
     if isinstance(expression, list):
@@ -80,7 +80,7 @@ class Player:
         self.module, self.scaler = module, None
 
     def play(self, step: dict) -> object:
-        """What a step gives: a lookup's outputs and gradients, a state, an error, or nothing."""
+        """Result of a step: a lookup's outputs and gradients, a state, an error, or nothing."""
         do: Callable[[dict], object] = getattr(self, f"_do_{step['do']}")
         if not step.get("raises"):
             return do(step)
@@ -91,7 +91,7 @@ class Player:
         return "no error"
 
     def grads(self, step: dict, outputs: list[Tensor]) -> list[Tensor]:
-        """Of the outputs that have a gradient."""
+        """Gradients for the outputs that have one."""
         return step["grads"]
 
     def _do_lookup(self, step: dict) -> dict[str, object]:
@@ -153,7 +153,7 @@ class Player:
         self.module.load_state_dict(step["state"], **step.get("options", {}))
 
     def _do_state(self, step: dict) -> dict[str, object]:
-        """What is saved, and what is reported."""
+        """Returns what is saved and what is reported."""
         found: dict[str, object] = {"state": {n: t.clone() for n, t in self.module.state_dict().items()}}
         if getattr(self.module, "optimizer", None) is not None:
             found["rate"] = self.module.fused_optimizer.param_groups[0]["lr"]

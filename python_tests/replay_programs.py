@@ -66,7 +66,7 @@ def config_of(options: dict[str, object], folder: Path) -> TrainConfig:
 
 
 def call(program: dict, folder: Path) -> list[Tensor]:
-    """What a saved program gives for its inputs.
+    """Runs a saved program on its inputs.
 
     Args:
         program: as it was recorded, decoded; its inputs are changed.

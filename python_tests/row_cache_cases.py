@@ -91,7 +91,7 @@ class CacheCase:
             self.num_floats = self.float_starts[width] + count * sample.ways * width
 
     def batch(self, batch: Batch) -> Case:
-        """Its ids and bags, for tables of floats."""
+        """Ids and bags of the call, for tables of floats."""
         s = self.sample
         case = make_case(
             [(rows, dim) for rows, dim, _ in s.tables],
@@ -115,7 +115,7 @@ class CacheCase:
         return None if table in self.sample.uncached else self.ranges.get(self.sample.tables[table][1])
 
     def table_id(self, table: int) -> int:
-        """Which is not the table's place in the call."""
+        """Number of the table for its noise; it differs from the table's place in the call."""
         return 3 + 2 * ((table + 1) % len(self.sample.tables))
 
     @functools.cached_property
@@ -142,7 +142,8 @@ class CacheCase:
         return named_rows(case.features, [rows for rows, _ in case.tables], bags)
 
     def layout(self, **changed: object) -> rk.TableLayout:
-        """Of its tables and sets; ``changed``: other arguments of ``rk.table_layout`` or, as "cache_...", of places."""
+        """Layout of the tables and sets; ``changed``: other arguments of ``rk.table_layout`` or, as "cache_...", of
+        places."""
         s, case = self.sample, self.encoded.case
         of_parts = [(self.sets_of(t) or Sets(0, 0), s.tables[t][1]) for t in case.parts]
         starts = [
@@ -161,7 +162,7 @@ class CacheCase:
 
     @functools.cached_property
     def arguments(self) -> dict[str, object]:
-        """What the ops take and leave as it is, but for the bags."""
+        """Arguments that the ops do not change, without the bags."""
         s = self.sample
         options = {"policy": s.policy, "decay_every": s.decay_every, "rounding": s.rounding}
         options |= {"padding_idx": s.padding_idx, "bounds_check": s.bounds_check, "seed": torch.tensor(SEED)}
@@ -200,7 +201,7 @@ class CacheCase:
         return state
 
     def place(self, slot: int, width: int) -> slice:
-        """Where a slot's row lies in ``cache_rows``."""
+        """Position of a slot's row in ``cache_rows``."""
         start = self.float_starts[width] + (slot - self.ranges[width].first * self.sample.ways) * width
         return slice(start, start + width)
 
@@ -220,7 +221,7 @@ def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
 
 
 def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
-    """The same of a case's float tables."""
+    """Layout of a case's float tables."""
     numbers = {
         "num_embeddings": [case.tables[t][0] for t in case.parts],
         "embedding_dims": [case.tables[t][1] for t in case.parts],
@@ -235,7 +236,7 @@ def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
 
 
 def settled(state: State) -> State:
-    """Without what has no meaning: counts of empty slots, and of cached rows another count than their slot's."""
+    """Clears state without meaning: counts of empty slots, and counts of cached rows outside of their slot."""
     state = dict(state)
     if "cache_counts" in state:
         used = state["cache_tags"] >= 0
@@ -267,7 +268,7 @@ class Done:
 
 
 def expected_of(case: CacheCase, actions: Sequence[Action], model: RowCache | None = None) -> list[Done]:
-    """What the reference makes of a sequence of actions."""
+    """Results of the reference for a sequence of actions."""
     model, done = model or case.model(), []
     for action in actions:
         slots, writes = None, []
@@ -294,7 +295,7 @@ def update(model: RowCache, given: Update) -> list[tuple[int, Tensor]]:
 
 
 def apply(case: CacheCase, done: Done, state: State, ops: object) -> list[int] | None:
-    """The same by the ops: changes the state, returns slots."""
+    """Applies an action with the ops: changes the state, returns slots."""
     given = case.arguments | state
     if done.action.name == "flush":
         call("row_cache_flush_", given, ops)

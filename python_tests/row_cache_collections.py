@@ -42,7 +42,7 @@ def make(optimizer=OPTIMIZERS[1], cache: rk.RowCache | None = SMALL, formats=FOR
 
 
 def with_floats(collection, cache: rk.RowCache | None = None):
-    """The same with fp32 tables, which hold what the other's rows decode to."""
+    """A collection with fp32 tables that hold what the rows decode to."""
     tables = [t.__class__(**{**_fields(t), "format": "fp32"}) for t in collection.tables]
     other = type(collection)(tables, optimizer=collection.optimizer, cache=cache)
     with torch.no_grad():

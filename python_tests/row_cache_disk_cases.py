@@ -39,7 +39,7 @@ def skip_without_host() -> None:
 
 
 def on_disk(cache: rk.RowCache, path: Path, budget: int = BUDGET, generation: int | None = None) -> rk.RowCache:
-    """The same cache, of tables in a file."""
+    """The row cache in front of tables in a file."""
     return replace(cache, backing="disk", path=path, memory_budget=budget, generation=generation)
 
 
@@ -61,7 +61,7 @@ def make(
 
 
 def pair(cache: rk.RowCache, path: Path, optimizer=OPTIMIZERS[1], **options):
-    """In memory, and on disk."""
+    """Two equal collections, one in memory and one on disk."""
     return make(cache, optimizer, **options), make(on_disk(cache, path), optimizer, **options)
 
 
@@ -97,7 +97,7 @@ def train(collection, first: int = 0, steps: int = 6) -> list[Tensor]:
 
 
 def check_budget(collection) -> None:
-    """What has memory is within the budget."""
+    """Asserts that resident memory is within the budget."""
     if collection._file is not None:
         held = collection._file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
         assert held <= collection.row_cache.cache.memory_budget
@@ -132,7 +132,7 @@ def tables_of(collection) -> dict[str, Tensor]:
 
 
 def assert_alike(one, other, where: object = "") -> None:
-    """The same slots, counters, state and, once flushed, tables."""
+    """Asserts equal slots, counters, state and, once flushed, tables."""
     a, b = held(one), held(other)
     assert a.keys() == b.keys()
     assert not [name for name in a if not same_bits(a[name], b[name])], where

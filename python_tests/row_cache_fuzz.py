@@ -51,7 +51,7 @@ class CachedCall:
         self.state["cache_dirty"].copy_(torch.arange(at * ways) % 2)
 
     def _state(self, elements: int, slots: int, policy: str) -> State:
-        """Of an empty cache, in front of the tables as they are."""
+        """State of an empty cache in front of the unchanged tables."""
         rows, encoded = self.arguments["layout_sizes"][Size.num_rows], self.bad.encoded
         state = {
             "weights": encoded.flat.clone(),
@@ -75,7 +75,7 @@ class CachedCall:
         return call(op, self.arguments | state | dict(zip(names, jagged, strict=False)) | more, ops)
 
     def everything(self, ops: object) -> tuple[list[Tensor], State]:
-        """What a training step and a flush return, and the state after them."""
+        """Results of a training step and a flush, and the state after them."""
         case, state = self.bad.encoded.case, _copied(self.state)
         slots = self.run(ops, "row_cache_insert_", state, case.jagged)
         found = [slots, self.run(ops, "row_cache_lookup", state, case.jagged)]

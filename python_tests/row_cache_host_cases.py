@@ -12,7 +12,7 @@ import rec_kernels as rk
 
 
 def in_host(cache: rk.RowCache) -> rk.RowCache:
-    """The same with tables in host memory."""
+    """The row cache in front of tables in host memory."""
     return replace(cache, backing="host")
 
 

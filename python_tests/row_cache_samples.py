@@ -66,7 +66,7 @@ def _without_tags(given: dict[str, object]) -> dict[str, object]:
 
 
 def _call(op: str, given: dict[str, object]) -> Call:
-    """By name, with tensors of its own: calls change theirs."""
+    """Builds a call by name with tensors of its own, because calls change them."""
     return (), {name: _own(given[name]) for name in taken(op) if name in given}
 
 

@@ -1,4 +1,4 @@
-"""What the tests of row files share: small files, their contents, scripts in processes of their own."""
+"""Shared parts of the row files' tests: small files, their contents, scripts in processes of their own."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def host_or_skip() -> ModuleType:
 
 
 def resident_blocks(window: np.ndarray) -> int:
-    """How many pages of the window have memory, asked of the kernel."""
+    """Number of the window's pages that have memory, asked of the kernel."""
     pages = -(-window.size // BLOCK)
     found = (ctypes.c_ubyte * pages)()
     address = ctypes.c_void_p(window.ctypes.data)

@@ -16,7 +16,7 @@ ROUNDINGS = ["nearest", "stochastic"]
 
 
 def round_trip(x: Tensor, name: str, **options: object) -> Tensor:
-    """What is left of x."""
+    """Encodes x and decodes it again."""
     return dequantize_rows(quantize_rows(x, name, **options), name, x.shape[1])
 
 

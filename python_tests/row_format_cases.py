@@ -65,7 +65,7 @@ def not_finite_rows(columns: int) -> Tensor:
 
 
 def first_not_finite(x: Tensor, format: str) -> int:
-    """What ``status`` must be."""
+    """Expected ``status``: position of the first Inf or NaN, for formats without a code for it."""
     bad = (~x.isfinite()).flatten().nonzero()
     return int(bad[0]) if format in INTEGERS and len(bad) else NO_POSITION
 
@@ -76,7 +76,7 @@ def scalar(value: int) -> Tensor:
 
 
 def arguments(format: str, rounding: str, rule: str | None, place: dict[str, int]) -> tuple:
-    """What follows x in a call of the op."""
+    """Arguments behind x in a call of the op."""
     return (
         format,
         rounding,

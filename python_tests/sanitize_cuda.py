@@ -53,7 +53,7 @@ def ops_with_kernels(namespace: str, key: str) -> set[str]:
     """Public ops of a namespace with a kernel for a dispatch key."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     names = (n.removeprefix(f"{namespace}::") for n in torch._C._dispatch_get_all_op_names() if has_kernel(n, key))
-    # What is left with a namespace is another one's; an underscore in front is for tests.
+    # Ops with a namespace left in their name belong to others; a leading underscore marks those for tests.
     return {name for name in names if "::" not in name and not name.startswith("_")}
 
 
@@ -217,7 +217,7 @@ def _simple(ops) -> list[Tensor]:
 
 
 def calls() -> dict[str, Callable]:
-    """By name: what calls some ops of the namespace it is given, and returns every tensor they return or change."""
+    """Named functions that call ops of a given namespace and return every tensor that they return or change."""
     return {
         "scale_rows and row_dot": _simple,
         "one table": _one_table,

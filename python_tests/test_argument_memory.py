@@ -49,7 +49,7 @@ def test_freed_storage(op: str, missing: str) -> None:
 
 @pytest.mark.parametrize("op", [op for op in registered() if op.partition(".")[0].endswith("_")])
 def test_overlaps(op: str) -> None:
-    """What an op writes to must have memory of its own: an error that names both, and nothing is changed."""
+    """An op refuses to write to memory that an argument shares: the error names both, and nothing is changed."""
     schema = overload_of(op)._schema.arguments
     written = {a.name for a in schema if a.alias_info is not None and a.alias_info.is_write}
     given = next(calls(op))
@@ -80,7 +80,7 @@ def test_neighbours_do_not_overlap() -> None:
 
 @pytest.mark.parametrize("rate", [float("nan"), float("inf"), -float("inf")])
 def test_learning_rate_is_finite(rate: float) -> None:
-    """Of the op on the CPU, and of whoever sets that of a fused optimizer."""
+    """The CPU's op and every setter of a fused optimizer's learning rate refuse one that is not finite."""
     given = next(calls(UPDATE))
     before = given["weights"].clone()
     with pytest.raises(ValueError, match=f"^lr = {rate} must be finite"):

@@ -30,7 +30,7 @@ def op(request: pytest.FixtureRequest) -> Callable[[Tensor, Tensor], Tensor]:
 
 @pytest.fixture
 def given(op: Callable) -> tuple[Tensor, Tensor]:
-    """Its tensors, float32."""
+    """The case's tensors, float32."""
     return next(tuple(map(torch.randn, shapes)) for found, *shapes in OPS.values() if found is op)
 
 
@@ -50,7 +50,7 @@ def test_casts_every_mixture(op: Callable, given: tuple[Tensor, Tensor], lower: 
 
 
 def test_elsewhere_nothing_is_cast(op: Callable, given: tuple[Tensor, Tensor]) -> None:
-    """Of another device, switched off, or of float64, which torch does not cast either."""
+    """Autocast changes nothing on another device, when it is off, or for float64, which torch does not cast either."""
     expected = op(*given)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         with torch.autocast("cpu", enabled=False):

@@ -46,7 +46,7 @@ def test_what_is_left_out_is_skipped() -> None:
 
 
 def test_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With copies in memory in the GPU's place: both placements of tensors, and nothing that is the CPU's."""
+    """Copies in memory stand for the GPU: both placements of tensors run, and no backend of the CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(backends.rk, "build_info", lambda: {"cuda_unavailable": None})
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
@@ -72,7 +72,7 @@ def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_option_reaches_the_tests() -> None:
-    """In the processes of pytest-xdist, too; a wrong one ends pytest with its message."""
+    """Processes of pytest-xdist get the option, too; a wrong one ends pytest with its message."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--backends=cpu"]
     command += [str(HERE / "test_expand.py"), "-k", "no_rows"]
     done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True)
@@ -84,6 +84,6 @@ def test_the_option_reaches_the_tests() -> None:
 
 
 def test_cublas_has_a_workspace() -> None:
-    """Without it torch refuses matrix products on a GPU under deterministic algorithms, as conftest.py has them."""
+    """torch refuses deterministic matrix products on a GPU without the workspace; conftest.py sets it."""
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] in (":4096:8", ":16:8")

@@ -44,7 +44,7 @@ def test_unique_rows_by_hand() -> None:
 
 @pytest.mark.parametrize("w", [SMALL, ZIPF], ids=lambda w: w.name)
 def test_ids(w: Workload) -> None:
-    """In range, distinct within a bag, another batch each time, the same batches in each run."""
+    """Ids are in range, distinct within a bag, different in each batch, and the same in each run."""
     batches, again = cases.batches_of_ids(w, CPU, 3), cases.batches_of_ids(w, CPU, 3)
     for ids, same in zip(batches, again, strict=True):
         assert ids.shape == (w.tables * w.batch * w.bag,)
@@ -236,7 +236,7 @@ def test_a_case() -> None:
 
 
 def test_our_backward_is_replayed_without_autograd() -> None:
-    """By "ops", and nothing else is: the other graphs are those of "ours"."""
+    """Only the backward of "ops" is replayed without autograd; the other graphs are those of "ours"."""
     case = subjects.EmbeddingBag(SMALL, {"ours": imp.Ours, "ops": imp.Ops})
     found = measure.measure_case(case, CPU, Ticks(), effort(), COPY)
     ops = [row for row in found["results"] if row["implementation"] == "ops"]

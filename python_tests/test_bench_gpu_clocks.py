@@ -11,7 +11,7 @@ from bench.gpu import timing
 
 
 class FakeCuda:
-    """What CudaTimer asks of torch.cuda; notes the order of events."""
+    """Imitates what CudaTimer uses of torch.cuda; notes the order of events."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -99,7 +99,7 @@ def test_cuda_graph() -> None:
 
 
 def test_median_and_repetitions() -> None:
-    """As many calls as fit the budget, the flush counted, within bounds."""
+    """The number of calls fills the budget, the flush counted, within bounds."""
     for ms, expected in ((0.8, 100), (40.0, 10), (0.001, 300)):
         timer = Ticks(ms)
         found = timing.median_ms(timer, lambda: None, lambda i: None, budget_ms=100)

@@ -83,7 +83,7 @@ def arguments(monkeypatch: pytest.MonkeyPatch, *words: str):
 
 
 def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """What is missing is said; --list names the cases; limits stay below a call of ten minutes."""
+    """Missing arguments are named; --list names the cases; limits stay below a call of ten minutes."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
         arguments(monkeypatch, "--device", "cpu")
@@ -108,7 +108,7 @@ def test_arguments(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 
 
 def test_implementations_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At going first; --case filters by parts of names."""
+    """Implementations take turns at going first; --case filters by parts of names."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = dict.fromkeys(["ours", "ops", "triton", "torch"])
     every = command.chosen_cases(arguments(monkeypatch), found, 140 * 2**30)
@@ -186,7 +186,7 @@ def test_table() -> None:
 
 
 def test_the_replay_of_a_backward_is_that_of_the_ops() -> None:
-    """In the line of ours, with its rates; eager calls are compared with eager calls."""
+    """The replay's time stands in the line of ours, with its rates; eager calls are compared with eager calls."""
     rows = {"operation": "backward", "optimizer": "sgd"}
     rates = {"gb_per_s": {"all": 800.0, "unique": 600.0}, "percent_of_copy": {"all": 80.0, "unique": 60.0}}
     results = [
@@ -258,7 +258,8 @@ def test_output_survives_a_missing_command() -> None:
 
 
 def test_what_is_left_out_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither Triton nor FBGEMM installed; Triton without its interpreter; an FBGEMM that does not run."""
+    """Reasons are given without Triton and FBGEMM, without Triton's interpreter, and for an FBGEMM that does not
+    run."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     found, reasons = imp.available(CPU)
     assert list(found) == ["ours", "ops", "torch"]

@@ -29,7 +29,7 @@ def cut_to_tf32(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("op", ["dot_interaction", "factorization_machine"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_wrong_results_are_found(op: str, dtype: torch.dtype) -> None:
-    """Of a large batch, whose size is no excuse: a result and gradients that are off by more than rounding."""
+    """Results and gradients that are off by more than rounding are found, also in a large batch."""
     case = DenseSide(op, 8192, 3, 4, dtype)
     name, right, _, given = next(s for s in case.subjects(CPU) if s.implementation == "ours").build.args
     for operation in ("forward", "backward"):

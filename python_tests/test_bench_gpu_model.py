@@ -25,7 +25,7 @@ BUSY = model.Work("busy", memory=1e8, cached=2e8, warps=1e5, instructions=300, w
     "more", ["memory", "cached", "warps", "instructions", "waits", "flops", "kernels", "fixed_us"], ids=str
 )
 def test_more_of_anything_takes_longer(more: str) -> None:
-    """And a GPU that is faster in everything, or more resident blocks, less."""
+    """More work takes longer; a GPU that is faster in everything, or more resident blocks, takes less."""
     larger = dataclasses.replace(BUSY, **{more: getattr(BUSY, more) * 2 + 1})
     assert model.milliseconds(larger, H100) > model.milliseconds(BUSY, H100)
     assert model.milliseconds(dataclasses.replace(BUSY, blocks=4), H100) < model.milliseconds(BUSY, H100)
@@ -51,7 +51,7 @@ def test_bounds_by_hand() -> None:
 
 
 def test_expected_rows_are_those_of_drawn_ids() -> None:
-    """Of uniform and of skewed ids; long runs only where ids are skewed."""
+    """Expected counts of rows match drawn ids, uniform and skewed; long runs occur only where ids are skewed."""
     for w in (cases.Workload("u", 2, 600, 1000, 4, 2), cases.Workload("z", 2, 600, 1000, 4, 1, zipf=1.15)):
         reuse = expected.reuse_of(w)
         assert reuse.unique == pytest.approx(cases.unique_rows(w, cases.batches_of_ids(w, CPU)), rel=0.03)
@@ -66,7 +66,7 @@ def test_widths_are_those_of_the_kernels() -> None:
 
 
 def test_short_bags_are_taken_together() -> None:
-    """As are_short and launch_format of csrc/cuda/embedding_bag_pool.cu have it."""
+    """The model's rule is that of are_short and launch_format in csrc/cuda/embedding_bag_pool.cu."""
     of = {
         (dim, bag): expected.bags_together(cases.Workload("w", 1, 1, 9, dim, bag), "fp32")
         for dim, bag in ((16, 1), (16, 2), (20, 2), (128, 1), (128, 2), (128, 3), (129, 1), (126, 1), (256, 1))
@@ -78,7 +78,7 @@ def test_short_bags_are_taken_together() -> None:
 
 @pytest.mark.parametrize("gpu", model.GPUS.values(), ids=lambda gpu: gpu.name)
 def test_every_operation_has_a_prediction(gpu: model.Gpu) -> None:
-    """And every prediction an operation: of ours, as the cases time it, what is recorded and no more."""
+    """The recorded predictions are of exactly those operations of ours that the cases time."""
     timed = set()
     for case in every_case({"ours": None}, gpu.memory_bytes):
         operations, _ = expected.works_of(case, KERNELS, gpu)
@@ -88,7 +88,7 @@ def test_every_operation_has_a_prediction(gpu: model.Gpu) -> None:
 
 
 def test_operations_are_those_that_are_measured() -> None:
-    """Of one case of each kind, the trial's sizes: names as the report has them, and bytes as the cases count them."""
+    """One case of each kind, at the trial's sizes, has the report's names of operations and the cases' bytes."""
     for case in every_case({"ours": lambda data, optimizer: None}, 0, trial=True):
         if case.about()["op"] in ("embedding_bag", "embedding_bag_formats"):
             w = case.workload
@@ -104,7 +104,7 @@ def test_operations_are_those_that_are_measured() -> None:
 
 
 def test_recorded_predictions_are_the_models() -> None:
-    """Of the kernels as they were read then: who changes the model records anew."""
+    """The recorded predictions follow from the recorded kernels: a change of the model needs a new record."""
     for name, gpu in model.GPUS.items():
         assert predict.predictions(KERNELS, gpu) == FILE["gpus"][name]
     assert {"commit", "nvcc", "date", "architecture"} <= FILE["about"].keys()
@@ -112,14 +112,14 @@ def test_recorded_predictions_are_the_models() -> None:
 
 
 def test_the_docs_have_the_recorded_table() -> None:
-    """What `python -m bench.gpu.predict --recorded --short` prints: predictions, and beside published figures."""
+    """docs/gpu-model.md has the output of `python -m bench.gpu.predict --recorded --short`, with published figures."""
     page = (ROOT / "docs" / "gpu-model.md").read_text()
     assert predict.table(FILE, short=True) in page, "docs/gpu-model.md: python -m bench.gpu.predict --recorded --short"
     assert predict.beside_others(FILE) in page
 
 
 def test_who_is_ahead() -> None:
-    """By times, or by shares of the peak; the error decides whether it is said plainly."""
+    """Times or shares of the peak decide who is ahead; the error decides whether it is said plainly."""
     rows = [
         {
             "case": "unpooled-1m-d128",
@@ -176,7 +176,7 @@ CODE = listing(
 
 def test_paths_by_hand() -> None:
     paths = code_paths.paths_of("pool_kernel<Fp32, 32, 1, false>", 72, 0, CODE)
-    # From the loop's last instruction: two to the store, and one to the end.
+    # Two instructions from the loop's last one to the store, and one to the end.
     assert paths == Paths(registers=72, blocks=3, before=4, round=4, rows=1, after=3)
     assert code_paths.paths_of("pool_kernel<Fp32, 32, 1, false>", 72, 0, CODE[:4]) is None
 
@@ -206,11 +206,8 @@ def test_paths_of_short_bags_by_hand() -> None:
     assert paths == Paths(registers=80, blocks=3, before=3, round=6, rows=1, after=2)
 
 
-# Beside a measurement
-
-
 def test_held_or_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the replay where there is one; a backward's is that of the ops; other GPUs have no predictions."""
+    """The replay decides where there is one; a backward's is that of the ops; other GPUs have no predictions."""
     case = {"name": "unpooled-1m-d128", "op": "embedding_bag"}
     right = recorded.find("NVIDIA H100 80GB HBM3", case["name"], "forward")["ms"]
     update = recorded.find("NVIDIA H100 80GB HBM3", case["name"], "backward, sgd")["ms"]

@@ -14,7 +14,7 @@ SMALL = cases.GpuWorkload("small", 2, 40, 30, 8, 2, power=1.05, weighted=True, o
 
 
 def test_the_published_ids() -> None:
-    """As many distinct rows as the published run counted, on average over its batches: 350,280 of 1,048,570 ids."""
+    """Batches have as many distinct rows as the published run, on average: 350,280 of 1,048,570 ids."""
     w = cases.PUBLISHED[0]
     upper = cases.shares(w)
     share = torch.diff(upper, prepend=torch.zeros(1, dtype=torch.float64))
@@ -24,7 +24,7 @@ def test_the_published_ids() -> None:
 
 
 def test_ids_follow_the_power_law() -> None:
-    """How often the five hottest rows are named."""
+    """The five hottest rows are named as often as the power law says."""
     w = cases.GpuWorkload("hot", 1, 100_000, 1000, 4, 1, power=1.05)
     counts = torch.bincount(cases.batches_of_ids(w, CPU, 1)[0], minlength=1000).sort(descending=True).values
     assert torch.allclose(
@@ -56,7 +56,7 @@ class Planted(imp.Ops):
 
 @pytest.mark.parametrize("wrong", ["moment", "row"])
 def test_a_wrong_adam_is_found(wrong: str) -> None:
-    """Whatever was updated before, the check is of a first step."""
+    """The check compares a first step, whatever was updated before."""
     data = imp.Tables(SMALL, CPU)
     planted = Planted(data, cases.ADAM)
     for turn in range(3):

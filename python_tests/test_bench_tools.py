@@ -28,7 +28,7 @@ RECORDED = ROOT / "bench" / "results"
 
 
 def one_pass(ms: dict[str, float], extra: dict | None = None) -> dict:
-    """What `bench.run.one_pass` gives for one group."""
+    """Result of `bench.run.one_pass` for one group."""
     return {"g": {name: {"ms": v, "min_ms": v / 2, "bytes": 4e6, **(extra or {})} for name, v in ms.items()}}
 
 
@@ -71,7 +71,7 @@ def test_arguments_of_run(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_commit_and_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a repository of its own: a commit, the same with changes, a tag; and of no repository."""
+    """Commit and changes are found in a new repository: a commit, a change, a tag; and without a repository."""
     monkeypatch.setattr(run, "ROOT", tmp_path)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert run.commit() == {"commit": "", "dirty": False}
@@ -105,7 +105,7 @@ def test_ratio_by_hand() -> None:
 
 
 def test_ratio_of_unequal_runs() -> None:
-    """As many passes as there are on either side: scipy's Welch interval of the logarithms."""
+    """Runs may have different numbers of passes; the interval is scipy's Welch interval of the logarithms."""
     stats = pytest.importorskip("scipy.stats")
     before, after = [1.0, 1.3, 0.9, 1.1, 1.7, 1.2, 0.8], [2.0, 2.1, 2.6]
     found = compare.ratio(before, after)
@@ -144,7 +144,7 @@ def test_share_of_the_limit_is_of_the_same_bytes() -> None:
 
 
 def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the file, and in the line that every table has above it."""
+    """The file has them, and so has the line above every table."""
     output = tmp_path / "run.json"
     monkeypatch.setattr(run, "run_pytest", lambda options: None)
     monkeypatch.setattr(run, "one_pass", lambda files, args, turn: one_pass({"ours": 1.0}))
@@ -159,7 +159,7 @@ def test_rounds_and_versions_are_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_differences_of_runs() -> None:
-    """What differs, and what only one of the files has."""
+    """Values that differ are listed, and values that only one of the files has."""
     old, new = document({"ours": STEADY}), document({"ours": STEADY}, fbgemm="1.2", rounds=60)
     assert compare.differences(old, new) == ["fbgemm: not recorded, 1.2", "rounds: not recorded, 60"]
     other = document({"ours": STEADY}, fbgemm=None, rounds=30, threads=2)
@@ -181,7 +181,7 @@ def test_differences_of_runs() -> None:
     ],
 )
 def test_verdicts(ours: list[float], torch: list[float], said: str) -> None:
-    """Of an interval, and of what torch moved by meanwhile."""
+    """Verdicts follow from an interval and from how much torch's time moved meanwhile."""
     before = document({"ours": STEADY, "torch": STEADY})["results"]["g"]
     after = document({"ours": ours, "torch": torch})["results"]["g"]
     assert compare.compare_group(before, after, None)["ours"][1] == said
@@ -200,7 +200,7 @@ def test_against_takes_the_machine_out() -> None:
 
 
 def test_compare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Its table and summary, and what differs beside the commit."""
+    """The command prints its table and summary, and what differs beside the commit."""
     before = written(tmp_path / "a.json", document({"ours": STEADY, "limit": STEADY}))
     after = document({"ours": [t * 0.5 for t in STEADY], "limit": STEADY}, torch="3", commit="def", dirty=True)
     monkeypatch.setattr(sys, "argv", ["bench.compare", before, written(tmp_path / "b.json", after)])
@@ -217,7 +217,7 @@ def test_compare_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 
 def test_files_are_read(tmp_path: Path) -> None:
-    """Of today, as git has them, from before every pass was kept; not those of other programs."""
+    """Today's files are read, git's, and older ones without passes; other programs' files are refused."""
     found = document({"ours": [2.0, 4.0], "limit": [1.0, 1.0]})
     group = figures.load(written(tmp_path / "a.json", found))["results"]["g"]
     assert figures.passes(group["ours"]) == [2.0, 4.0]

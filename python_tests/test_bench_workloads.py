@@ -55,7 +55,7 @@ def test_sizes_by_hand() -> None:
 
 @pytest.mark.parametrize("name", NAMED)
 def test_ids_are_within_their_tables(name: str) -> None:
-    """Of a small batch of each named workload; equal for equal seeds, others for others."""
+    """A small batch of each named workload is in range; equal seeds give equal ids, other seeds others."""
     w = replace(NAMED[name], batch=64)
     assert w.name == name
     ids = w.ids(3)
@@ -69,7 +69,7 @@ def test_ids_are_within_their_tables(name: str) -> None:
 
 
 def test_first_id_decides_on_a_bag() -> None:
-    """As in MLPerf's data: equal first ids have equal bags; the rest of different bags differs."""
+    """Equal first ids have equal bags, as in MLPerf's data; the rest of different bags differs."""
     bags = replace(TINY, batch=500).split(replace(TINY, batch=500).ids(1))[1].view(-1, 4)
     assert len(bags.unique(dim=0)) == len(bags[:, 0].unique())
     assert len(bags[:, 1:].unique(dim=0)) > 0.9 * len(bags[:, 0].unique())
@@ -94,7 +94,7 @@ def test_reuse_is_the_published_one(reuse: dict[float, float], published: float)
 
 
 def test_hot_rows_stay_and_cold_rows_change() -> None:
-    """From batch to batch of one table."""
+    """Batches of one table share hot rows; their cold rows differ."""
     place = np.random.default_rng(0).permutation(100_000)
     batches = [
         np.unique(reused_ids(REUSE_2021, 50_000, place, np.random.default_rng(s)), return_counts=True) for s in (1, 2)
@@ -152,7 +152,7 @@ def test_peers_look_up_the_same(w) -> None:
 
 
 def test_features_and_bytes_by_hand() -> None:
-    """Of two batches: distinct rows counted by Python's sets."""
+    """Features and bytes of two batches agree with distinct rows counted by Python's sets."""
     subject = Subject(TINY, batches=2)
     distinct = [set(rows.tolist()) for rows in subject.linear]
     unique = statistics.fmean(map(len, distinct))
@@ -178,7 +178,7 @@ def test_features_and_bytes_by_hand() -> None:
 def test_bytes_are_of_the_rows_that_are_read(
     name: str, direction: str, row_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside tables of int8: the float32 of others counts as such."""
+    """Bytes follow the format that an implementation reads: float32 beside tables of int8."""
     subject = formats.Formats(TINY)
     monkeypatch.setattr(subject, "call", lambda *_: lambda i: None)
     monkeypatch.setattr("bench.timing.WARMUP_SECONDS", 0.0)
@@ -199,14 +199,14 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--rounds=1", sys.argv[1]]
 
 @pytest.mark.parametrize("path", sorted((ROOT / "bench").glob("bench_*.py")), ids=lambda path: path.stem)
 def test_each_benchmark_runs(path: Path) -> None:
-    """Its first case, in a process that has imported nothing else."""
+    """Each benchmark's first case runs in a process that has imported nothing else."""
     ran = subprocess.run([sys.executable, "-c", FIRST, str(path)], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:]
     assert "1 passed" in ran.stdout
 
 
 def test_benchmarks_take_named_workloads_only_when_asked() -> None:
-    """Which of embedding_bag's benchmarks are collected, without and with --workload."""
+    """pytest collects embedding_bag's named workloads with --workload and leaves them out without it."""
     files = [f"bench/bench_{op}.py" for op in OPS]
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
     for options, is_named in (([], False), (["--workload=criteo-kaggle"], True)):

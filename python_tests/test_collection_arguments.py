@@ -110,7 +110,7 @@ def test_betas(betas: object) -> None:
 
 @pytest.mark.parametrize("default", ["cpu", "meta"])
 def test_good_betas(default: str) -> None:
-    """In any sequence, and where tensors that are made have no numbers."""
+    """Betas may be any sequence, also while new tensors have no numbers."""
     with torch.device(default):
         for betas in ((0.9, 0.999), [0, 0.5], np.array([0.5, 0.25])):
             assert rk.Adam(betas=betas).options()["beta1"] == betas[0]

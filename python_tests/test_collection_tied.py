@@ -31,7 +31,7 @@ def batch() -> rk.KeyedJaggedTensor:
 
 
 def pooled(module: nn.Module) -> torch.Tensor:
-    """Of the batch."""
+    """Pooled embeddings of the batch."""
     return module(batch()).values()
 
 

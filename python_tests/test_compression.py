@@ -43,7 +43,7 @@ def test_complementary(pairs: list[tuple[int, int]], num_ids: int) -> None:
 @settings(max_examples=100)
 @given(st.integers(1, 2000), st.integers(1, 70))
 def test_quotient_remainder_is_unique(num_ids: int, collisions: int) -> None:
-    """Of every size: all ids differ, no row is out of its table, and about E / collisions rows are kept."""
+    """For every size, all ids differ, no row is out of its table, and about E / collisions rows are kept."""
     parts = rk.QuotientRemainder(collisions).parts(num_ids, 8)
     rows = _rows([(p.divisor, p.modulus) for p in parts], num_ids)
     assert len(np.unique(rows, axis=1).T) == num_ids
@@ -69,7 +69,7 @@ def test_constructors_are_unique(compression: rk.Partitions) -> None:
 
 
 def test_many_ids() -> None:
-    """What is known to be complementary needs no look at the ids; what is not is refused."""
+    """Partitions known to be complementary need no look at the ids; others are refused."""
     check_complementary([(1, 2**31), (2**31, 2**31)], 2**62)
     check_complementary([(1, 999983), (1, 1000003)], 10**11)
     with pytest.raises(ValueError, match=r"ids 0 and 1000 both have rows \(0, 0\)"):
@@ -172,7 +172,7 @@ def test_pooled(combine: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_outputs_are_rounded_once(dtype: torch.dtype) -> None:
-    """Also those whose parts are pooled before they are multiplied."""
+    """Half-precision outputs are rounded once, also where parts are pooled before they are multiplied."""
     for compose in ("per_id", "pooled"):
         tables = [
             rk.EmbeddingBagConfig(

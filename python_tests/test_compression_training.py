@@ -37,7 +37,7 @@ def batch(bags: dict[str, list[list[int]]] = BAGS) -> rk.KeyedJaggedTensor:
 
 
 def assert_same(one: torch.nn.Module, other: torch.nn.Module) -> None:
-    """In every bit of weights and optimizer state."""
+    """Asserts equal bits of weights and optimizer state."""
     state = other.state_dict()
     assert all(same_bits(value, state[name]) for name, value in one.state_dict().items())
 

@@ -42,7 +42,8 @@ def made_up(direction: str, prices: dict[str, float], cache_bytes: float) -> lis
 
 @pytest.mark.parametrize("direction", cost_model.DIRECTIONS)
 def test_cost_model_finds_planted_prices(direction: str) -> None:
-    """And the caches' bytes; each workload is predicted by the others, and by those of other families."""
+    """The fit finds the prices and the caches' bytes; each workload is predicted by the others and by other
+    families."""
     names = cost_model.counts(direction, made_up(direction, dict.fromkeys(PRICES, 1.0), 0)[0].features, 0)
     prices = {name: PRICES[name] for name in names}
     samples = made_up(direction, prices, 2.0**22)
@@ -81,7 +82,7 @@ def test_a_workload_left_out_is_not_in_its_fit(direction: str) -> None:
 
 
 def test_too_few_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is and what is needed; a family without which too few are left has no error."""
+    """The error says how many there are and are needed; a family without which too few are left has no error."""
     samples = made_up("train", PRICES, 0)
     with pytest.raises(FiguresError, match="5 float32 workloads of a direction, at least 6 are needed"):
         cost_model.fitted(samples[:5])
@@ -97,7 +98,7 @@ def test_too_few_workloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_held_out_is_not_fitted_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file, and other figures of the same workloads, are refused by name; others are not."""
+    """The fit's own file and other figures of its workloads are refused by name; other files are not."""
     name = str(RECORDED / "tuning-2threads.json")
     again = json.loads(Path(name).read_text())
     again["points"] = [row for row in again["points"] if row["sweep"] == "bag"][:2]
@@ -115,7 +116,8 @@ def test_held_out_is_not_fitted_to(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_in_use_are_counted_once() -> None:
-    """Of points of bench.tuning: rows of several batches, as a Subject counts them; where a file lacks them, too."""
+    """Rows of several batches of bench.tuning's points are counted as a Subject does, also where a file lacks the
+    number."""
     (base, *points) = json.loads((RECORDED / "tuning-2threads.json").read_text())["points"]
     skewed = next(row for row in points if row["zipf"] == 1.0)
     assert skewed["cycle_rows"] < 0.7 * skewed["batches"] * skewed["unique_rows"]

@@ -39,7 +39,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_op_by_name(built: Path) -> None:
-    """What call_op.cpp prints: three bags, and an error that Python's users know."""
+    """call_op.cpp prints three bags, and the error that Python's users get."""
     done = run(built / "call_op", LIBRARY)
     assert done.returncode == 0, done.stderr
     weights, offsets = torch.arange(40.0).div(8).view(10, 4), torch.tensor([0, 2, 2, 6])
@@ -53,7 +53,7 @@ def test_an_op_by_name(built: Path) -> None:
 
 
 def test_a_layout_of_tables(built: Path, tmp_path: Path) -> None:
-    """What call_op.cpp prints of two tables, in Python's words."""
+    """call_op.cpp prints two tables' layout in Python's words."""
     tables = tmp_path / "tables.pt"
     said = run(sys.executable, SOURCES / "save_tables.py", tables)
     done = run(built / "call_op", LIBRARY, tables)
@@ -88,7 +88,7 @@ def test_a_compiled_model(built: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_missing_is_said(built: Path, tmp_path: Path) -> None:
-    """Without arguments; without the library."""
+    """The program names missing arguments and a missing library."""
     for program in ("call_op", "serve"):
         done = run(built / program)
         assert done.returncode == 2

@@ -98,7 +98,7 @@ class Buffers:
         return output
 
     def run_autograd(self, ops) -> Tensor:
-        """The same as a model does it: the update happens in the backward."""
+        """Runs the calls as a model does: the update happens in the backward."""
         bags = {"values": self.values, "offsets": self.offsets, "per_sample_weights": self.factors}
         state, options = (self.flat, self.state, self.step, self.lr), {"optimizer": self.optimizer, "eps": EPS}
         output, _ = ops.embedding_bag_fused.layout(*state, self.token, **bags, **self.layout, **options)
@@ -111,7 +111,7 @@ class Buffers:
 
 
 def _replays(buffers: Buffers, call: Callable[[], Tensor]) -> list[list[Tensor]]:
-    """What each of the calls leaves, from the tables of the beginning on, with another batch in each."""
+    """Results of each call with another batch, starting from the first tables."""
     buffers.reset()
     found = []
     for number in range(REPLAYS):
@@ -139,7 +139,7 @@ def _assert_same(found: list[list[Tensor]], expected: list[list[Tensor]], where:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_calls_over_the_same_memory(kind: str, optimizer: str) -> None:
-    """What a replay does, call by call, by every backend: each batch's output and update, the step advanced by one."""
+    """Every backend computes each call of a replay: each batch's output and update, the step advanced by one."""
     expected = _expected(kind, optimizer)
     for backend in device_backends():
         if backend.kind != "cuda":  # which copies; test_replays has its own memory there
@@ -258,7 +258,7 @@ def _calls(code: str, names: str) -> list[tuple[str, str]]:
 
 
 def _device_sources() -> list[Path]:
-    """What librec_kernels_cuda.so is compiled from."""
+    """Source files of librec_kernels_cuda.so."""
     return [path for folder in ("cuda", "core", "ops", "optimizers") for path in (ROOT / "csrc" / folder).iterdir()]
 
 
@@ -319,7 +319,7 @@ def test_python_reads_no_tensor(kind: str, way: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_triton_reads_no_tensor(kind: str, optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its launches left out: what is around them reads nothing."""
+    """Python code around the Triton launches reads no tensor; the launches are left out here."""
     jit = pytest.importorskip("triton.runtime.jit")
     from rec_kernels import triton
 

@@ -31,14 +31,14 @@ class Tower(nn.Module):
 
 
 class Returns(nn.Module):
-    """What a function of the features returns."""
+    """Holds the results of a function of the features."""
 
     def __init__(self, function) -> None:
         super().__init__()
         self.function = function
 
     def forward(self, batch) -> object:
-        """That."""
+        """Returns the stored results."""
         return self.function(batch)
 
 
@@ -50,7 +50,7 @@ def dedup(batch: rk.KeyedJaggedTensor) -> rk.InverseKeyedJaggedTensor:
 @pytest.mark.parametrize("group", [1, "a", "b"])
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.5)], ids=str)
 def test_values_and_gradients(optimizer, group: int | str) -> None:
-    """As of the whole batch, from the distinct rows alone."""
+    """Values and gradients equal those of the whole batch, but only the distinct rows are computed."""
     batch = sessions(list("abcd"), 3, 20)
     tower, whole = Tower(optimizer), Tower(optimizer)
     few, wrapped = dedup(batch), rk.deduplicated(tower, group)
@@ -69,7 +69,7 @@ def test_values_and_gradients(optimizer, group: int | str) -> None:
 
 
 def test_a_plain_batch_passes() -> None:
-    """As it is."""
+    """A plain batch passes unchanged."""
     batch, tower = sessions(list("abcd")), Tower()
     assert same_bits(rk.deduplicated(tower, 1)(batch), tower(batch))
     seen = rk.deduplicated(Returns(lambda given: given))(batch)
@@ -141,7 +141,7 @@ def test_dropout_and_batch_norm() -> None:
     ],
 )
 def test_bad_outputs(returns, message: str) -> None:
-    """What has no row for each distinct sample."""
+    """Outputs without a row for each distinct sample are refused."""
     few = dedup(sessions(list("abcd"), 3, 20))
     assert few.unique(1).stride() == 3
     with pytest.raises(ValueError, match=message):

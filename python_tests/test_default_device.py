@@ -40,7 +40,7 @@ FLOATS = torch.rand(9, 16, generator=torch.Generator().manual_seed(2)) - 0.5
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
-    """What is made without a device has no numbers, and what is made without a dtype is float64."""
+    """Makes new tensors meta unless they name a device, and float64 unless they name a dtype."""
     was = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -236,7 +236,7 @@ WUKONG = rk.Wukong(3, 16, num_layers=2, fm_features=2, linear_features=2, factor
     ids=lambda case: case.__name__,
 )
 def test_elsewhere(case: Callable[[], list[Tensor]]) -> None:
-    """The same bits, dtypes and devices as without."""
+    """Bits, dtypes and devices do not depend on the default device."""
     expected = case()
     with elsewhere():
         found = case()
@@ -247,7 +247,7 @@ def test_elsewhere(case: Callable[[], list[Tensor]]) -> None:
 
 
 def test_tables_on_disk_elsewhere(tmp_path) -> None:
-    """The same of a file's tables."""
+    """Tables in a file do not depend on the default device."""
     pytest.importorskip("rec_kernels._host")
 
     def case(name: str) -> list[Tensor]:

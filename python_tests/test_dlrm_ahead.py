@@ -29,7 +29,8 @@ def test_an_exception_of_the_data_thread_arrives():
 
 
 def test_the_data_thread_computes_alone():
-    """From its first item on; the training's thread, and those that begin later, as before."""
+    """The data thread uses one thread from its first item on; the training's thread and later threads keep their
+    number."""
     before, later = torch.get_num_threads(), []
     torch.set_num_threads(2)
     try:
@@ -64,7 +65,7 @@ def test_readers_within_readers_leave_the_number_of_threads_alone():
 
 
 def test_a_step_of_many_batches_begins_with_the_first(tmp_path, monkeypatch):
-    """With every batch there is one more, and the reader is at the next: not a whole step of them."""
+    """The reader stays one batch ahead: it does not read a whole step of batches first."""
     made, seen, forward = [], [], DLRM.forward
 
     def counted(batches):

@@ -38,7 +38,7 @@ def run(stopped, tmp_path):
 
 
 def error_of(capsys, *command) -> str:
-    """What the command says, in one line."""
+    """The command's error message, which must be one line."""
     assert main(list(command)) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     return line

@@ -59,13 +59,13 @@ def whole(config, tmp_path_factory) -> dict[str, Path]:
 
 
 def records(run: Path) -> list[dict]:
-    """Without times, and what differs by where the tables are."""
+    """Records without times and without what depends on where the tables are."""
     lines = (run / "metrics.jsonl").read_text().splitlines()
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
 def state(run: Path) -> dict[str, torch.Tensor]:
-    """Of the model, without the tables' bytes, which a run on disk has in its files."""
+    """State of the model without the tables' bytes, which a run on disk keeps in its files."""
     found = checkpoint.load(run)["model"]
     return {n: t for n, t in found.items() if (".file_" not in n and ".embedding_bags." not in n) or ".sum" in n}
 
@@ -130,7 +130,7 @@ def test_report(whole) -> None:
     ids=["device", "host", "host_checkpoints", "disk", "checkpoints"],
 )
 def test_resumed(more: dict, config, whole, tmp_path, monkeypatch) -> None:
-    """With the bits of a run that was left alone."""
+    """A resumed run has the bits of an uninterrupted one."""
     fit = Run.fit
     with monkeypatch.context() as patch:
         patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(8)))
@@ -194,7 +194,7 @@ def test_wrong_options(options: dict, message: str) -> None:
 
 
 def test_budgets_that_are_too_small(config, tmp_path, capsys) -> None:
-    """For the slots: what is needed. For a batch: at its step."""
+    """The error says how much the slots need; a batch that needs more fails at its step."""
     with pytest.raises(DataError, match=r"memory_budget = \d+ must be \d+ or more: slots .*memory_budget is '90kB'"):
         train(config(tmp_path, **DISK | {"memory_budget": "90kB"}), progress=False)
     more = DISK | {"memory_budget": "1200kB", "run": "large", "batch_size": 250}
@@ -223,7 +223,7 @@ def test_a_comparison_goes_on_with_a_larger_budget(data_dir, tmp_path, capsys) -
 
 
 def test_names_and_differences() -> None:
-    """Where the tables are decides nothing; which rows are cached does."""
+    """The place of the tables does not count as a difference; the choice of cached rows does."""
     plain = TrainConfig(cache=0.05)
     assert plain.run_name("d").count("-cache0.05lfu") == 1
     assert "cache" not in TrainConfig().run_name("d")

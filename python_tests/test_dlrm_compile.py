@@ -21,7 +21,7 @@ from rec_kernels.dlrm.train import build_model
 
 @pytest.mark.parametrize("model", MODELS)
 def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same logits and gradients but for rounding, in one graph, and the weights' names."""
+    """A compiled model is one graph, has the weights' names, and equal logits and gradients but for rounding."""
     calls, compiler = [], torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **more: calls.append(more) or compiler(f, backend="eager"))
     eager, compiled = (build_model(TrainConfig(**OPTIONS, model=model, compile=c), data) for c in ("no", "default"))
@@ -38,7 +38,7 @@ def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest
 
 
 def test_a_compiled_run(data: Synthetic, tmp_path: Path) -> None:
-    """By the real compiler, to the same scores but for rounding."""
+    """A run with the real compiler has the same scores but for rounding."""
     given = {"runs_dir": str(tmp_path)}
     found = [train(TrainConfig(**OPTIONS | given, compile=c), data, progress=False) for c in ("no", "default")]
     assert found[1]["log_loss"] == pytest.approx(found[0]["log_loss"], abs=1e-3)

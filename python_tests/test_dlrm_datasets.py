@@ -86,7 +86,7 @@ def test_a_name_that_cannot_be_a_folder_is_refused(module, name):
 
 
 def test_a_function_gets_the_options_that_it_names(module):
-    """Of path and data_dir, those that are given."""
+    """A function gets path and data_dir if it names them and they are given."""
     source = "from types import SimpleNamespace as S\ndef all(path='p', data_dir='d'): return S(**dict.fromkeys("
     name = module(f"{source}{MEMBERS}, path + '.' + data_dir))\ndef none(): return all()")
     for given, expected in ({}, "p.d"), ({"path": "x"}, "x.d"), ({"path": "x", "data_dir": "y"}, "x.y"):

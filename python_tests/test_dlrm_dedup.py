@@ -58,12 +58,12 @@ def each_changed(data: Synthetic, change: Callable[[Batch], Batch]) -> Changed:
 
 
 def knows(batch: Batch) -> Batch:
-    """As a data set that knows its sessions gives it."""
+    """Batches as a data set gives them that knows its sessions."""
     return dedup_batch(batch)[0]
 
 
 def without_past(batch: Batch) -> Batch:
-    """With empty histories."""
+    """Batches with empty histories."""
     empty = rk.KeyedJaggedTensor(
         [HISTORY], torch.zeros(0, dtype=torch.int32), lengths=torch.zeros(len(batch.label), dtype=torch.int64)
     )
@@ -77,7 +77,7 @@ def data() -> Synthetic:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> dict[str, Path]:
-    """Of both kinds, with an evaluation between."""
+    """Runs of both kinds, with an evaluation in between."""
     made = {}
     for mode in ("on", "off"):
         made[mode] = Path(
@@ -155,7 +155,7 @@ def test_other_tables(options: dict, tmp_path: Path) -> None:
 
 
 def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, runs: dict[str, Path]) -> None:
-    """Its bags stay as they are with "on", and are repeated with "off"."""
+    """Bags that a data set deduplicates stay as they are with "on" and are repeated with "off"."""
     given = each_changed(data, knows)
     for mode in ("on", "off"):
         train(config(tmp_path, run=mode, dedup=mode, eval_every=4), given, progress=False)
@@ -184,7 +184,7 @@ def test_auto_deduplicates_what_is_clustered(size: int) -> None:
 
 @pytest.mark.parametrize(("unchanged", "on"), [(0.1, False), (0.4, True)])
 def test_auto_has_a_threshold(unchanged: float, on: bool) -> None:
-    """With sessions of 9 rows, d = 0.1 and 0.4 give factors of 1.10 and 1.55."""
+    """Sessions of 9 rows with d = 0.1 and 0.4 have factors of 1.10 and 1.55, on either side of the threshold."""
     data = HeldOut(Synthetic(20_000, unchanged=unchanged, history=30), 2048, 0.0)
     assert 1.1 < dedup.THRESHOLD < 1.55
     assert decide("auto", data).on == on

@@ -52,7 +52,7 @@ def batch_of(data: Synthetic) -> Batch:
 @no_gpu
 @pytest.mark.parametrize("command", ["train", "evaluate", "compare"])
 def test_no_gpu_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """And leaves nothing behind."""
+    """A missing GPU is reported in one line, and no folder is left behind."""
     train(config(tmp_path), progress=False)
     flags = {
         "train": ["train", *FLAGS, "--runs-dir", str(tmp_path)],
@@ -145,7 +145,7 @@ def test_labels_are_looked_at_before_a_gpu_has_them(tmp_path: Path, monkeypatch:
 
 
 def test_scores_of_a_window_come_to_the_cpu_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not batch by batch: each time is a wait for the backward before. A window that was saved goes on the same."""
+    """A window's scores are copied at once, because each copy waits for a backward. A saved window goes on the same."""
     Window().add(torch.empty(3, device="meta"), torch.empty(3, device="meta"))  # which has nothing to be fetched
     monkeypatch.setattr(window, "AT_ONCE", 3)
     logits, labels = torch.randn(8, 5), torch.rand(8, 5).round()
@@ -188,7 +188,7 @@ def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of the test at the latest, and before anything is saved."""
+    """The run ends at the end of the test at the latest, and before anything is saved."""
     told, check = [], bounds.Reports.check
 
     def noted(reports: bounds.Reports, position: Tensor) -> None:

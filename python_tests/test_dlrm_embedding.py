@@ -30,7 +30,8 @@ FLAGS = [item for name, value in OPTIONS.items() for item in (f"--{name.replace(
 @pytest.mark.parametrize("embedding", EMBEDDINGS)
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_path: Path) -> None:
-    """With rows of two formats: the run is named after it, its tables are smaller, it learns, and again the same."""
+    """Every kind trains with rows of two formats: it names the run, has smaller tables, learns, and repeats its
+    bits."""
     flags = ["--embedding", embedding, "--collisions", "5", "--format", format, "--epochs", "2"]
     assert main(["train", *FLAGS, *flags, "--runs-dir", str(tmp_path)]) == 0
     run = next(tmp_path.iterdir())
@@ -85,7 +86,7 @@ def test_full_tables_start_as_ever(embedding: str, format: str, data: Synthetic)
 
 
 def test_skipped_numbers_are_drawn_in_pieces(data: Synthetic, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of any size."""
+    """Drawing in pieces of any size gives the same initial weights."""
     config = TrainConfig(**OPTIONS, embedding="hash", threshold=14)
     whole = build_model(config, data)
     monkeypatch.setattr(model, "_SKIPPED_AT_ONCE", 7)

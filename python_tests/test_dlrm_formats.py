@@ -159,7 +159,7 @@ def test_resumed_runs_end_with_the_same_bits(
         patch.setattr(Run, "fit", lambda run, stop: fit(run, StopAfter(2)))
         with pytest.raises(RunInterruptedError):
             train(config(tmp_path, **options), data, progress=False)
-    # As a user would: the options are in the run's config.
+    # Options come from the command line, so that the run's config has them.
     assert main(["train", "--resume", str(tmp_path / "run")]) == 0
     state = saved(tmp_path / "run")
     assert_same(state, saved(Path(whole["directory"])))
@@ -350,7 +350,7 @@ def half_step(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("format", ["bf16", "int8"])
 def test_updates_below_half_a_step(format: str, half_step) -> None:
-    """To the nearest they are lost, and above it they are a whole step; stochastic rounding keeps their mean."""
+    """Rounding to nearest loses them, and larger ones become a whole step; stochastic rounding keeps their mean."""
     assert half_step.drift(format, "nearest", 0.5, rows=4)["moved"] == 0
     assert half_step.drift(format, "nearest", 1.25, rows=4)["moved"] == pytest.approx(2 / 1.25)
     found = half_step.drift(format, "stochastic", 0.5, rows=500)

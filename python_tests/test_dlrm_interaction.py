@@ -27,7 +27,7 @@ def batches() -> list[Batch]:
 
 
 def losses(steps: list[Batch]) -> torch.Tensor:
-    """Of each step of a model that begins with the same weights every time."""
+    """Loss of each step of a model that begins with the same weights every time."""
     model = DLRM(FEATURES, 4, 12, bottom=(16,), top=(32,), optimizer=rk.RowwiseAdagrad(lr=0.1))
     optimizer, found = torch.optim.Adam(model.dense_parameters(), lr=0.01), []
     for batch in steps:

@@ -28,7 +28,7 @@ from rec_kernels.dlrm.train import Run
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 FLAGS = ["--data", "dlrm_tiny:tiny"]
-# What a run writes that goes on; the names that begin with a dot are those of new files.
+# Files that a continued run writes; names that begin with a dot are those of new files.
 REPLACED = ["checkpoint.pt", ".checkpoint.pt.new", "report.html", ".report.html.new"]
 
 
@@ -78,7 +78,7 @@ def test_records_behind_a_link_are_not_added_to(run, capsys):
 
 
 def test_a_run_goes_on_when_its_folder_is_copied_as_hard_links(run, monkeypatch):
-    """As ``cp -al`` does for a backup: the copy stays as it is, and the run ends."""
+    """A copy by ``cp -al``, as a backup, stays as it is while the run goes on and ends."""
     step, copies = Run._step, []
 
     def copied_before(self, batches):

@@ -95,7 +95,7 @@ def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """By the command line: a name, a loss that falls, counts in the record and the reports, a title, a score again."""
+    """The command line trains every model: its name, loss, counts, reports, title and new score are checked."""
     others = {name for other, names in OPTIONS_OF.items() if other != model for name in names}
     own = {name: v[0] if isinstance(v, tuple) else v for name, v in OPTIONS.items() if name not in others}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
@@ -167,7 +167,7 @@ def test_models_start_with_the_same_tables_and_seeds_differ(data: Synthetic) -> 
 
 @pytest.mark.usefixtures("no_pictures")
 def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -> None:
-    """By the flags, by the config of the run, and by a checkpoint that was put there."""
+    """Flags, the run's config, and a checkpoint put in its place are each refused for another model."""
     for model in ("dlrm", "dcnv2"):
         train(config(tmp_path, model=model, run=model), data, progress=False)
     with pytest.raises(TrainingError, match="model is 'dcnv2', was 'dlrm'"):
@@ -232,7 +232,7 @@ def test_a_list_of_models_to_compare() -> None:
 
 @pytest.mark.usefixtures("no_pictures")
 def test_compare(tmp_path: Path) -> None:
-    """By the command line."""
+    """The command line compares models."""
     flags = ["--data", "synthetic", "--rows", "1000", "--table-rows", "50", "--batch-size", "500", "--threads", "1"]
     flags += ["--seeds", "1", "--runs-dir", str(tmp_path), "--name", "models"]
     assert main(["compare", "--model", "dlrm,dcnv2,wukong", *flags]) == 0

@@ -41,13 +41,13 @@ def batches(steps: int = STEPS) -> list[Batch]:
 
 
 def make_model(precision: str = "fp32", activations: str = "fp32", **options) -> DLRM:
-    """Of the same initial weights every time."""
+    """Makes a model, with the same initial weights every time."""
     options = {"bottom": (16,), "top": (24, 8), "optimizer": rk.SGD(lr=TABLE_LR)} | options
     return DLRM(FEATURES, DENSE, D, precision=precision, activations=activations, **options)
 
 
 class Plain(nn.Module):
-    """The same model in plain torch: float32 parameters, casts and roundings written out."""
+    """The model in plain torch: float32 parameters, casts and roundings written out."""
 
     def __init__(self, model: DLRM, precision: str, activations: str) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Plain(nn.Module):
         return x
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """By the reference of the formats; the gradient passes."""
+        """Rounds with the formats' reference; the gradient passes unchanged."""
         if self.format == "fp32":
             return x
         rows = x.detach().flatten(0, -2)
@@ -85,7 +85,7 @@ class Plain(nn.Module):
 
 
 def losses(model: nn.Module, dense: list[Tensor], tables: list[Tensor], steps: list[Batch]) -> Tensor:
-    """Of each step; ``tables`` are those that no backward updates by itself."""
+    """Loss of each step; ``tables`` are those that no backward updates by itself."""
     groups = [torch.optim.Adam(dense, lr=DENSE_LR)]
     if tables:
         groups.append(torch.optim.SGD(tables, lr=TABLE_LR))
@@ -101,7 +101,7 @@ def losses(model: nn.Module, dense: list[Tensor], tables: list[Tensor], steps: l
 
 
 def fused_losses(model: DLRM, steps: list[Batch]) -> Tensor:
-    """Of a model whose tables are updated in its backward."""
+    """Losses of a model whose tables are updated in its backward."""
     return losses(model, model.dense_parameters(), [], steps)
 
 
@@ -123,7 +123,8 @@ def test_losses_are_those_of_plain_torch(precision: str, activations: str) -> No
 
 
 def test_what_is_bfloat16_and_what_is_not() -> None:
-    """From the tables' kernel to the last layer bfloat16, back to the tables, too; all that is kept is float32."""
+    """Activations and gradients are bfloat16 between the tables' kernel and the last layer; all stored state is
+    float32."""
     model, (batch,), seen = make_model("bf16"), batches(1), {}
     outputs = {"embeddings": model.embeddings, "interaction": model.interaction}
     outputs |= {f"{n}.{i}": m for n in ("bottom", "top") for i, m in enumerate(getattr(model, n))}
@@ -146,7 +147,7 @@ def test_what_is_bfloat16_and_what_is_not() -> None:
 
 
 def test_pooled_embeddings_are_rounded_once() -> None:
-    """To the nearest bfloat16 of the float32 sums."""
+    """Pooled embeddings are float32 sums rounded once to the nearest bfloat16."""
     (batch,) = batches(1)
     full, half = (make_model(precision).pooled(batch) for precision in DTYPES)
     assert same_bits(half, full.bfloat16())
@@ -155,7 +156,7 @@ def test_pooled_embeddings_are_rounded_once() -> None:
 @pytest.mark.parametrize("activations", ["mx9", "mx6", "mx4"])
 @pytest.mark.parametrize("precision", DTYPES)
 def test_what_is_rounded(precision: str, activations: str) -> None:
-    """What enters the interaction and every linear layer is in the format; parameters are not."""
+    """Inputs of the interaction and of every linear layer are in the format; parameters are not."""
     model, (batch,), entered = make_model(precision, activations), batches(1), {}
     before = {name: t.clone() for name, t in model.state_dict().items()}
     modules = {"interaction": model.interaction}
@@ -175,7 +176,7 @@ def test_what_is_rounded(precision: str, activations: str) -> None:
 
 @pytest.mark.parametrize("options", [{"precision": "bf16"}, {"activations": "mx6"}], ids=str)
 def test_compressed_tables_and_others_begin_with_the_same_weights(options: dict) -> None:
-    """Neither changes what a model starts with; narrow rows, projected in float32, become bfloat16 at the end."""
+    """Neither option changes a model's first weights; narrow rows, projected in float32, become bfloat16 at the end."""
     compressions = {"f0": rk.MixedDimension(4), "f1": rk.QuotientRemainder(4), "f2": rk.Hash(9)}
     (batch,) = batches(1)
     given, plain = make_model(compressions=compressions, **options), make_model(compressions=compressions)
@@ -209,17 +210,17 @@ RUNS = [{"precision": "bf16"}, {"activations": "mx6"}, {"precision": "bf16", "ac
 
 @pytest.fixture(scope="module")
 def data() -> Synthetic:
-    """For the trainer."""
+    """Data for the trainer."""
     return Synthetic(3000, 200)
 
 
 def config(tmp_path: Path, **options) -> TrainConfig:
-    """Of a small run."""
+    """Configuration of a small run."""
     return TrainConfig(**OPTIONS | {"runs_dir": str(tmp_path), "run": "run"} | options)
 
 
 def assert_same_runs(one: Path, other: Path) -> None:
-    """The same weights and scores."""
+    """Asserts equal weights and scores."""
     states = [checkpoint.load(run)["model"] for run in (one, other)]
     assert [name for name, t in states[0].items() if not torch.equal(t, states[1][name])] == []
     lines = [json.loads((run / "metrics.jsonl").read_text().splitlines()[-1]) for run in (one, other)]

@@ -143,7 +143,8 @@ def test_factor_of_sessions(samples, unchanged):
 
 
 def test_histories_change_within_sessions_and_nothing_else_does():
-    """Of rows whose history is the one before, all are of one bag; with d = 0, rows have their own."""
+    """Rows that repeat the previous history share its bag, and nothing else changes; with d = 0, every row has its
+    own."""
     same = rows_of(list(Synthetic(rows=BLOCK, unchanged=1.0).batches("train", BLOCK)))
     assert_same(same, rows_of(list(Synthetic(rows=BLOCK).batches("train", BLOCK))))
     own = rows_of(list(Synthetic(rows=BLOCK, unchanged=0.0, history=50).batches("train", BLOCK)))

@@ -191,7 +191,7 @@ def test_tensorboard_gets_every_number(command, tmp_path, monkeypatch):
 
 
 def test_tensorboard_that_is_not_installed_is_one_line(command, monkeypatch, capsys):
-    """And leaves the run's name to the next one."""
+    """Missing tensorboard is reported in one line, and the run's name stays free for the next run."""
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "torch.utils.tensorboard", None)
         assert main([*command, "--run", "board", "--tensorboard", "yes"]) == 1

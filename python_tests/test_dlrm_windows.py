@@ -119,7 +119,7 @@ def test_tallies_of_windows(data: Changed) -> None:
 
 @pytest.mark.parametrize("knows", [False, True])
 def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None:
-    """Of bags and of distinct ones: the data set and the option are named."""
+    """Weights are refused for plain and for distinct bags; the error names the data set and the option."""
 
     def weighted(batch: Batch) -> Batch:
         shared = batch.shared

@@ -1,4 +1,4 @@
-"""What the documentation says is so: its examples run, its commands and links exist, its generated parts are fresh."""
+"""The documentation is true: its examples run, its commands and links exist, its generated parts are fresh."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_generator_refuses_unknown_parts() -> None:
 
 
 def test_registrations_agree_with_torch() -> None:
-    """What the generator reads in csrc is what the loaded CPU library registered."""
+    """The generator reads the schemas in csrc as the loaded CPU library has registered them."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     registered = {op for op in generator.op_names() if has_kernel(generator.NAMESPACE + op, "CPU")}
     assert generator.registrations()["CPU"] == registered
@@ -148,7 +148,7 @@ def test_examples_run(page: str) -> None:
 
 @pytest.mark.parametrize("op", [name for name in generator.op_names() if "layout" in signature_of(name)])
 def test_every_layout_has_a_call(op: str) -> None:
-    """Of each op that takes a layout, docs/ops.md has a call that hands it one, in the op's own section."""
+    """Each op that takes a layout has a call in its own section of docs/ops.md that passes one."""
     name = op.partition(".")[0]
     section = re.split(r"^##+ ", OPS_PAGE.partition(f"# {name}\n")[2], flags=re.MULTILINE)[0]
     calls = "".join(python_blocks(section))

@@ -18,14 +18,14 @@ CLASSES = [name for name in NAMES if inspect.isclass(getattr(rk, name))]
 
 
 def own_docstring(thing: object) -> str:
-    """Its own: neither what a class inherits, nor the signature that a dataclass without one has."""
+    """The object's own docstring: not an inherited one, nor the signature that dataclasses get."""
     text = (vars(thing).get("__doc__") if inspect.isclass(thing) else thing.__doc__) or ""
     is_signature = dataclasses.is_dataclass(thing) and text.startswith(f"{getattr(thing, '__name__', '')}(")
     return "" if is_signature else text
 
 
 def docstrings(thing: object) -> str:
-    """Its docstring, those of its base classes in the package, and those of the names that it calls theirs."""
+    """Docstrings of an object, of its base classes in the package, and of the names that it refers to."""
     kinds = inspect.getmro(thing) if inspect.isclass(thing) else [thing]
     text = "\n".join(own_docstring(kind) for kind in kinds if kind.__module__.startswith("rec_kernels"))
     others = [getattr(rk, name, None) for name in re.findall(r"``(?:rk\.)?(\w+)``'", text)]
@@ -49,7 +49,7 @@ def test_arguments_are_in_the_docstring(name: str) -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS + CLASSES)
 def test_errors_are_in_the_docstring(name: str) -> None:
-    """Of whatever can raise one of its own: what checks arguments when it is called or made."""
+    """Every public function and class documents the errors that it raises."""
     thing = getattr(rk, name)
     makers = [getattr(thing, m, None) for m in ("__init__", "__post_init__")] if inspect.isclass(thing) else [thing]
     # A dataclass's __init__ is nobody's: it has no file.

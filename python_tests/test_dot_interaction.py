@@ -31,7 +31,7 @@ ops = torch.ops.rec_kernels
 
 
 def check(call: Call) -> None:
-    """Both ops on every instruction set and number of threads, bit for bit."""
+    """Checks both ops on every instruction set and number of threads, bit for bit."""
     expected = call.each(reference)
     for backend in cpu_backends():
         for found, right in zip(call.each(backend.ops), expected, strict=True):
@@ -173,7 +173,7 @@ def test_denormals(isa: str) -> None:
 
 
 def test_nan_and_inf_stay_in_their_places() -> None:
-    """In their sample, and in the pairs of their vector; its own gradient has it, too."""
+    """NaN and Inf reach only their sample and their vector's pairs; the vector's own gradient has them, too."""
     call = make_call((3, 5), 20, False)
     call.sparse[1, 1, 2] = torch.nan
     call.dense[6, 0] = torch.inf
@@ -205,7 +205,7 @@ def test_another_device() -> None:
 
 
 def test_torch_agrees_with_itself() -> None:
-    """What the tests compare with is differentiable as it should be, and precision changes nothing on the CPU."""
+    """The tests' formula has correct gradients, and precision changes nothing on the CPU."""
     call = make_call((3, 2), 3, True, torch.float64)
     given = call.dense.requires_grad_(), call.sparse.requires_grad_()
     assert torch.autograd.gradcheck(lambda *x: reference.interaction_reference(*x, True), given)

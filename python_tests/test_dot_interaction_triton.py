@@ -43,7 +43,7 @@ UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 def on_device(call: Call) -> Call:
-    """The same call where the kernels run."""
+    """Makes the call on the device where the kernels run."""
     return call.map(lambda t: t.to(DEVICE))
 
 
@@ -90,7 +90,7 @@ def test_large_halves() -> None:
 
 
 def test_again() -> None:
-    """The same bits; nothing is written to the arguments."""
+    """A second call has equal bits; nothing is written to the arguments."""
     call = on_device(make_call((27, 64), 5, False))
     before = [t.clone() for t in call[:3]]
     assert all(map(same_bits, call.each(module), call.each(module)))
@@ -126,7 +126,7 @@ def test_nothing_but_its_pairs_meets_a_vector() -> None:
 
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
-    """What the CPU's op says is said here."""
+    """Errors have the words of the CPU's op."""
     good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
     getattr(module, op)(*good)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -225,7 +225,7 @@ class _Allocations(TorchDispatchMode):
 
 
 def test_outputs_are_poisoned_before_they_are_written() -> None:
-    """What conftest.py says about uninitialised memory holds for the buffers of a compiled op."""
+    """conftest.py poisons the buffers of a compiled op, too."""
     case = make_case([(5, 4)], [0], [2, 1])
     cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
     with _Allocations() as seen:

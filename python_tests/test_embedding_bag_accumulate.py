@@ -177,7 +177,7 @@ def test_both_lookups_of_one_backward() -> None:
 
 
 def test_nothing_to_apply() -> None:
-    """Without a backward no step is counted; with backwards of empty batches one is, as for one empty batch."""
+    """No step is counted without a backward; backwards of empty batches count one, like a single empty batch."""
     found, before, empty = make(), state(make()), rows(0, 0)
     with found.accumulate():
         found(jagged(rows(3, 0)))

@@ -1,4 +1,4 @@
-"""What embedding_bag says to wrong arguments: name, value, place and allowed range; and nothing changes."""
+"""Wrong arguments of embedding_bag: errors give name, value, place and allowed range; nothing changes."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_id_out_of_range(position: int, value: int, place: str) -> None:
 
 
 def test_first_bad_id_is_named() -> None:
-    """Of several, and however the work is split, the one with the smallest position."""
+    """The error names the bad id with the smallest position, however the work is split."""
     count = 40_000
     values = torch.zeros(count, dtype=torch.int64)
     values[[31_234, 7_777, 39_999]] = torch.tensor([-5, 9, 77])
@@ -172,7 +172,7 @@ def test_offsets_lead_out_of_a_feature(changes: dict[int, int], place: str) -> N
 
 
 def test_first_bad_offset_is_named() -> None:
-    """Of several, and however the work is split, the first."""
+    """The error names the first bad offset, however the work is split."""
     values, offsets = torch.zeros(40_000, dtype=torch.int64), torch.arange(0, 40_001, 4)
     offsets[[9_000, 4_321, 10_000]] = torch.tensor([5, 3, -1])
     for threads in (1, 3):
@@ -441,7 +441,7 @@ def test_table_without_columns() -> None:
 
 
 def test_sparse_gradient_of_flat_weights() -> None:
-    """There is no such thing; embedding_bag_tables has one per table."""
+    """Flat weights have no sparse gradient; embedding_bag_tables has one per table."""
     given = arguments()
     weights = given["weights"].clone().requires_grad_()
     output, _ = call("embedding_bag", given | {"weights": weights, "sparse": True})

@@ -89,7 +89,7 @@ def step(collection: rk.EmbeddingBagCollection, jagged: rk.KeyedJaggedTensor | N
 
 
 def message(call: Callable[[], object], error: type[Exception] = IndexError) -> str:
-    """What the call raises, which must be ``error``."""
+    """Message of the call's exception, which must be ``error``."""
     with pytest.raises(error) as raised:
         call()
     assert raised.type is error
@@ -112,11 +112,11 @@ class Event:
         self.made.append(self)
 
     def query(self) -> bool:
-        """Whether it is done."""
+        """True once the event is done."""
         return self.done
 
     def synchronize(self) -> None:
-        """As if the GPU had finished."""
+        """Marks the GPU's work as finished."""
         self.done = True
 
 
@@ -142,7 +142,7 @@ def test_nothing_to_report_on_the_cpu() -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize(("position", "value"), BAD_IDS)
 def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int) -> None:
-    """With the CPU's words; what is fused is not updated, and trains on as if the batch had never been."""
+    """The next lookup raises in the CPU's words; fused tables skip the bad batch and train on without it."""
     bad = batch((position, value))
     expected = make(optimizer)
     text = message(lambda: expected(bad))
@@ -162,7 +162,7 @@ def test_bad_id_is_told_by_the_next_lookup(optimizer, position: int, value: int)
 @pytest.mark.parametrize("bounds_check", ["error", "ignore", "none"])
 @pytest.mark.parametrize("offsets", BAD_OFFSETS)
 def test_bad_offsets_are_told_in_every_mode(offsets: list[int], bounds_check: str) -> None:
-    """With the CPU's words."""
+    """Every mode reports bad offsets in the CPU's words."""
     bad, expected = batch(offsets=offsets), make(bounds_check=bounds_check)
     text = message(lambda: expected(bad), ValueError)
     step(expected)
@@ -189,7 +189,7 @@ def test_the_lookup_that_tells_changes_nothing(late, expands: bool) -> None:
 
 
 def test_ignored_ids_are_no_error(late) -> None:
-    """Nor do they stop the update."""
+    """Ignored ids raise nothing and do not stop the update."""
     found = make(bounds_check="ignore")
     for ids in (torch.int32, torch.int64):
         step(found, batch((0, 99), (4, -7), ids=ids))
@@ -257,7 +257,7 @@ def test_features_in_another_order(late) -> None:
 
 
 def test_state_dict_tells(late) -> None:
-    """That of a parent, too; once, and then the state is that of before the batch."""
+    """state_dict, also a parent's, raises once; afterwards the state is that before the bad batch."""
     found, expected = make(), make()
     parent = torch.nn.Sequential(found)
     step(found, batch((0, 5)))
@@ -292,7 +292,7 @@ def test_accumulate(late, optimizer) -> None:
 
 @pytest.mark.parametrize("other", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
 def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
-    """What the original has found, the original tells."""
+    """Only the original reports what it has found; copies report nothing."""
     found = make()
     found(batch((0, 5)))
     found._bad_position.fill_(3)
@@ -330,7 +330,7 @@ def batch_on(device: str) -> rk.KeyedJaggedTensor:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_compiled(late, optimizer) -> None:
-    """In one graph, compiled once whatever is found; check() and state_dict() tell, and not which lookup it was."""
+    """One graph, compiled once, serves good and bad ids; check() and state_dict() raise without naming the lookup."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     found, expected = make(optimizer), make(optimizer)
@@ -385,7 +385,7 @@ def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool
 
 
 def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CUDA graph finds when it is replayed is kept on the GPU, the smallest position."""
+    """A replayed CUDA graph keeps the smallest bad position on the GPU."""
     monkeypatch.setattr(bounds, "cannot_read", lambda status: True)
     for bounds_check in ("error", "ignore"):
         found = make(bounds_check=bounds_check)
@@ -413,7 +413,7 @@ def test_layout_that_was_overwritten(late) -> None:
 
 
 def test_who_reports_late() -> None:
-    """Not the CPU, and not a tracer's stand-ins, which hold no status."""
+    """The CPU never reports late, nor do a tracer's tensors, which hold no status."""
     assert not bounds.reports_late(torch.zeros(2))
     with FakeTensorMode() as mode:
         fake = torch.empty(2, device="cuda")

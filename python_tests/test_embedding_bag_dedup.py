@@ -60,7 +60,7 @@ def collection(optimizer=None, tables: str = "widths", **options) -> rk.Embeddin
 
 
 def dedup(batch: rk.KeyedJaggedTensor, groups: str | list[list[str]] = "groups") -> rk.InverseKeyedJaggedTensor:
-    """Of named or given groups."""
+    """Deduplicates the given groups, by name or as they are."""
     named = GROUPS[groups] if isinstance(groups, str) else groups
     return rk.InverseKeyedJaggedTensor.from_kjt(batch, named)
 
@@ -78,7 +78,7 @@ def step(module, batch, grad: Tensor) -> Tensor:
 
 
 def assert_same_gradients(found: torch.nn.Module, expected: torch.nn.Module) -> None:
-    """To the bit."""
+    """Asserts equal bits of gradients."""
     for (name, a), b in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert (a.grad is None) == (b.grad is None), name
         assert a.grad is None or same_bits(a.grad, b.grad), name
@@ -95,7 +95,7 @@ def test_every_format(groups: str, dtype: torch.dtype, weighted: bool) -> None:
         named = {"a": names[:2], "b": names[2:4], "c": names[4:6], "d": names[6:]}
         by_name = [[name for key in group for name in named[key]] for group in GROUPS[groups]]
         for seed in range(3):
-            # At most one id where bags are averaged: 1 / n is exact then.
+            # Averaged bags have at most one id: 1 / n is exact then.
             batch = sessions(names, seed=seed, most=1, weighted=weighted, dtype=dtype)
             grad = whole_numbers(9, sum(few._output_dims), seed=seed)
             assert same_bits(step(few, dedup(batch, by_name), grad), step(whole, batch, grad))
@@ -106,7 +106,7 @@ def test_every_format(groups: str, dtype: torch.dtype, weighted: bool) -> None:
 @pytest.mark.parametrize("tables", TABLES)
 @pytest.mark.parametrize("options", [{}, *COMPRESSIONS.values()], ids=["plain", *COMPRESSIONS])
 def test_forward(groups: str, tables: str, options: dict) -> None:
-    """To the bit, of longer bags too, and in half precision; by feature, too, and for serving."""
+    """Lookups of distinct bags have equal bits: longer bags, half precision, by feature, and for serving."""
     for more in ({}, {"output_dtype": torch.bfloat16}):
         module = collection(rk.SGD(lr=0.5), tables, **options, **more)
         for seed, weighted in ((1, False), (2, True)):
@@ -246,7 +246,7 @@ def test_accumulate(groups: str, optimizer) -> None:
 
 
 def test_micro_batches_grouped_alike() -> None:
-    """As far as the collection's features go: other features, and the order of groups, may differ."""
+    """Micro-batches must agree in the collection's own features; others, and the order of groups, may differ."""
     table = [rk.EmbeddingBagConfig(12, 4, name=k, feature_names=[k]) for k in "ab"]
     few, whole = (rk.EmbeddingBagCollection(table, optimizer=rk.SGD(lr=0.5)) for _ in range(2))
     whole.load_state_dict(few.state_dict())
@@ -285,7 +285,7 @@ def test_freeze() -> None:
 @pytest.mark.parametrize("groups", [0, 1])
 @pytest.mark.parametrize("backing", ["device", "host", "disk"])
 def test_row_caches(backing: str, groups: int, tmp_path: Path) -> None:
-    """The same with prefetch() and without, and as without duplicates; "lru" counts nothing."""
+    """Row caches train as without duplicates, with prefetch() and without; "lru" counts nothing."""
 
     def made(name: str) -> rk.EmbeddingBagCollection:
         disk = {"path": tmp_path / name, "memory_budget": 400_000} if backing == "disk" else {}
@@ -350,7 +350,7 @@ def test_bad_ids() -> None:
 
 
 def test_late_reports() -> None:
-    """On a GPU, the words of a bad number of an earlier batch: of a lookup, or of rows that were handed out."""
+    """On a GPU, errors of an earlier batch have the CPU's words, for lookups and for rows handed out."""
     module = collection(rk.SGD(lr=0.5))
     shared = SharedBags(torch.tensor([[0, 1, 2], [1, 4, 0]]), [0, 1, -1, 1], [2, 3, 3, 3], list("abcd"))
     given = SelectedKeys(torch.zeros(0, dtype=torch.int64), torch.zeros(12, dtype=torch.int64), None, shared.sizes)

@@ -97,7 +97,7 @@ def test_launch_shape(most: int, floats: bool, largest: int, optimizer: str) -> 
 
 
 def test_launch_shape_of_long_sums() -> None:
-    """The same of sums of three levels."""
+    """The launch's shape does not change sums of three levels."""
     call = mixed_call(16, most=CHUNK * CHUNK + 70)
     assert hot(call) > CHUNK * 20
     expected = call.update("adam")
@@ -177,7 +177,7 @@ def digest(results: Results) -> str:
 
 
 def digests() -> list[str]:
-    """Of a large call on the CPU, and of a small one on the CPU and with the emulated kernels."""
+    """Digests of a large call on the CPU, and of a small one on the CPU and with the emulated kernels."""
     small = mixed_call()
     return [digest(r) for r in (threaded_call().everything(), small.everything(), small.everything(emulated()))]
 

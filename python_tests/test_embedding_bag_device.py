@@ -1,4 +1,4 @@
-"""What only the CUDA kernels do: bad input is found on the device, noted in ``status``, and nothing is updated."""
+"""The CUDA kernels alone: the device finds bad input and notes it in ``status``, and nothing is updated."""
 
 from __future__ import annotations
 

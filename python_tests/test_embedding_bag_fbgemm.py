@@ -49,7 +49,7 @@ class Batch:
 
 
 def batches(weighted: bool) -> list[Batch]:
-    """Of every step."""
+    """Batches of all steps."""
     g, found = torch.Generator().manual_seed(1), []
     for _ in range(STEPS):
         lengths = torch.randint(LONGEST + 1, (len(FEATURES) * BATCH,), generator=g)
@@ -150,7 +150,7 @@ class Exact:
         self.most = 0  # occurrences of a row in a step
 
     def of_features(self, batch: Batch) -> list[tuple[int, Tensor, Tensor, Tensor, slice]]:
-        """Of each feature: table, ids, samples of the ids, coefficients, columns."""
+        """Table, ids, samples of the ids, coefficients and columns of each feature."""
         found, column = [], 0
         for f, table in enumerate(FEATURES):
             first, last = batch.offsets[f * BATCH], batch.offsets[(f + 1) * BATCH]
@@ -190,7 +190,7 @@ class Exact:
             self.sizes[t] += step.abs()
 
     def direction(self, table: int, g: Tensor) -> Tensor:
-        """Of a row that no id names: zeros."""
+        """Direction of the update; zeros for a row that no id names."""
         if self.optimizer == "EXACT_SGD":
             return g
         squares = g.square()
@@ -202,7 +202,7 @@ class Exact:
 
     @property
     def roundings(self) -> tuple[int, int]:
-        """That a number of the tables, and one of the state, goes through at most."""
+        """Largest numbers of roundings of a table's number and of a state's."""
         # Factor by 1 / n, with the gradient, and one addition for each occurrence.
         gradient = self.most + 3
         if self.optimizer == "EXACT_SGD":
@@ -216,7 +216,7 @@ class Exact:
 
 @pytest.fixture(scope="module", autouse=True)
 def fbgemm() -> None:
-    """Without the package, or with one for another torch, the tests are skipped."""
+    """Imports FBGEMM; skips the tests without it, or where it is for another torch."""
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             importlib.import_module("fbgemm_gpu")
@@ -226,7 +226,7 @@ def fbgemm() -> None:
 
 @dataclass
 class Round:
-    """What both found in a step, the same in float64, and the magnitudes."""
+    """Results of a step: both packages', those in float64, and the magnitudes."""
 
     outputs: list[Tensor]
     factor_gradients: list[Tensor | None]
@@ -255,7 +255,7 @@ def train(optimizer: str, pooling: str, weighted: bool) -> tuple[Ours, Theirs, E
 
 
 def agree(found: list[Tensor], expected: Tensor, size: Tensor, roundings: int) -> None:
-    """Both with each other, and with float64."""
+    """Asserts that both packages agree with each other and with float64."""
     mine, other = found
     for a, b in ((mine, other), (mine, expected), (other, expected)):
         assert_same_sum(a, b, size, roundings)

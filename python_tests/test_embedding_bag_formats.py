@@ -75,7 +75,7 @@ def test_formats_mixed_in_one_call(shift: int, weighted: bool) -> None:
 
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_a_format_alone(format: str) -> None:
-    """Without format_of, which one format does not need; starts that are no multiple of anything."""
+    """A single format needs no format_of; starts need no alignment."""
     case = make_case(
         [(4, 24), (3, 7), (2, 50)], [0, 2, 1, 0], [2, 1, 0, 3, 1, 2, 2, 3], mean=[True, *[False] * 3], seed=3
     )
@@ -131,7 +131,7 @@ def test_hot_rows_of_shared_tables() -> None:
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_rows_not_looked_up_keep_their_bytes(rounding: str) -> None:
-    """Whatever they are: also what no encoder would write. The same of the bytes between tables."""
+    """Bytes of rows that are not looked up, and bytes between tables, stay, also those that no encoder writes."""
     tables = [(9, 13)] * len(BAG_FORMATS)
     encoded = every_format_once(make_case(tables, list(range(8)), [1, 2] * 8, seed=8))
     touched = set(encoded.case.row_gradients)
@@ -296,7 +296,7 @@ def test_autograd(optimizer: str) -> None:
 
 @pytest.mark.parametrize(("column", "value"), [("format", 15), ("format", -1), ("table_id", 65536), ("table_id", -1)])
 def test_bad_numbers_are_noted_on_a_device(column: str, value: int) -> None:
-    """Which nobody but the device sees: nothing is looked up, nothing is updated."""
+    """A device alone sees bad numbers: nothing is looked up, nothing is updated."""
     encoded = every_format_once(make_case([(4, 19)] * 8, list(range(8)), [2, 1] * 8, seed=11))
     bad = forged(encoded.layout | encoded.noise, column, 5, value)
     for backend in device_backends():

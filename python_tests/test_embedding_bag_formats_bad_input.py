@@ -1,4 +1,4 @@
-"""What the ops of embedding_bag say to wrong formats, noise and rows of bytes; and nothing changes."""
+"""Wrong formats, noise and rows of bytes for the ops of embedding_bag are refused; nothing changes."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_the_calls_to_be_spoilt_are_good() -> None:
 
 
 def strided(t: Tensor) -> Tensor:
-    """The same numbers, not contiguous."""
+    """A tensor with equal numbers that is not contiguous."""
     return torch.stack([t, t], 1)[:, 0]
 
 
@@ -118,7 +118,7 @@ def test_bad_argument(name: str, change, message: str) -> None:
 
 
 def test_other_device() -> None:
-    """Not answered with memory that nobody wrote."""
+    """Tensors on another device are refused; the op never returns memory that nobody wrote."""
     for op in takers("seed"):
         given = arguments()
         check_refused(op, given | {"seed": given["seed"].to("meta")}, "same device")
@@ -150,7 +150,7 @@ def test_formats_that_tables_cannot_have(format: str) -> None:
     ],
 )
 def test_bad_layout(changes: dict[str, list], message: str) -> None:
-    """What ``table_layout`` says; int8 rows of 5 x 16 take 120 bytes, mx6 rows 60."""
+    """``table_layout`` refuses bad layouts; int8 rows of 5 x 16 take 120 bytes, mx6 rows 60."""
     given = {"embedding_dims": [16, 32], "formats": FORMATS} | changes
     given["formats"] = [given["formats"][i] for i in given.pop("format_of", [0, 1])]
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -189,7 +189,7 @@ def test_bad_table(changes: dict[str, object], message: str) -> None:
 
 @pytest.mark.parametrize("op", TAKE_FLOATS)
 def test_ops_for_floats_refuse_formats(op: str) -> None:
-    """Also fp32 in bytes: what has a gradient are floats."""
+    """Ops with a gradient take floats only, and refuse fp32 in bytes, too."""
     for formats in (FORMATS, ["fp32"]):
         given = arguments() | {"formats": formats, "format_of": torch.zeros(3, dtype=torch.int64)}
         given |= {"weight_offsets": torch.tensor([0, 512, 0]), "weights": torch.zeros(176), "weights_shape": [176]}

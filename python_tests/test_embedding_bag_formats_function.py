@@ -44,7 +44,7 @@ def table(format: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_equals_the_lookup_of_decoded_rows(format: str, call: str) -> None:
-    """With and without gradients enabled, where the function takes different ways."""
+    """The function takes different paths with and without gradients; both equal the lookup of decoded rows."""
     rows, floats = table(format)
     for enabled in (True, False):
         with torch.set_grad_enabled(enabled):
@@ -73,7 +73,7 @@ def test_floats_may_say_what_they_are() -> None:
 
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_gradient_of_factors(format: str) -> None:
-    """That of per_sample_weights is the one that decoded rows give."""
+    """The gradient of per_sample_weights is the one of decoded rows."""
     rows, floats = table(format)
     grads = []
     for weight, said in ((rows, {"format": format, "embedding_dim": DIM}), (floats, {})):
@@ -86,7 +86,7 @@ def test_gradient_of_factors(format: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_gradient_of_halves_is_refused(dtype: torch.dtype) -> None:
-    """In words, where one would be recorded; without gradients a parameter is as good as any tensor."""
+    """A half-precision parameter is refused only where a gradient would be recorded; the error says so."""
     weight = torch.nn.Parameter(torch.randn(ROWS, DIM).to(dtype))
     with pytest.raises(NotImplementedError, match=f"gradients of a {dtype} weight: train it with a fused optimizer"):
         rk.embedding_bag(weight=weight, **CALLS["sum"])
@@ -148,7 +148,7 @@ def test_weights_that_cannot_be_looked_up(weight: Tensor, said: dict, message: s
 
 
 def test_bad_ids() -> None:
-    """As for floats."""
+    """Bad ids raise as for float tables."""
     rows, _ = table("mx6")
     with pytest.raises(IndexError, match=r"values\[1\] = 30 \(feature 0, bag 0\) .* \[0, 30\)"):
         rk.embedding_bag(torch.tensor([0, 30]), rows, torch.tensor([0]), format="mx6", embedding_dim=DIM)

@@ -202,7 +202,7 @@ def test_lookups_without_optimizer(formats: list[str]) -> None:
 
 
 def test_float_tables_alone_train_as_before() -> None:
-    """Without other formats there are floats, gradients, and neither rounding nor seed."""
+    """Collections of float tables alone have floats, gradients, and neither rounding nor seed."""
     collection = make(formats=["fp32"])
     assert collection._weights.dtype == torch.float32
     assert all(p.requires_grad for p in collection.parameters())
@@ -260,7 +260,7 @@ def test_compiled_training(backend: str) -> None:
 
 
 def test_compiled_noise_advances() -> None:
-    """The same update again, from the same rows, is rounded otherwise; with the same step it is not."""
+    """A repeated update of equal rows is rounded otherwise at the next step, and alike at the same step."""
     collection = make(rk.SGD(lr=0.01), formats=["bf16"])
     start, kjt = copy.deepcopy(collection.state_dict()), batch(collection)
     torch._dynamo.reset()

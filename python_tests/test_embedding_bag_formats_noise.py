@@ -27,7 +27,7 @@ def assert_mean(numbers: Tensor, expected: Tensor, slack: Tensor) -> None:
     """The mean over the draws [N, D] is within six standard errors of ``expected`` [D], and ``slack``."""
     numbers = numbers.double()
     error = (numbers.mean(0) - expected.double()).abs()
-    # Of two codes, one a small error away and the other a step, the second may be too rare to be among the draws.
+    # A code a whole step away may be too rare among the draws where another is a small error away.
     step = (numbers.amax(0) - numbers.amin(0)).max()
     variance = torch.maximum(numbers.var(0), error * step)
     allowed = 6 * (variance / len(numbers)).sqrt() + slack
@@ -146,7 +146,7 @@ def test_noise_differs_between_rows_and_columns() -> None:
 
 
 def test_noise_does_not_depend_on_the_order_of_the_batch() -> None:
-    """The same bags in another order: the same bytes."""
+    """Bags in another order give equal bytes."""
     encoded = case_of_all_formats()
     case, order = encoded.case, torch.randperm(20)
     for backend in every_backend():

@@ -100,7 +100,7 @@ def _one(format: str, dim: int = 16, optimizer=OPTIMIZERS[1]) -> rk.EmbeddingBag
 @pytest.mark.parametrize("given", BAG_FORMATS)
 @pytest.mark.parametrize("own", BAG_FORMATS)
 def test_other_formats_are_refused_or_converted(own: str, given: str) -> None:
-    """Also those whose rows are of the same width: int4 and mx6 have 12 bytes for 16 columns."""
+    """Formats of equal row width are told apart, too: int4 and mx6 have 12 bytes for 16 columns."""
     collection, other = _one(own), _one(given)
     train(other)
     before, state = copy.deepcopy(collection), other.state_dict()
@@ -120,7 +120,7 @@ def test_other_formats_are_refused_or_converted(own: str, given: str) -> None:
         assert collection.step.item() == 3
         assert is_tied(collection)
         assert collection.state_dict().keys() == before.state_dict().keys()
-        # What the caller gave is the caller's.
+        # Loading does not change the caller's state.
         assert all(same_bits(state[k], v) for k, v in kept.items())
         train(collection, 1)
 
@@ -263,7 +263,7 @@ def test_torch_save_of_the_module(optimizer) -> None:
 
 @pytest.mark.parametrize("keep_vars", [False, True])
 def test_torch_save_of_the_state(keep_vars) -> None:
-    """Also of parameters: each table's rows are a storage of their own there, in the same memory."""
+    """State and parameters are saved with each table's rows as a storage of their own, in shared memory."""
     collection = make(rk.RowwiseAdagrad(lr=0.5))
     state = collection.state_dict(keep_vars=keep_vars)
     for name, weight in collection.named_parameters():
@@ -280,7 +280,7 @@ def test_torch_save_of_the_state(keep_vars) -> None:
 @pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=4), rk.RowCache(0.5, policy="lfu", ways=4)], ids=str)
 @pytest.mark.parametrize("held", [False, True], ids=["alone", "held"])
 def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
-    """What no state brings stays: lookups, frozen features and learning rate are those of before."""
+    """to_empty keeps what no state holds: lookups, frozen features and learning rate."""
     collection, expected = (make(rk.Adam(lr=0.25), seed=7, cache=cache) for _ in range(2))
     for one in (collection, expected):
         train(one)

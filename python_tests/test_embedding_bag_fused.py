@@ -162,7 +162,7 @@ def test_autograd(optimizer: str) -> None:
     expected = case.update(optimizer)
     assert all(map(same_bits, (weights, state, step), expected))
     assert token.grad.shape == (0,)
-    # Of the rows that were looked up, not of the updated ones.
+    # The gradient is of the rows that were looked up, not of the updated ones.
     assert same_bits(factors.grad, case.expected_factor_gradient())
 
 
@@ -190,7 +190,7 @@ def test_autograd_of_a_scaled_loss(optimizer: str, shape: tuple[int, ...]) -> No
 
 
 def test_the_forward_checks_grad_scale() -> None:
-    """And uses it for nothing else."""
+    """The forward checks grad_scale and uses it for nothing else."""
     case = _case()
     state = (case.weights, case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0))
     for backend in every_backend():
@@ -237,7 +237,7 @@ def test_two_uses_in_one_graph() -> None:
 
 
 def test_gradients_of_weights_are_of_the_rows_that_were_looked_up() -> None:
-    """Of two lookups in one graph, the second's rows have been updated by the first's backward: it says so."""
+    """The second of two lookups in a graph raises once the first's backward has updated its rows."""
     weights, step, lr = torch.randn(5, 4), torch.zeros((), dtype=torch.int64), torch.tensor(0.5)
     token, ids, offsets = torch.zeros(0, requires_grad=True), torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
     factors = [torch.ones(3, requires_grad=True) for _ in range(2)]

@@ -21,7 +21,7 @@ CPU = Backend("cpu", OPS)
 
 @functools.cache
 def calls() -> list[BadCall]:
-    """What all of the tests look at."""
+    """Calls that all of these tests use."""
     return [bad_call(seed) for seed in range(360)]
 
 
@@ -56,7 +56,7 @@ def test_devices() -> None:
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_calls_without_ids(lengths: list[list[int]], offsets: list[tuple[int, int]], optimizer: str) -> None:
-    """Or without bags: offsets are checked all the same, and a device does not count the step."""
+    """Offsets are checked without ids and without bags, and a device then does not count the step."""
     call = BadCall(Sample([(3, 4, "fp32")], [(0, "sum")], lengths, optimizer=optimizer), offsets)
     assert call.complaint.error is ValueError
     check(call, CPU)
@@ -66,7 +66,7 @@ def test_calls_without_ids(lengths: list[list[int]], offsets: list[tuple[int, in
 
 @pytest.mark.parametrize("bounds_check", ["error", "ignore"])
 def test_large_calls(bounds_check: str) -> None:
-    """The same message however the work is split among threads."""
+    """The message does not depend on how the work is split among threads."""
     tables, features = [(500, 8, "fp32"), (300, 20, "int8")], [(0, "sum"), (1, "mean"), (0, "sum"), (1, "sum")]
     r, batch = random.Random(5), 3000
     lengths = [[r.choice([0, 1, 3, 6]) for _ in range(batch)] for _ in features]

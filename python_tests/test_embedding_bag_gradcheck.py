@@ -27,7 +27,7 @@ def definition(case: Case, tables: list[Tensor], factors: Tensor | None) -> Tens
 
 
 def _rows(feature: int | Parts, tables: list[Tensor], ids: Tensor) -> Tensor:
-    """Of ids, docs/numerics.md, "Ids to rows"."""
+    """Rows of ids, as in docs/numerics.md, "Ids to rows"."""
     if not isinstance(feature, Parts):
         return tables[feature][ids]
     first, *others = (
@@ -43,7 +43,7 @@ def _rows(feature: int | Parts, tables: list[Tensor], ids: Tensor) -> Tensor:
 
 PARTS = {
     "plain": [0, 1, 0],
-    # Of two and of three factors, some of both features.
+    # Products of two and of three factors, some of both features.
     "mult": [Parts([0, 2], [(1, 5), (5, 4)], 20, "mult"), Parts([2, 0, 3], [(5, 4), (1, 5), (1, 3)], 20, "mult")],
     "mixed": [Parts([0, 1], [(1, 5), (5, 4)], 20, "concat"), 1, Parts([2, 0], [(1, 4), (4, 5)], 20, "add")],
 }
@@ -75,7 +75,7 @@ def test_ops_have_these_gradients(weighted: bool, parts: str) -> None:
     factors = case.per_sample_weights.double().requires_grad_(True) if weighted else None
     inputs = [*tables, *([factors] if weighted else [])]
     exact = torch.autograd.grad(definition(case, tables, factors), inputs, case.grad.double(), materialize_grads=True)
-    # The same sums of magnitudes: what their rounding is relative to.
+    # Sums of magnitudes, to which their rounding is relative.
     absolute = [t.detach().abs().requires_grad_(True) for t in inputs]
     most = definition(case, absolute[: len(tables)], absolute[-1] if weighted else None)
     magnitude = torch.autograd.grad(most, absolute, case.grad.double().abs(), materialize_grads=True)

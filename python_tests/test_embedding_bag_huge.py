@@ -59,13 +59,13 @@ class Far(EncodedCase):
         super().__init__(case, [format, "int8"])
         self.far, self.num_embeddings, self.optimizer = far, num_embeddings, optimizer
         self.moments = MomentCase(self, optimizer) if optimizer in ELEMENTWISE else None
-        # In memory, unlike in the case, the small table and its state come last.
+        # The small table and its state come last in memory, unlike in the case.
         self.second_table = -(-num_embeddings * reference.row_bytes(format, columns) // 16) * 16
         self.memory = mapped(self.second_table + 5 * reference.row_bytes("int8", 7), torch.uint8)
         self.states = {name: mapped(self._size(name), torch.float32) for name in self._state() if name != "beta_powers"}
 
     def _state(self) -> dict[str, Tensor]:
-        """Of the case."""
+        """State of the case."""
         if self.moments:
             return self.moments.state
         return {} if self.optimizer == "sgd" else {"sum": self.case.sum}
@@ -92,7 +92,7 @@ class Far(EncodedCase):
         return [v[:, 0] if sizes == [1, 1] else v for v in views]
 
     def split_state(self, state: Tensor) -> list[Tensor]:
-        """The same of the case's own."""
+        """Splits the case's own state."""
         split = self.moments.split if self.moments else MomentCase(self, "lamb").split
         return split(state)
 
@@ -163,7 +163,7 @@ class Far(EncodedCase):
         huge, small = self.tables_of(memory)
         assert same_bits(huge[self.far], expected[0]), where
         assert same_bits(small, expected[1]), where
-        # Beside every row; and where a row's address would be if it had lost its upper bits.
+        # Guards lie beside every row, and where a row's address would be without its upper bits.
         assert not huge[self.beside()].any(), where
         size = huge[0].numel()
         for row in self.far:
@@ -205,7 +205,7 @@ def test_lookups(format: str, mapped: Mapped) -> None:
 @pytest.mark.parametrize("optimizer", ALL_OPTIMIZERS)
 @pytest.mark.parametrize("format", BAG_FORMATS)
 def test_fused_updates(format: str, optimizer: str, mapped: Mapped) -> None:
-    """Both roundings: rows, and state that has more than 2^31 elements, too."""
+    """Rows, and state of more than 2^31 elements, are updated with both roundings."""
     case = far_case(format, 33, optimizer, mapped)
     for rounding in ROUNDINGS:
         for backend in host_backends():

@@ -29,7 +29,7 @@ def _large(ids: str, *, mean: bool, weighted: bool, session: int = 1) -> Case:
 
 
 def _everything(case: Case, ops=ops) -> list[torch.Tensor]:
-    """What every op of the family makes of a case."""
+    """Results of every op of the family for a case."""
     shape, (values, offsets, _) = list(case.weights.shape), case.jagged
     return [
         *ops.embedding_bag(case.weights, *case.jagged, **case.layout),

@@ -151,7 +151,7 @@ CASTS = {
 
 @pytest.mark.parametrize("name", CASTS)
 def test_casts_keep_every_bit(name: str) -> None:
-    """Of tables, state, learning rate and step, none of which float16 could hold; training goes on."""
+    """Casts leave tables, state, learning rate and step alone, which float16 could not hold; training goes on."""
     model, expected = Model(ADAGRAD), Model(ADAGRAD)
     for either in (model, expected):
         train(either)
@@ -196,7 +196,7 @@ def test_partial_states() -> None:
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize("name", ["step", "embedding_bags.a.sum", "embedding_bags.b.weight", "embedding_bags.b.sum"])
 def test_wrong_shapes_change_nothing(name: str, assign: bool) -> None:
-    """Not even the tables that would have fitted, and also within a larger model."""
+    """A state of the wrong shape changes no table, not even fitting ones, also within a larger model."""
     model, state = Model(ADAGRAD), {k: v + 1 for k, v in Model(ADAGRAD, seed=2).tables.state_dict().items()}
     before = snapshot(model.tables)
     for wrong in (torch.zeros(3, 3), 5):
@@ -312,7 +312,7 @@ def process_group(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_ddp_refuses_fused_tables(compiled: bool) -> None:
-    """With the reason, before anything changes; evaluation is allowed, and so is the model outside."""
+    """The error gives the reason before anything changes; evaluation is allowed, and so is the model outside of DDP."""
     torch._dynamo.reset()
     model = Model(ADAGRAD)
     before, parallel = snapshot(model), DistributedDataParallel(model)
@@ -381,7 +381,7 @@ os._exit(0)  # a thread of gloo that is still there when Python takes leave woul
 
 @pytest.fixture(scope="module")
 def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, torch.Tensor]]]:
-    """What WORKER keeps, by rank."""
+    """Results of WORKER, by rank."""
     folder, here = tmp_path_factory.mktemp("ranks"), str(Path(__file__).parent)
     command = [sys.executable, "-c", WORKER]
     started = [subprocess.Popen([*command, str(rank), str(folder), here], stderr=subprocess.PIPE) for rank in range(2)]
@@ -391,7 +391,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[st
 
 
 def test_seeds_decide_the_weights(two_processes) -> None:
-    """The same seed gives the same bits in any process, another seed other ones for every table."""
+    """Equal seeds give equal bits in any process; another seed changes every table."""
     starts = [start for start, _ in two_processes]
     for rank, start in enumerate(starts):
         assert not differences(start, Model(seed=rank).state_dict())
@@ -399,7 +399,7 @@ def test_seeds_decide_the_weights(two_processes) -> None:
 
 
 def test_ddp_trains_tables_with_torch_gradients(two_processes) -> None:
-    """Both ranks end with the same bits, those of the averaged gradients of both halves from rank 0's weights."""
+    """Both ranks end with equal bits: those of both halves' averaged gradients, from rank 0's weights."""
     (_, first), (_, second) = two_processes
     assert not differences(first, second)
     model = Model(seed=0)

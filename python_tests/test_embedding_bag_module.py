@@ -93,7 +93,7 @@ def test_sgd_equals_torch_sgd() -> None:
 
 
 def test_names() -> None:
-    """What named_parameters, state_dict and memory_report call things."""
+    """named_parameters, state_dict and memory_report use the tables' names."""
     collection = make(rk.RowwiseAdagrad())
     assert [n for n, _ in collection.named_parameters()] == ["embedding_bags.type.weight", "embedding_bags.keys.weight"]
     assert set(collection.state_dict()) == {
@@ -217,7 +217,7 @@ def test_duck_typed_input() -> None:
 
 
 def test_feature_of_two_tables() -> None:
-    """Its outputs are told apart as TorchRec does."""
+    """A feature of two tables has two outputs, named as TorchRec names them."""
     tables = [rk.EmbeddingBagConfig(9, d, name=f"t{d}", feature_names=["f"]) for d in (3, 5)]
     out = rk.EmbeddingBagCollection(tables)(
         rk.KeyedJaggedTensor(["f"], torch.tensor([1, 2]), lengths=torch.tensor([2, 0]))

@@ -55,7 +55,7 @@ def test_any_case_in_bfloat16(encoded: EncodedCase, optimizer: str) -> None:
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 @pytest.mark.parametrize("dim", [1, 4, 33, 129, 300, 1030])
 def test_widths_in_bfloat16(dim: int, optimizer: str) -> None:
-    """As test_widths."""
+    """Every width trains with bfloat16 state."""
     formats = ["fp32", "int8"]
     case = make_case([(2, dim)] * len(formats), [*range(len(formats))], [2] * len(formats), seed=dim)
     check(EncodedCase(case, formats), optimizer, half=True)
@@ -80,7 +80,7 @@ def test_hot_rows(occurrences: int, optimizer: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ELEMENTWISE)
 def test_one_table(optimizer: str) -> None:
-    """Without a layout: weights [E, D], state from its first element on."""
+    """The ops work without a layout: weights [E, D], state from its first element on."""
     g = torch.Generator().manual_seed(1)
     weight, ids = torch.randn(6, 20, generator=g), torch.tensor([1, 4, 1])
     offsets, grad = torch.tensor([0, 2, 3]), torch.randn(2, 20, generator=g)

@@ -30,7 +30,7 @@ def tables(collection: rk.EmbeddingBagCollection) -> dict[str, Tensor]:
     ids=["Adagrad", "Adam"],
 )
 def test_as_torch_has_it(fused, plain) -> None:
-    """The same steps as torch's optimizer of sparse gradients, whose eps is placed a little differently."""
+    """Steps agree with torch's optimizer of sparse gradients, whose eps is placed a little differently."""
     mine, dense = make(fused), make()
     theirs = {n: w.clone().requires_grad_() for n, w in tables(dense).items()}
     optimizer = plain(theirs.values())
@@ -53,7 +53,7 @@ def test_as_torch_has_it(fused, plain) -> None:
 
 @pytest.mark.parametrize("eps", [1e-8, 0.1])
 def test_all_rows_as_torch_adam(eps: float) -> None:
-    """Where every batch names every row, lazy Adam is torch.optim.Adam, also in where its eps is."""
+    """Lazy Adam equals torch.optim.Adam, also in the place of eps, where every batch names every row."""
     table = rk.EmbeddingBagConfig(6, 5, name="t", feature_names=["f"])
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection([table], optimizer=rk.Adam(lr=0.02, eps=eps))
@@ -197,7 +197,7 @@ def test_state_in_bfloat16(kind) -> None:
 
 
 def test_state_dtype_is_checked() -> None:
-    """At construction, and by the op."""
+    """The state's dtype is checked at construction and by the op."""
     with pytest.raises(ValueError, match=r"state_dtype must be torch\.float32 or torch\.bfloat16, got torch\.float16"):
         rk.Adam(state_dtype=torch.float16)
     weight, ids, offsets = torch.zeros(2, 4), torch.tensor([1]), torch.tensor([0, 1])

@@ -209,7 +209,7 @@ def test_output_dtype(optimizer, dtype: torch.dtype) -> None:
 
 
 def test_output_dtype_is_checked() -> None:
-    """At construction."""
+    """The output's dtype is checked at construction."""
     with pytest.raises(ValueError, match=r"output_dtype must be torch\.float32, float16 or bfloat16"):
         make(output_dtype=torch.float64)
 
@@ -278,7 +278,7 @@ def test_bad_optimizer_numbers(bad: dict) -> None:
 
 
 def test_optimizers_in_words() -> None:
-    """What is not the default is shown."""
+    """The repr shows options that are not the default."""
     assert repr(rk.SGD(lr=0.5)) == "SGD(lr=0.5)"
     shown = repr(rk.Adam(weight_decay=0.1, clip_grad_norm=2.0))
     assert shown == "Adam(lr=0.001, weight_decay=0.1, clip_grad_norm=2.0)"

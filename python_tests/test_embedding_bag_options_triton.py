@@ -1,4 +1,4 @@
-"""What the Triton kernels of embedding_bag take beside tables and bags, and what they refuse or note.
+"""Options that the Triton kernels of embedding_bag take beside tables and bags, refuse, or note.
 
 Run as test_embedding_bag_triton.py is.
 """
@@ -136,7 +136,7 @@ _ONE_OF_TWO_PARTS = {"partition_starts": [0, 2], "id_limits": [3], "combine": [0
     ],
 )
 def test_refused(change: dict, message: str) -> None:
-    """What needs the compiled library is named."""
+    """Options that need the compiled library are refused by name."""
     case, layout = _two_features()
     bags = {"values": case.values, "offsets": case.offsets} | layout | change
     with pytest.raises(ValueError, match=f"{message}.*compiled CUDA library"):
@@ -167,7 +167,7 @@ def test_refused(change: dict, message: str) -> None:
     ],
 )
 def test_nothing_is_ignored(change: dict, message: str) -> None:
-    """What these kernels do not use is refused unless it is its default, in the words of the compiled ops."""
+    """Unused options are refused unless they have their default, in the words of the compiled ops."""
     given = {"weights": torch.ones(12), "step": torch.tensor(0), "lr": torch.tensor(0.1), "sum": torch.zeros(3)}
     given |= {"values": torch.tensor([1]), "offsets": torch.tensor([0, 1])} | rk.table_layout([3], [4])._asdict()
     forward = given | {"token": torch.ones(0)} | change
@@ -242,7 +242,7 @@ def test_bad_offsets(offsets: list[int], first: int, mode: str) -> None:
 
 
 def _assert_nothing_changes(given: dict) -> None:
-    """Neither by an update, nor does a gradient say that it should."""
+    """Asserts that no update changes anything and that the gradient is 0."""
     before = {n: given[n].clone() for n in ("weights", "sum", "step")}
     _call("embedding_bag_backward_fused_", given)
     assert all(same_bits(given[n], t) for n, t in before.items())
@@ -304,7 +304,7 @@ def test_bad_layout(part: int | None, column: str, number: int) -> None:
     ],
 )
 def test_not_a_layout(name: str, change: Callable, message: str) -> None:
-    """What the host sees of a layout, in the words of the compiled ops, from every function."""
+    """Every function checks a layout's host part in the words of the compiled ops."""
     for op in FAMILY:
         given = _with_layout(arguments())
         given[name] = change(given[name])
@@ -331,7 +331,7 @@ def test_id_limits() -> None:
         PASSED["triton"] += 1
 
 
-# Of the arguments of an op: a layout is refused where it is made, and its records on the device.
+# Records go to an op directly: layouts are checked where they are made, and records on the device.
 _REFUSED = [
     (name, change, message)
     for name, change, message in BAD_ARGUMENTS

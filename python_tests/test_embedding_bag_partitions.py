@@ -62,7 +62,7 @@ def partitioned(draw, formats: list[str] | None = None) -> tuple[Case, list[str]
 
 
 def told(case: Case) -> dict[str, object]:
-    """What the host may say of the parts of all features, so that a GPU need not be asked."""
+    """Facts about the parts of all features that the host may give, so that no GPU is asked."""
     parts = [f for f in case.features if isinstance(f, Parts)]
     multiplies = any(f.combine == "mult" and len(f.tables) > 1 for f in parts)
     return {"max_parts": max(len(f.tables) for f in parts), "multiplies": multiplies}
@@ -83,7 +83,7 @@ def test_float_tables(of: tuple[Case, list[str]]) -> None:
 @settings(max_examples=40)
 @given(partitioned(list(BAG_FORMATS)), st.sampled_from([*OPTIMIZERS, *ELEMENTWISE]), st.sampled_from(ROUNDINGS))
 def test_formats(of: tuple[Case, list[str]], optimizer: str, rounding: str) -> None:
-    """The same over tables of every format, with every optimizer."""
+    """Tables of every format work with every optimizer."""
     encoded = EncodedCase(*of)
     check_lookups(encoded, every_backend)
     check_update(encoded, optimizer, rounding, every_backend)
@@ -122,7 +122,7 @@ def test_hot_remainder(occurrences: int, optimizer: str) -> None:
 
 
 def test_gradients_are_of_rows_before_the_update() -> None:
-    """With a learning rate that changes every row, and a table that is a factor of two features."""
+    """The learning rate changes every row, and one table is a factor of two features."""
     tables = [(5, 8), (3, 8), (4, 8)]
     features = [Parts([0, 1], [(3, 5), (1, 3)], 15, "mult"), Parts([0, 2], [(4, 5), (1, 4)], 20, "mult")]
     case = make_case(tables, features, [9, 7, 8, 5], seed=3)
@@ -198,7 +198,7 @@ BAD_LAYOUTS = {
 
 @pytest.mark.parametrize("name", BAD_LAYOUTS)
 def test_bad_layout(name: str) -> None:
-    """What does not fit is named, with what is allowed."""
+    """A bad layout raises with the argument and what is allowed."""
     tables, feature = _quotient_remainder(50, 7, 5)
     case = make_case(tables, [feature], [1, 2], seed=1)
     value, message = BAD_LAYOUTS[name]

@@ -18,7 +18,7 @@ KINDS = ["concat", "add", "mult"]
 
 
 def _parts(combine: str, first: int = 0) -> Parts:
-    """Of two tables of 5 and 3 rows, the ``first`` and the one behind it."""
+    """Partitions of tables of 5 and 3 rows: the ``first`` and the one behind it."""
     return Parts([first, first + 1], [(1, 5), (5, 3)], 15, combine)
 
 

@@ -99,7 +99,7 @@ def shared_cases(draw) -> Shared:
 
 
 def gradient(shared: Shared) -> Tensor:
-    """Of the output."""
+    """Gradient of the output."""
     return wide_floats(shared.batch, shared.encoded.layout["output_dim"], seed=shared.case.seed + 7)
 
 
@@ -261,7 +261,7 @@ def test_bad_input(name: str) -> None:
     ],
 )
 def test_bad_arguments(change: dict, words: str) -> None:
-    """Of every backend, before anything is read."""
+    """Every backend refuses bad arguments before it reads anything."""
     case, layout = _two_groups()
     for backend in every_backend():
         with pytest.raises(ValueError, match=words):
@@ -270,7 +270,7 @@ def test_bad_arguments(change: dict, words: str) -> None:
 
 @pytest.mark.parametrize("last", [2, 1])
 def test_groups_of_many_features(last: int) -> None:
-    """Of 70 features in a group, all have two bags, or the last has one: a device notes it."""
+    """A device notes it if, of 70 features in a group, only the last has one bag in place of two."""
     lengths = [1] * (2 * 69 + last)
     case = make_case([(2, 4)] * 70, list(range(70)), [1] * 140, seed=70)
     case.offsets = torch.tensor([0, *lengths]).cumsum(0)

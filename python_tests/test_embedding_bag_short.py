@@ -75,12 +75,12 @@ def test_rows_of_their_own(dtype: torch.dtype, mean: bool) -> None:
     [(1, 3, 2), (1, -1, 1), (4, -2, 4), (7, 2**40, 7), (26, 0, 26), (27, 28, 27), (0, -1, 0)],
 )
 def test_bad_offsets(place: int, offset: int, noted: int) -> None:
-    """As of any bags: the first one that is wrong is noted, before bad ids, and the others' sums are what they were."""
+    """The first bad offset is noted before bad ids; the other bags' sums are right."""
     case = short_bags(16, "fp32").case
     fine, smallest = case.expected_output(), torch.iinfo(torch.int64).min
     case.offsets[place] = offset
     case.values[8] = 99
-    # Of bag number b of a feature; those beside the bad offset are not looked at.
+    # Compares bag number b of a feature; bags beside the bad offset are not compared.
     others = [b for b in range(27) if b not in (place - 1, place, 8)]
     for backend in device_backends():
         output, status = backend.ops.embedding_bag(case.weights, *case.jagged, **case.layout)

@@ -38,13 +38,13 @@ def step(collection: rk.EmbeddingBagCollection) -> None:
 
 
 def set_directly(collection: rk.EmbeddingBagCollection) -> None:
-    """What many training loops do."""
+    """Sets the learning rate as many training loops do."""
     for group in collection.fused_optimizer.param_groups:
         group["lr"] = 0.125
 
 
 def load(collection: rk.EmbeddingBagCollection) -> None:
-    """From a checkpoint of another fused optimizer."""
+    """Sets the learning rate by loading another fused optimizer's checkpoint."""
     other = make(rk.SGD(lr=0.125))
     collection.fused_optimizer.load_state_dict(copy.deepcopy(other.fused_optimizer.state_dict()))
 
@@ -59,7 +59,7 @@ def schedule(collection: rk.EmbeddingBagCollection) -> None:
 
 
 def scale(collection: rk.EmbeddingBagCollection) -> None:
-    """In place."""
+    """Scales the learning rate in place."""
     for group in collection.fused_optimizer.param_groups:
         group["lr"] *= 0.25
 
@@ -81,7 +81,7 @@ def test_learning_rate(optimizer, change) -> None:
 
 @pytest.mark.parametrize("other", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
 def test_copies_have_an_optimizer_of_their_own(other) -> None:
-    """Its parameters and learning rate are the copy's."""
+    """A copy has its own optimizer, with the copy's parameters and learning rate."""
     collection = make(rk.SGD(lr=0.5))
     copied = other(collection)
     copied.fused_optimizer.param_groups[0]["lr"] = 0.25
@@ -101,7 +101,7 @@ def _saved(what: object) -> int:
 
 @pytest.mark.parametrize("format", ["fp32", "int8"])
 def test_rows_are_written_once(format, monkeypatch) -> None:
-    """By pickle and torch.save, of the module, of its state and of one table of it; and deepcopy copies no view."""
+    """pickle and torch.save write rows once, for the module, its state and one table of it; deepcopy copies no view."""
     tables = [rk.EmbeddingBagConfig(500, 16, name=n, feature_names=[n], format=format) for n in "abcdefgh"]
     collection = rk.EmbeddingBagCollection(tables, optimizer=rk.Adam())
     rows = sum(table["weight_bytes"] + table["state_bytes"] for table in collection.memory_report())
@@ -163,7 +163,7 @@ def test_an_init_that_pickle_refuses(cache, another) -> None:
 @pytest.mark.parametrize("another", ANOTHER, ids=["deepcopy", "pickle", "save"])
 @pytest.mark.parametrize("first", ["collection", "optimizer"])
 def test_optimizers_of_torch_are_copied_with_their_tables(first, another) -> None:
-    """Of a pair of the two, in either order, the optimizer goes on with the copy's parameters."""
+    """A pair of tables and optimizer, in either order, is copied to one that trains the copy's parameters."""
     collection = make()
     optimizer = torch.optim.Adagrad(collection.parameters(), lr=0.5)
     step(collection)
@@ -210,7 +210,7 @@ def test_from_the_meta_device(optimizer) -> None:
 
 
 def test_gradients_move_with_their_tables() -> None:
-    """As torch's own modules' do."""
+    """Gradients move as those of torch's own modules do."""
     collection = make()
     step(collection)
     collection.to("meta")
@@ -218,7 +218,7 @@ def test_gradients_move_with_their_tables() -> None:
 
 
 def test_load_checks_names_and_shapes() -> None:
-    """What does not fit raises, as in any module."""
+    """Names and shapes that do not fit raise as in any module."""
     collection, state = make(rk.RowwiseAdagrad()), make(rk.RowwiseAdagrad()).state_dict()
     with pytest.raises(RuntimeError, match=r"embedding_bags\.b\.sum"):
         collection.load_state_dict({k: v for k, v in state.items() if k != "embedding_bags.b.sum"})

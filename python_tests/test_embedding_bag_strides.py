@@ -189,7 +189,7 @@ def test_messages_name_feature_and_bag() -> None:
     ],
 )
 def test_bad_layout(change: dict, message: str) -> None:
-    """What goes with bag_starts is checked."""
+    """Arguments beside bag_starts are checked."""
     case, layout = _two_features()
     with pytest.raises(ValueError, match=message):
         OPS.embedding_bag(case.weights, *case.jagged, **(layout | {"bag_starts": torch.tensor([0, 2, 4])} | change))
@@ -222,7 +222,7 @@ def test_half_precision_outputs(dim: int, dtype: torch.dtype) -> None:
 @settings(max_examples=25)
 @given(strided_cases(), st.sampled_from([torch.float16, torch.bfloat16]))
 def test_half_precision_with_strides(strided: Strided, dtype: torch.dtype) -> None:
-    """Both together, zeros behind a feature's columns."""
+    """Half precision works with batch sizes per feature, zeros behind a feature's columns."""
     given = {"per_sample_weights": strided.case.per_sample_weights} | strided.arguments
     for backend in every_backend():
         whole, _ = backend.ops.embedding_bag(strided.encoded.flat, **given)

@@ -99,7 +99,7 @@ def test_integer_widths(kind: str, dtype: torch.dtype) -> None:
 
 
 def test_weighted_mean() -> None:
-    """What torch refuses: the weighted sum, divided by the number of ids."""
+    """The weighted mean, which torch refuses, is the weighted sum divided by the number of ids."""
     arguments, weight = _input("include_last_offset"), torch.randn(ROWS, DIM)
     factors = torch.randn(len(arguments["input"]))
     found = _call(rk.embedding_bag, arguments | {"mode": "mean"}, weight, factors)
@@ -108,7 +108,7 @@ def test_weighted_mean() -> None:
 
 
 def test_signature_is_torchs() -> None:
-    """The same names in the same order with the same defaults; what is ours alone comes by name only."""
+    """Names, order and defaults are torch's; further arguments are keyword-only."""
     ours, theirs = (inspect.signature(f).parameters.values() for f in (rk.embedding_bag, F.embedding_bag))
     positional = [p for p in ours if p.kind is p.POSITIONAL_OR_KEYWORD]
     assert [(p.name, p.default) for p in positional] == [(p.name, p.default) for p in theirs]
@@ -152,7 +152,7 @@ def test_expanded_and_transposed_gradients() -> None:
 @pytest.mark.parametrize("padding", [None, 3])
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 def test_ids_behind_the_last_offset(mode: str, padding: int | None) -> None:
-    """With include_last_offset, they are in no bag, as if they were not there."""
+    """With include_last_offset, ids behind the last offset are in no bag and change nothing."""
     ids, last = torch.arange(12) % 6, torch.tensor([0, 4, 4, 9])
     weight = torch.randn(ROWS, DIM)
     options = {"mode": mode, "padding_idx": padding, "include_last_offset": True}
@@ -194,7 +194,7 @@ def test_no_second_derivative() -> None:
 @pytest.mark.parametrize("of", ["weight", "factors"])
 @pytest.mark.parametrize("lookup", ["function", "sparse", "tables"])
 def test_no_second_derivative_in_what_was_looked_up(lookup: str, of: str) -> None:
-    """Where the gradient that comes in is constant, rows and weights still depend on each other."""
+    """Rows and weights depend on each other's gradient even where the incoming gradient is constant."""
     ids, offsets = torch.tensor([0, 1, 1]), torch.tensor([0, 2, 3])
     weight, factors = torch.randn(5, 4, requires_grad=True), torch.ones(3, requires_grad=True)
     if lookup == "tables":
@@ -212,7 +212,7 @@ def test_no_second_derivative_in_what_was_looked_up(lookup: str, of: str) -> Non
 
 
 def test_a_gradient_that_depends_on_nothing() -> None:
-    """That of plain sums with respect to the table is a constant, also under ``create_graph``."""
+    """The table's gradient of plain sums is a constant, also under ``create_graph``."""
     weight = torch.randn(5, 4, requires_grad=True)
     output = rk.embedding_bag(torch.tensor([0, 1]), weight, torch.tensor([0]), mode="sum")
     (grad,) = torch.autograd.grad(output.sum(), weight, create_graph=True)
@@ -230,14 +230,14 @@ def test_a_gradient_that_depends_on_nothing() -> None:
     ],
 )
 def test_arguments_by_their_own_names(input: Tensor, weight: Tensor, message: str) -> None:
-    """As the function has them, not its op."""
+    """Arguments have the function's names, not the op's."""
     with pytest.raises(ValueError, match=re.escape(message)):
         rk.embedding_bag(input, weight, torch.tensor([0, 2]))
 
 
 @pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
 def test_no_forward_mode_derivative(grad: bool) -> None:
-    """Of tables and of weights: refused, not taken for zero. Other arguments' tangents are nobody's business."""
+    """Tangents of tables and weights are refused, not taken for zero; tangents of other arguments are ignored."""
     weight, factors = torch.randn(5, 3), torch.ones(3)
     ids, offsets = torch.tensor([0, 4, 4]), torch.tensor([0, 1])
 
@@ -346,7 +346,7 @@ def test_runs_are_repeatable() -> None:
     ],
 )
 def test_refused(options: dict, error: type[Exception], message: str) -> None:
-    """What torch offers and this package does not, and what neither does."""
+    """Options of torch that this package lacks are refused, and what neither has."""
     arguments = _input("offsets") | {"weight": torch.randn(ROWS, DIM)} | options
     with pytest.raises(error, match=message):
         rk.embedding_bag(**arguments)
@@ -383,7 +383,7 @@ class _TwiceTensor(Tensor):
 
 @pytest.mark.parametrize("of", ["mode", "weight", "factors"])
 def test_torch_function_sees_the_op(of: str) -> None:
-    """What a mode or a class of tensors makes of a call has its gradient, and is made without one, too."""
+    """A mode or tensor class sees the call, and its result has a gradient, or none where none is asked for."""
     weight, factors = torch.ones(3, 4), torch.ones(2)
     if of == "weight":
         weight = weight.as_subclass(_TwiceTensor)

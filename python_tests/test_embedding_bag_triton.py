@@ -164,7 +164,7 @@ def test_fused_updates(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dim", [1, 100, 300, 1025, 2100])
 @pytest.mark.parametrize("mean", [False, True])
 def test_dimensions(dim: int, mean: bool) -> None:
-    """Also rows wider than a block; duplicate ids in a bag, an empty bag, weights, and 32-bit ids."""
+    """Rows may be wider than a block; ids repeat within a bag, a bag is empty, and ids have 32 bits."""
     case = make_case(
         [(3, dim)], [0], [5, 0, 1, 4], mean=[mean], weighted=True, ids_dtype=torch.int32, seed=dim, gaps=[1]
     )
@@ -309,7 +309,7 @@ def _train() -> list[Tensor]:
 
 @pytest.mark.filterwarnings("ignore:.*[Oo]verrid")
 def test_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernels of a dispatch key, the functions get what autograd and the modules pass."""
+    """As kernels of a dispatch key, the functions get the arguments of autograd and of the modules."""
     expected, calls, read_input = _train(), [], inputs.read_input
     monkeypatch.setattr(inputs, "read_input", lambda *given_: calls.append(1) or read_input(*given_))
     library = torch.library.Library("rec_kernels", "IMPL")

@@ -161,7 +161,7 @@ def test_bad_input() -> None:
 
 
 def test_late_reports() -> None:
-    """On a GPU, the words of an earlier bad id, and of features that begin in the wrong place."""
+    """On a GPU, late errors have the words of an earlier bad id, and of features that begin in the wrong place."""
     collection = sequences(rk.SGD(lr=0.5))
     before = copy.deepcopy(collection.state_dict())
     with late():
@@ -194,7 +194,7 @@ def test_padded() -> None:
 @pytest.mark.parametrize("offsets", [[0, 1, 2], [1, 2, 3], [1, 1, 1], [1, 2, 2]])
 @pytest.mark.parametrize("known", [False, True], ids=["", "offsets known"])
 def test_ids_in_no_bag(offsets: list[int], known: bool) -> None:
-    """Whatever the order of the keys, pooled lookups leave them out, and lookups of rows refuse them."""
+    """Pooled lookups leave such ids out and lookups of rows refuse them, whatever the order of the keys."""
     torch.manual_seed(0)
     tables = [rk.EmbeddingBagConfig(9, 4, name=name, feature_names=[name]) for name in "ab"]
     pooled = rk.EmbeddingBagCollection(tables)

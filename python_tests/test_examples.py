@@ -31,7 +31,7 @@ def replace_embeddings() -> ModuleType:
 
 @pytest.mark.parametrize(("name", "package"), [("fbgemm", "fbgemm_gpu"), ("torchrec", "torchrec")])
 def test_replace_embeddings(name: str, package: str, replace_embeddings: ModuleType) -> None:
-    """The same losses with the other package's embeddings and with ours, and the model learns."""
+    """Losses with the other package's embeddings and with ours agree, and the model learns."""
     pytest.importorskip(package)
     assert replace_embeddings.compare(name, 40) < 1e-5
     _, mine, _ = getattr(replace_embeddings, name)()
@@ -40,7 +40,7 @@ def test_replace_embeddings(name: str, package: str, replace_embeddings: ModuleT
 
 
 def test_ours_alone_learns(replace_embeddings: ModuleType) -> None:
-    """Without either package: what takes their place trains; and the command says that there is nothing to replace."""
+    """Our replacement trains without either package; the command says that there is nothing to replace."""
     tables = replace_embeddings.ours(replace_embeddings.rk.RowwiseAdagrad(lr=0.05))
     names = replace_embeddings.NAMES
     model = replace_embeddings.Model(
@@ -53,7 +53,7 @@ def test_ours_alone_learns(replace_embeddings: ModuleType) -> None:
 def test_nothing_to_replace(
     replace_embeddings: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Neither package is there: an error that says so."""
+    """The command fails with a clear error where neither package is installed."""
     monkeypatch.setattr(replace_embeddings, "_installed", lambda _: False)
     monkeypatch.setattr(sys, "argv", ["replace_embeddings.py"])
     with pytest.raises(SystemExit):
@@ -115,7 +115,7 @@ def test_train_dlrm_reads_the_last_basket(train_dlrm: ModuleType) -> None:
 
 
 def test_train_dlrm_is_one_page() -> None:
-    """Of 120 lines at most, with nothing of ours but the package and its modules."""
+    """The example has at most 120 lines and uses only the package and its modules."""
     text = (EXAMPLES / "train_dlrm.py").read_text()
     assert len(text.splitlines()) <= 120
     assert re.findall(r"^ *(?:import|from) rec_kernels.*", text, re.MULTILINE) == ["import rec_kernels as rk"]

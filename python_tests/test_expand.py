@@ -62,7 +62,7 @@ def test_no_rows() -> None:
 
 
 def test_strided_and_unaligned_inputs() -> None:
-    """What is not contiguous, or starts at an odd address."""
+    """Inputs may be strided and may start at an odd address."""
     x, inverse = torch.randn(8, 12)[::2, 1::3], torch.tensor([3, 9, 0, 9, 2, 9, 3, 9])[::2]
     check_expand(x, inverse)
     check_expand(torch.randn(6 * 8 + 1)[1:].view(6, 8), torch.tensor([5, 0, 5]))

@@ -91,7 +91,7 @@ def test_numbers_out_of_range(columns: int) -> None:
 
 @pytest.mark.parametrize(("args", "message"), BAD_ROWS)
 def test_bad_input(args: tuple, message: str) -> None:
-    """As the compiled op has it."""
+    """Bad input raises as in the compiled op."""
     with pytest.raises(ValueError, match=message):
         triton.expand(*args)
 

@@ -28,7 +28,7 @@ ops = torch.ops.rec_kernels
 
 
 def check(call: Call) -> None:
-    """Both ops on every instruction set and number of threads, bit for bit."""
+    """Checks both ops on every instruction set and number of threads, bit for bit."""
     expected = call.each(reference)
     for backend in cpu_backends():
         for found, right in zip(call.each(backend.ops), expected, strict=True):
@@ -178,7 +178,7 @@ def test_products_that_underflow() -> None:
 
 
 def test_nan_stays_in_its_sample() -> None:
-    """And reaches the factors that it meets."""
+    """NaN stays in its sample, and reaches the factors that it meets."""
     call = make_call((3, 5, 4), 20, True)
     call.x[1, 2, 0] = torch.nan
     call.y[1, 3] = torch.nan

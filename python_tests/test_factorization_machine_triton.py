@@ -43,7 +43,7 @@ UNITS = {torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
 def on_device(call: Call) -> Call:
-    """The same call where the kernels run."""
+    """Makes the call on the device where the kernels run."""
     return call.map(lambda t: t.to(DEVICE))
 
 
@@ -86,7 +86,7 @@ def test_infinite_inputs(shared: bool, changed: str, value: float) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_tf32(shared: bool) -> None:
-    """Its bound is wider."""
+    """Results in TF32 are within its wider bound."""
     check(make_call((27, 64, 24), 3, shared), "tf32")
 
 
@@ -96,7 +96,7 @@ def test_many_samples() -> None:
 
 
 def test_again() -> None:
-    """The same bits; nothing is written to the arguments."""
+    """A second call has equal bits; nothing is written to the arguments."""
     call = on_device(make_call((27, 64, 16), 70, True))
     before = [t.clone() for t in call]
     assert all(map(same_bits, call.each(module), call.each(module)))
@@ -125,7 +125,7 @@ def test_without_samples_or_vectors() -> None:
 
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
-    """What the CPU's op says is said here."""
+    """Errors have the words of the CPU's op."""
     good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
     getattr(module, op)(*good)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

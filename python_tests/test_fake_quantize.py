@@ -23,7 +23,7 @@ op = torch.ops.rec_kernels.fake_quantize
 
 
 def encoded_and_decoded(x: Tensor, format: str, rounding: str, rule: str | None, **place: int) -> Tensor:
-    """What must come out, by the reference."""
+    """Expected result, by the reference."""
     rows = x.reshape(-1, x.shape[-1])
     how = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False} | PLACE | place
     numbers = reference.dequantize_rows(reference.quantize_rows(rows, format, **how), format, x.shape[-1])
@@ -86,7 +86,7 @@ def test_rows_are_numbered_in_memory_order() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("format", ["fp32", "bf16", "int4", "mx6", "mxfp4_e2m1"])
 def test_gradient_is_that_of_the_identity(format: str, dtype: torch.dtype) -> None:
-    """Whatever the numbers became, also NaN."""
+    """The gradient passes unchanged, whatever the numbers became, also NaN."""
     x = hard_rows(19, dtype).requires_grad_()
     grad = torch.randn(x.shape).to(dtype)
     for rounding in ROUNDINGS:
@@ -153,7 +153,7 @@ def test_traced_ops_compile(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])
 def test_traced_ops_are_fused(format: str) -> None:
-    """What comes before and after is in the same kernel; a conversion there and back would have been dropped."""
+    """Neighbouring ops are in the same kernel; a conversion there and back would have been dropped."""
     torch._dynamo.reset()
     metrics.reset()
     compiled = torch.compile(lambda v, w: Traced.apply(torch.relu(v) * w, format, False) + 1, fullgraph=True)
@@ -210,7 +210,7 @@ def test_bad_arguments(message: str) -> None:
 
 
 def test_bad_numbers_for_seed_and_step() -> None:
-    """What is neither an int nor a tensor is named."""
+    """A seed or step that is neither an int nor a tensor is named."""
     with pytest.raises(ValueError, match=r"step must be an int or an int64 tensor with 0 dimensions, got 1.5"):
         rk.fake_quantize(X, "mx6", step=1.5)
     with pytest.raises(ValueError, match="same device"):

@@ -65,7 +65,7 @@ def fake_quantize(x: Tensor, *given: object) -> Tensor:
 
 
 def expected(x: Tensor, format: str, rounding: str = "nearest", rule: str | None = None, **place: int) -> Tensor:
-    """What the reference makes of x."""
+    """Result of the reference for x."""
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     options = {"rounding": rounding, "scale_rule": rule, "raise_not_finite": False}
     encoded = reference.quantize_rows(rows, format, **options, **place)
@@ -115,7 +115,7 @@ def test_every_binade(format: str, rounding: str, rule: str | None) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_long_rows(dtype: torch.dtype) -> None:
-    """Of several tiles: one with a single Inf, one that is constant, one whose least number is in the last tile."""
+    """Rows span several tiles: one has an Inf, one is constant, one has its least number in the last tile."""
     x = torch.randn(4, LONG) * torch.tensor([[1e-6], [1.0], [30.0], [1.0]])
     x[1, 5], x[2] = torch.inf, 0.1
     x[3, -1], x[3, 0] = -9.0, 9.0
@@ -135,7 +135,7 @@ def test_narrow_input(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", BLOCKS)
 def test_at_rest(format: str) -> None:
-    """What a format holds does not move, and decodes to itself."""
+    """Numbers that a format holds decode to themselves."""
     x = random_blocks(format, 300)
     for rounding in ROUNDINGS:
         compare(x, format, rounding, "rceil")
@@ -157,7 +157,7 @@ def test_noise(place: dict[str, int]) -> None:
 
 
 def test_defaults() -> None:
-    """Without seed and step both are 0; the scale rule goes with the rounding, and fp32 draws nothing."""
+    """Seed and step default to 0; the scale rule follows the rounding, and fp32 draws nothing."""
     x = torch.randn(5, 40)
     for format in rk.ROW_FORMATS:
         assert same_bits(fake_quantize(x, format), expected(x, format))
@@ -167,7 +167,7 @@ def test_defaults() -> None:
 
 
 def test_shapes_and_strides() -> None:
-    """Of any rank, without rows, of other strides; rows are numbered in the order of the leading dimensions."""
+    """Tensors may have any rank and strides, or no rows; rows are numbered in the order of the leading dimensions."""
     x = torch.randn(6, 4, 40)
     views = [x[0, 0], x[0, 0, :1], x, x[1:1], x[:, :0]]
     strided = [x[..., ::2], x[:, 1], x.transpose(0, 1), x.mT, x[:1].expand(3, 4, 40)]
@@ -180,7 +180,7 @@ def test_shapes_and_strides() -> None:
 
 
 def test_bad_arguments() -> None:
-    """What the op refuses is refused here."""
+    """Arguments that the op refuses are refused."""
     x = torch.ones(2, 3)
     bad = [("int3",), ("int8", "up"), ("int8", "nearest", torch.tensor([1])), ("mx9", "nearest", None, None, -1)]
     for given in bad:
@@ -219,7 +219,7 @@ def _cast_kernel(x, out):
 
 @pytest.mark.parametrize("narrow_dtype", FLOATS[1:])
 def test_casts(narrow_dtype: torch.dtype) -> None:
-    """To a narrower dtype and back, numbers of any bits: NaN of every payload, ties, denormals."""
+    """Casts to a narrower dtype and back are right for any bits: NaN of every payload, ties, denormals."""
     x = torch.randint(-(2**31), 2**31, (1024,)) & -(2 ** torch.randint(0, 18, (1024,)))
     x[:4] = torch.tensor([0x7F800001, -0x7FFFFF, 0x7F7FFFFF, 0x7F800000])
     x = x.int().view(torch.float32)

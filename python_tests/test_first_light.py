@@ -91,7 +91,7 @@ def test_the_plan(tmp_path: Path) -> None:
 
 
 def facts(run: command.Run) -> dict[str, object]:
-    """What must be the same in a run for its steps to count in another."""
+    """Facts that must agree for a run's steps to count in another."""
     return {"commit": command.commit(), "sources": command.sources(), "rehearsal": run.rehearse}
 
 
@@ -173,7 +173,7 @@ def test_a_part_without_time(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 
 def test_one_page_of_several_folders(tmp_path: Path) -> None:
-    """Of each step what is finished, wherever it is; a state that was being written is none."""
+    """The page shows each step's finished state from any folder; a state file cut while written is ignored."""
     step = {"part": 1, "what": "w", "limit": 3}
     folders = [tmp_path / name for name in "abc"]
     states = [
@@ -192,7 +192,7 @@ def test_one_page_of_several_folders(tmp_path: Path) -> None:
 
 
 def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
-    """What a command has started ends with it, also what heeds no request to end."""
+    """Everything that a command has started ends with it, also what ignores a request to end."""
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
     code = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {stubborn!r}]); "
     start = time.monotonic()
@@ -212,7 +212,7 @@ def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
 
 
 def test_a_command_may_say_what_it_knows_before_it_ends(tmp_path: Path) -> None:
-    """As pytest does, asked by Ctrl-C."""
+    """A command that is stopped may still report, as pytest does after Ctrl-C."""
     code = "import time\ntry:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  print('knows 7 things')"
     done = limited.run([sys.executable, "-c", code], tmp_path / "log", 60, grace=53)
     assert (done.status, done.tail.splitlines()[-1]) == (None, "knows 7 things")
@@ -236,7 +236,7 @@ def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_test_that_hangs_or_breaks_the_gpu_costs_no_other(tmp_path: Path) -> None:
-    """Its process ends, another one runs what is left; a failure is printed at once."""
+    """Its process ends, another one runs the remaining tests; a failure is printed at once."""
     (tmp_path / "test_some.py").write_text(
         "import time\nfrom first_light import pytest_plugin\n"
         "def test_fails():\n  assert 1 == 2\n"
@@ -267,7 +267,7 @@ def wheel(folder: Path, name: str, module: str) -> None:
 
 
 def test_packages_that_are_missing_are_added(tmp_path: Path) -> None:
-    """From the wheels that are packed; those that there are stay as they are."""
+    """Missing packages come from the packed wheels; installed ones stay as they are."""
     wheels = tmp_path / "carry" / "wheels"
     wheels.mkdir(parents=True)
     wheel(wheels, "pytest", "pytest")

@@ -43,14 +43,14 @@ def test_dot_interaction(self_interaction: bool) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_factorization_machine(shared: bool) -> None:
-    """As two of torch's products."""
+    """The op counts as two of torch's products."""
     x, y = torch.randn(B, F, D), torch.randn(F, K) if shared else torch.randn(B, F, K)
     right = count(lambda x, y: x.bmm(x.mT.bmm(y.expand(B, F, K))), x, y)
     assert count(rk.factorization_machine, x, y) == right == (4 * B * F * D * K, 8 * B * F * D * K)
 
 
 def test_grouped_projection() -> None:
-    """As a linear layer for each group; a group of its block's width is copied."""
+    """The op counts as a linear layer per group; a group of its block's width is copied for nothing."""
     matrices = [torch.randn(6, 2), torch.randn(6, 3)]
     x, weights = torch.randn(B, 11), torch.cat([m.view(-1) for m in matrices])
 
@@ -69,7 +69,7 @@ def test_low_rank_cross() -> None:
 
 
 def test_wukong() -> None:
-    """Of each layer: the factorization machine, the MLP, the compression and, of the first one, the residual."""
+    """Each layer counts its factorization machine, MLP and compression; the first one its residual, too."""
     net = rk.Wukong(F, D, 2, fm_features=1, linear_features=2, factors=K, hidden=(8,))
 
     def layer(n: int, residual: bool) -> int:

@@ -46,7 +46,7 @@ def grad_of(step: int, *, bad: float | None = None) -> Tensor:
 
 
 def loss_of(collection, step: int, **options) -> Tensor:
-    """Whose gradient at the pooled output is ``grad_of(step)``."""
+    """Loss whose gradient at the pooled output is ``grad_of(step)``."""
     return (collection(batch(seed=step)).values().float() * grad_of(step, **options)).sum()
 
 
@@ -188,7 +188,7 @@ def test_two_collections() -> None:
 
 
 def test_the_scale_is_that_of_the_lookup() -> None:
-    """Its change before the backward comes too late, in place as the scaler makes it, and inside a block, too."""
+    """A change of the scale before the backward comes too late, in place, as the scaler makes it, or inside a block."""
     for accumulates in (False, True):
         plain, (found, scaler) = make(), scaled(make())
         scaler.scale(torch.ones(1))  # makes the tensor that it changes in place
@@ -243,7 +243,7 @@ def test_an_exception_inside_accumulate() -> None:
 
 
 def test_per_sample_weights() -> None:
-    """Their gradients are those of the scaled loss, for the optimizer that has them to unscale, also of an overflow."""
+    """Gradients of weights are those of the scaled loss, which their own optimizer unscales, also of an overflow."""
     found, plain = (make(rk.SGD(lr=0.1)) for _ in range(2))
     scaler, given, grads = GradScaler("cpu", init_scale=8.0), batch(), []
     found.set_grad_scaler(scaler)
@@ -280,7 +280,7 @@ def test_a_row_cache(accumulates: bool) -> None:
 
 
 def test_a_scaler_that_is_off() -> None:
-    """As none: nothing is divided, and nothing skipped."""
+    """A scaler that is off divides nothing and skips nothing."""
     plain, (found, scaler) = make(), scaled(make(), enabled=False)
     for step, bad in enumerate((None, torch.inf)):
         loss_of(plain, step, bad=bad).backward()
@@ -318,7 +318,7 @@ def test_no_scaler(wrong: object) -> None:
 
 
 def test_refused() -> None:
-    """Without a fused optimizer, and in the middle of a block."""
+    """A scaler is refused without a fused optimizer, and in the middle of a block."""
     scaler = GradScaler("cpu")
     with pytest.raises(ValueError, match="built with optimizer=None: its gradients are torch's"):
         make(None).set_grad_scaler(scaler)
@@ -361,7 +361,7 @@ def train_in_half(model: Model, scaler: GradScaler, steps: int) -> list[float]:
 
 
 def test_training_in_float16() -> None:
-    """Without a scaler the tables' gradients vanish. With one they learn, though its scale is too large at first."""
+    """The tables' gradients vanish without a scaler; with one they learn, though its scale is too large at first."""
     model = Model(rk.SGD(lr=10 / TINY), output_dtype=torch.float16)
     before = snapshot(model.tables)
     train_in_half(model, GradScaler("cpu", enabled=False), 3)

@@ -55,7 +55,7 @@ def test_schedulers() -> None:
 
 
 def test_zero_grad() -> None:
-    """What was not told yet is forgotten, as with any optimizer; the memory of a captured graph stays where it is."""
+    """zero_grad forgets overflows that were not reported yet; the memory of a captured graph stays where it is."""
     found, scaler = scaled(make())
     optimizer = found.fused_optimizer
     for set_to_none in (True, False):
@@ -75,7 +75,7 @@ def test_zero_grad() -> None:
 
 @pytest.mark.parametrize("way", [copy.deepcopy, copy.copy, lambda c: pickle.loads(pickle.dumps(c))])
 def test_copies_ask_for_theirs(way) -> None:
-    """In the middle of a step, too. They look up, and train when they have been told."""
+    """Copies look up at once, and train when they have a scaler of their own, also in the middle of a step."""
     found, scaler = scaled(make())
     scaler.scale(loss_of(found, 0)).backward()
     scaler.unscale_(found.fused_optimizer)  # a scaler cannot be pickled now

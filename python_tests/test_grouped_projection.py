@@ -132,7 +132,7 @@ def test_gradients_of_what_is_wanted() -> None:
 
 
 def test_every_group_has_a_block_of_its_own() -> None:
-    """Without outputs; any sequence of numbers will do for a list."""
+    """Every group has its own block without outputs; lists may be any sequence of numbers."""
     call = make_call(DIMS[3], 5)
     found = rk.grouped_projection(call.x, call.weights, tuple(call.dims.in_dims), tuple(call.dims.out_dims))
     assert torch.equal(found, call.each(ops)[0])
@@ -182,7 +182,7 @@ def test_denormals(isa: str) -> None:
 
 
 def test_nan_and_inf_stay_in_their_places() -> None:
-    """In their sample and block, and in the columns of the matrices that they meet."""
+    """NaN and Inf reach only their sample and block, and the columns of the matrices that they meet."""
     call = make_call(Dims([3, 2], [4, 4], [0, 1]), 10)
     call.x[4, 1], call.x[6, 3] = torch.nan, torch.inf
     out, _, grad_weights = call.each(ops)
@@ -211,7 +211,7 @@ def test_another_device() -> None:
 
 
 def test_torch_agrees_with_itself() -> None:
-    """What the tests compare with is differentiable as it should be."""
+    """The tests' formula has correct gradients."""
     call = make_call(Dims([2, 3, 3], [3, 2], [0, 0, 1]), 3, torch.float64)
     given = call.x.requires_grad_(), call.weights.requires_grad_()
     assert torch.autograd.gradcheck(lambda x, weights: by_torch(x, weights, call.dims), given)

@@ -41,7 +41,7 @@ DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
 def on_device(call: Call) -> Call:
-    """The same call where the kernels run."""
+    """Makes the call on the device where the kernels run."""
     return Call(*(t.to(DEVICE) for t in call[:3]), call.dims)
 
 
@@ -75,7 +75,7 @@ def test_many_samples() -> None:
 
 
 def test_again() -> None:
-    """The same bits; nothing is written to the arguments."""
+    """A second call has equal bits; nothing is written to the arguments."""
     call = on_device(make_call(DIMS[6], 70))
     before = [t.clone() for t in call[:3]]
     assert all(map(same_bits, call.each(module), call.each(module)))
@@ -110,7 +110,7 @@ def test_nothing_but_a_sample_meets_its_numbers() -> None:
 
 @pytest.mark.parametrize(("op", "message"), BAD_CALLS)
 def test_bad_arguments(op: str, message: str) -> None:
-    """What the CPU's op says is said here."""
+    """Errors have the words of the CPU's op."""
     good, bad = ([a.to(DEVICE) if isinstance(a, Tensor) else a for a in given] for given in bad_arguments(op, message))
     getattr(module, op)(*good)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

@@ -18,7 +18,7 @@ SOURCES = [
     if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
 ]
 FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
-# Where a stem has a file of its own, whatever the op is; the CUDA and Triton kernels are not those of every op.
+# Files that every op's stem has; not every op has CUDA and Triton kernels.
 LAYERS = (
     "csrc/ops/{}.h",
     "csrc/cpu/{}.cpp",
@@ -39,7 +39,7 @@ def python_functions(text: str) -> Iterator[tuple[str, int, int]]:
 
 
 def cpp_functions(text: str) -> Iterator[tuple[str, int, int]]:
-    """The same of C++ as clang-format lays it out: a function's head and last brace are as far left as each other."""
+    """Functions of C++ in clang-format's layout: a function's head and last brace are equally indented."""
     lines = text.splitlines()
     heads: dict[str, int] = {}  # by how far left they are
     for i, line in enumerate(lines):
@@ -91,7 +91,7 @@ def test_functions_have_few_parameters() -> None:
 
 
 def test_long_functions_are_found() -> None:
-    """In both languages, members and kernels, too."""
+    """Long functions are found in both languages, members and kernels, too."""
     body = "  x;\n" * 60
     assert [n for _, n, _ in python_functions("def f():\n" + "    x\n" * 60)] == [61]
     assert [n for _, n, _ in cpp_functions(f"int f(int x) {{\n{body}}}\n")] == [62]
@@ -117,14 +117,14 @@ def test_one_stem_per_op() -> None:
 
 
 def test_kernels_are_of_a_stem() -> None:
-    """What registers kernels begins with a stem of csrc/ops."""
+    """Files that register kernels begin with a stem of csrc/ops."""
     stems = tuple(p.stem for p in (ROOT / "csrc/ops").glob("*.cpp"))
     files = [p for p in (ROOT / "csrc").rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
     assert [str(p.relative_to(ROOT)) for p in files if not p.stem.startswith((*stems, "library"))] == []
 
 
 def undefined(header: str, own: str) -> list[str]:
-    """What a header declares, at its left margin, and the text of its own file does not define."""
+    """Names that a header declares at its left margin and its own file does not define."""
     declared = re.findall(r"^(?:[\w:<>,*&]+ )+[*&]?(\w+)\([^;{}]*\)(?: const)?;", header, re.MULTILINE)
     return [name for name in declared if not re.search(rf"\b{name}\([^;{{}}]*\)(?: const)? \{{", own)]
 

@@ -1,4 +1,4 @@
-"""What ``import rec_kernels`` does to a process: what it leaves out, and what it makes of C++ exceptions."""
+"""Effects of ``import rec_kernels`` on a process: imports that it avoids, and the Python types of C++ exceptions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SLOW = ("torch._dynamo", "torch._inductor", "torch.utils.flop_counter", "triton"
 
 
 def run(script: str) -> str:
-    """What a script prints in a process of its own."""
+    """Output of a script in a process of its own."""
     done = run_script(script)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -33,7 +33,7 @@ def test_slow_modules_are_left_out() -> None:
 
 
 def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
-    """In a checkout; of a wheel's folder there is nothing to say, nor of what no library is made of."""
+    """A checkout warns of newer sources; a wheel's folder does not, nor do files that no library is built from."""
     package = tmp_path / "rec_kernels"
     for name in ("csrc/cpu/a.cpp", "csrc/core/b.h", "csrc/emulator/c.h", "rec_kernels/lib.so", "CMakeLists.txt"):
         path = tmp_path / name
@@ -53,7 +53,7 @@ def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
 
 
 def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what to do."""
+    """The warning says what to do."""
     monkeypatch.setattr(_library, "changed_source", lambda folder: folder / "a.cpp")
     with pytest.warns(RuntimeWarning, match=r"a\.cpp has changed .* run `make build`"):
         _library._warn_of_changes()
@@ -64,7 +64,7 @@ LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils
 
 @pytest.mark.parametrize("first", ["rec_kernels", "torch.utils.flop_counter", LOOKED_FOR])
 def test_operations_are_counted(first: str) -> None:
-    """Whether torch's counter is imported before or after, or was looked for first."""
+    """Operations are counted whether torch's counter is imported before, after, or was looked for first."""
     script = f"""
 import sys, torch, {first}
 import rec_kernels as rk
@@ -107,14 +107,14 @@ WRONG = [
 
 
 def test_types_of_errors() -> None:
-    """The same with every torch; with 2.15 they need _host."""
+    """Errors have the same types with every torch; torch 2.15 needs _host for them."""
     if _library.torch_version() >= _library.FEWER_ERRORS:
         needs_host()
     assert wrong_arguments() == WRONG
 
 
 def test_types_of_errors_by_host() -> None:
-    """What is thrown with torch 2.15 is the same to Python with every torch."""
+    """_host's errors, for torch 2.15, have the same types with every torch."""
     needs_host()
     script = """
 import rec_kernels

@@ -1,4 +1,4 @@
-"""What parameters start with, and the defaults of optimizers: mean, variance and bounds as documented."""
+"""Initial parameters and optimizers' defaults: mean, variance and bounds are as documented."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def test_round_trip(case: Grouped) -> None:
 @settings(max_examples=60)
 @given(grouped_batches())
 def test_groups_have_distinct_samples(case: Grouped) -> None:
-    """In the order of their first samples, each once; the rest is what it was."""
+    """A group has each distinct sample once, in the order of first occurrence; the rest is unchanged."""
     batch, groups = case
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, groups)
     for g, group in enumerate(groups):
@@ -107,7 +107,7 @@ def test_all_equal_and_all_distinct() -> None:
 
 
 def test_weights_tell_samples_apart() -> None:
-    """The same ids with other weights are another bag; so is -0."""
+    """Equal ids with other weights are another bag; so is -0."""
     weights = torch.tensor([1.0, 1.0, 2.0, 0.0, -0.0])
     batch = rk.KeyedJaggedTensor(["a"], torch.zeros(5).long(), lengths=torch.ones(5).long(), weights=weights)
     few = rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
@@ -124,7 +124,7 @@ def parts(**changes) -> rk.InverseKeyedJaggedTensor:
 
 
 def test_from_parts() -> None:
-    """What a data set knows of its sessions makes the batch that is meant."""
+    """A data set's knowledge of its sessions makes the intended batch."""
     whole = parts().to_kjt()
     assert whole.keys() == KEYS
     assert [b.tolist() for b in whole["a"].to_dense()] == [[3], [3], [], [3]]
@@ -189,7 +189,7 @@ def test_bad_parts(error: type[Exception], changes: dict, message: str) -> None:
 
 
 def test_bad_batches() -> None:
-    """What from_kjt refuses."""
+    """from_kjt refuses bad batches."""
     make, batch = rk.InverseKeyedJaggedTensor.from_kjt, sessions(KEYS)
     with pytest.raises(KeyError, match=r"groups\[0\] names 'x', which is not among the keys \['a', 'b', 'c', 'd'\]"):
         make(batch, [["x"]])
@@ -215,7 +215,7 @@ def test_bad_batches() -> None:
 
 @pytest.mark.parametrize(("bounds", "first"), [([0, 3, 2, 4], 2), ([-1, 1, 2, 4], 0), ([0, 1, 2, 5], 3)])
 def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[int], first: int) -> None:
-    """Its kernels cannot raise: from_kjt does, when it learns the sizes."""
+    """Kernels on a device cannot raise; from_kjt raises when it learns the sizes."""
     batch = unchecked(["a"], torch.arange(4), bounds)
     with pytest.raises(ValueError, match=rf"offsets\[{first}\] = {bounds[first]} must be in"):
         rk.InverseKeyedJaggedTensor.from_kjt(batch, [["a"]])
@@ -226,7 +226,7 @@ def test_bad_offsets_on_a_device(monkeypatch: pytest.MonkeyPatch, bounds: list[i
 
 
 def test_names_of_groups() -> None:
-    """By number or by feature."""
+    """Groups may be named by number or by feature."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS), [["c"], ["a"]])
     for call in (few.unique, few.inverse):
         with pytest.raises(KeyError, match=r"'b' is in no group: the groups are \[\['c'\], \['a'\]\]"):
@@ -258,7 +258,7 @@ def test_moves(move: Callable) -> None:
 
 
 def test_meta() -> None:
-    """What is known of sizes stays known where there is no data."""
+    """Known sizes stay known on the meta device."""
     few = rk.InverseKeyedJaggedTensor.from_kjt(sessions(KEYS), [["c", "a"]]).to("meta")
     assert few.unique(0).values().is_meta
     assert few.rest().offset_per_key()[0] == 0

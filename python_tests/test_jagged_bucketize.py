@@ -17,7 +17,7 @@ ops = torch.ops.rec_kernels
 
 
 def check_bucketize(batch: Batch, blocks: list[int], buckets: int) -> None:
-    """With weights and without."""
+    """Checks the op with weights and without."""
     sizes = torch.tensor(blocks, dtype=torch.int64)
     for weights in (None, batch.weights):
         args = (batch.values, batch.offsets, sizes, buckets, batch.strides, weights)
@@ -68,7 +68,7 @@ def test_strided_inputs() -> None:
 
 
 def test_gradients() -> None:
-    """Of weights: what each id's copy gets."""
+    """The gradient of a weight is that of its copy."""
     batch = make_batch(3, 5, seed=4)
     weights = batch.weights.clone().requires_grad_()
     out = rk.jagged_bucketize(batch.values, batch.offsets, torch.tensor([9, 25, 50]), 6, batch.strides, weights)

@@ -1,4 +1,4 @@
-"""What jagged containers refuse when they are made, in whose words; and where nobody looks."""
+"""Errors of jagged containers at construction, whose words they have, and where no check happens."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -
     ],
 )
 def test_parts_of_rows(parts: tuple, message: str, error: int) -> None:
-    """Of shapes, dtypes and devices that do not fit together, and what is no tensor."""
+    """Shapes, dtypes and devices that do not fit together are refused, and what is no tensor."""
     _refused(lambda: rk.JaggedTensor(*parts), message, TypeError if error else ValueError)
 
 
@@ -182,7 +182,7 @@ def test_what_is_allowed() -> None:
     ],
 )
 def test_rows_are_read_late(offsets: list[int], message: str) -> None:
-    """What nobody looked at, as on a GPU, is told where rows are read: none is padded, cut or left out."""
+    """Unchecked offsets, as on a GPU, raise where rows are read: none is padded, cut or left out."""
     rows = rk.JaggedTensor._of(IDS, torch.tensor(offsets))
     for read in (rows.to_dense, rows.to_padded_dense, lambda: rows.to_padded_dense(2)):
         _refused(read, message)
@@ -206,7 +206,7 @@ def test_features_are_read_late(offsets: list[int], message: str) -> None:
 
 
 def test_late_in_the_words_of_lengths() -> None:
-    """Of a batch that was made from lengths, the lookup's late error names these."""
+    """A late error names lengths if the batch was made from lengths."""
     collection = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(9, 4, name=key, feature_names=[key]) for key in KEYS])
     with late():
         for keys in (KEYS, KEYS[::-1]):
@@ -219,7 +219,7 @@ def test_late_in_the_words_of_lengths() -> None:
 
 
 def test_joined_without_looking(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody waits to learn which ids are in no bag, they come into none of another batch: the lookup tells."""
+    """Ids in no bag enter no bag of a joined batch, without a wait for the GPU; the lookup raises."""
     good, gap = (
         rk.KeyedJaggedTensor([key], IDS, offsets=torch.tensor([0, 2, end])) for key, end in (("a", 6), ("b", 5))
     )
@@ -248,7 +248,7 @@ def _make_all(values: Tensor, bad: Tensor) -> list:
 
 
 def test_tensors_without_numbers() -> None:
-    """Of the meta device, fake ones, those of torch.func: containers of them are made."""
+    """Containers take meta tensors, fake tensors and those of torch.func."""
     _make_all(IDS.to("meta"), BAD.to("meta"))
     with FakeTensorMode() as mode:
         _make_all(mode.from_tensor(IDS), mode.from_tensor(BAD))
@@ -267,7 +267,7 @@ def test_traced() -> None:
 
 
 def test_compiled() -> None:
-    """In one graph, which looks at no numbers and is compiled once."""
+    """One graph, compiled once, looks at no numbers."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
 

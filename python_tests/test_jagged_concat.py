@@ -17,7 +17,7 @@ def kjt(keys: str, lengths: list[int], **options) -> rk.KeyedJaggedTensor:
 
 
 def bags(batch: rk.KeyedJaggedTensor) -> dict[str, list[list[int]]]:
-    """Of each key, its bags."""
+    """Bags of each key."""
     keys = batch.keys()
     return {key: [bag.tolist() for bag in batch[key].to_dense()] for key in keys}
 
@@ -46,7 +46,7 @@ def test_concat_of_other_batch_sizes() -> None:
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_concat_of_a_view(place: int) -> None:
-    """Of the bags of a larger batch: ids before and behind them are left out."""
+    """A view of a larger batch leaves out ids before and behind its bags."""
     ids = torch.arange(7)
     view = rk.KeyedJaggedTensor(["v"], ids, offsets=torch.tensor([2, 3, 5]), weights=ids / 2)
     other = kjt("a", [1, 2], weights=torch.ones(3))

@@ -58,7 +58,7 @@ def _write(container: rk.KeyedJaggedTensor | rk.KeyedJaggedWindows, offsets: lis
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("make", [_kjt, _windows], ids=["bags", "windows"])
 def test_copies_learn_anew(make: Callable, way: str, writes: int) -> None:
-    """What a copy's original had learned is not taken for what the copy's tensors say once they were written to."""
+    """A copy forgets the original's cached facts once its tensors are written to."""
     original = make()
     for _ in range(writes):
         _write(original, BEFORE)
@@ -73,7 +73,7 @@ def test_copies_learn_anew(make: Callable, way: str, writes: int) -> None:
 @pytest.mark.parametrize("writes", range(4))
 @pytest.mark.parametrize("way", COPIES)
 def test_copies_of_windows_make_bags_anew(way: str, writes: int) -> None:
-    """Their bags are those of their tensors."""
+    """Copies of windows make bags from their own tensors."""
     original = _windows()
     for _ in range(writes):
         _write(original, BEFORE)
@@ -204,7 +204,7 @@ def _padded(jagged: rk.JaggedTensor) -> Tensor:
 
 @pytest.mark.parametrize("make", [lambda: _padded, lambda: rk.MixedDimensionEmbeddingBag([2, 8], [6, 3], 6)])
 def test_exported(make: Callable) -> None:
-    """With bags and ids of any number."""
+    """An exported program takes any number of bags and ids."""
     module = _Bags(make())
     sizes = ({0: torch.export.Dim("ids")}, {0: torch.export.Dim("bounds", min=3)})
     given = torch.arange(6), torch.tensor(BEFORE)
@@ -215,7 +215,7 @@ def test_exported(make: Callable) -> None:
 
 
 def test_bags_without_numbers() -> None:
-    """On the meta device, blocks by popularity have a shape."""
+    """Blocks by popularity have a shape on the meta device."""
     module = rk.MixedDimensionEmbeddingBag([2, 8], [6, 3], 6, device="meta")
     ids, offsets = torch.arange(6, device="meta"), torch.arange(5, device="meta")
     assert module(rk.JaggedTensor(ids, offsets)).shape == (4, 6)

@@ -28,7 +28,7 @@ HASH_BITS = [64, 4, 0]
 
 
 def check_dedup(batch: Batch, groups: list[int]) -> None:
-    """With weights and without, and hashes that collide."""
+    """Checks the op with weights and without, and with hashes that collide."""
     for weights in (None, batch.weights):
         expected = reference(batch.values, batch.offsets, groups, weights)
         for backend in every_backend():
@@ -59,7 +59,7 @@ def test_any_batch(batch: Batch, data: st.DataObject) -> None:
 
 
 def test_looks() -> None:
-    """What tells samples apart: order, lengths, which feature has an id, ids of more than 32 bits; 0 is not nothing."""
+    """Samples differ by order, lengths, the feature of an id, and ids of more than 32 bits; 0 differs from no id."""
     rows = [
         ([1, 2], [3]),
         ([2, 1], [3]),
@@ -106,7 +106,7 @@ def test_collisions_merge_nothing(bits: int) -> None:
 
 
 def test_sessions_are_found() -> None:
-    """As many distinct samples as sessions, unless two happen to be alike."""
+    """The distinct samples are the sessions, unless two sessions happen to be alike."""
     batch = make_batch(3, 64, session=8, rows=1000, mean_length=10, empty=0.0)
     rows, inverse, counts = rk.jagged_dedup(batch.values, batch.offsets, [0, 0, 0])
     assert counts.tolist() == [8]

@@ -32,7 +32,7 @@ ops = torch.ops.rec_kernels
 
 
 def check_select(values: torch.Tensor, offsets: torch.Tensor, index: torch.Tensor) -> None:
-    """With the total and without."""
+    """Checks the op with the total and without."""
     expected = reference(values, offsets, index)
     for backend in every_backend():
         for total in (None, len(expected[0])):
@@ -137,7 +137,7 @@ IDS, OFFSETS, INDEX = torch.arange(7), torch.tensor([0, 2, 2, 7]), torch.tensor(
 @pytest.mark.parametrize("columns", [None, 3])
 @pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
 def test_a_wrong_total(total: int, columns: int | None) -> None:
-    """On a device, what does not fit is left out, and what is missing is zeros."""
+    """On a device, ids beyond the total are left out, and missing ones are zeros."""
     values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
     message = f"total = {total}, and the rows that index names have 7 values"
     with pytest.raises(ValueError, match=message):
@@ -153,7 +153,7 @@ def test_a_wrong_total(total: int, columns: int | None) -> None:
 
 @pytest.mark.parametrize("total", [5, 9])
 def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out gets none; the zeros behind the last row give none."""
+    """Ids left out get no gradient; the zeros behind the last row give none."""
     backward = jagged_copies.backward_of("jagged_index_select")
     ctx = SimpleNamespace(saved_tensors=(OFFSETS, INDEX), shape=torch.Size([7]), dtype=torch.float32, total=total)
     for backend in device_backends():

@@ -112,7 +112,7 @@ def test_many_rows() -> None:
 
 
 def test_rows_that_differ_in_one_id_spread_over_the_table(tmp_path: Path) -> None:
-    """What the search for one row looks at does not grow with the rows, whichever of the last ids tells them apart."""
+    """The search for a row looks at a constant number of slots, whichever of the last ids tells rows apart."""
     library = tmp_path / "probes.so"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*command, ROOT / "python_tests" / "last_ids_probes.cpp", "-o", library], check=True)
@@ -154,7 +154,7 @@ def test_bad_input(args: tuple, message: str) -> None:
 
 
 def test_compiled() -> None:
-    """In one graph with the windows that it finds."""
+    """One graph finds the windows and uses them."""
 
     def again(values, offsets):
         found, starts = rk.jagged_overlaps(values, offsets)

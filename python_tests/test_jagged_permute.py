@@ -41,7 +41,7 @@ def in_torch() -> Iterator[Backend]:
 
 
 def check_permute(batch: Batch, permute: list[int]) -> None:
-    """With the total and without, with weights and without."""
+    """Checks the op with and without the total, with and without weights."""
     for weights in (None, batch.weights):
         expected = reference(batch.values, batch.offsets, permute, batch.strides, weights)
         for backend in itertools.chain(every_backend(), in_torch()):
@@ -52,7 +52,7 @@ def check_permute(batch: Batch, permute: list[int]) -> None:
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_batches(name: str) -> None:
-    """In reverse, some features only, one twice, none."""
+    """Features may be reversed, left out, repeated, or none at all."""
     batch = ODD[name]()
     features = list(range(len(batch.strides)))
     for permute in (features[::-1], features[1:], features + features[:1], []):
@@ -89,7 +89,7 @@ def test_values_of_any_kind(dtype: torch.dtype) -> None:
 
 
 def test_gradients() -> None:
-    """Of weights, which are summed where a feature is named more than once."""
+    """Gradients of weights are summed where a feature is named more than once."""
     batch = make_batch(4, 6, seed=2)
     weights, permute = batch.weights.clone().requires_grad_(), [3, 0, 3, 1, 3]
     _, _, out = rk.jagged_permute(batch.values, batch.offsets, permute, batch.strides, weights)
@@ -135,7 +135,7 @@ IDS, OFFSETS, WEIGHTS = torch.arange(7), torch.tensor([0, 2, 3, 3, 4, 6, 7]), to
 
 @pytest.mark.parametrize("total", [0, 1, 3, 5, 100])
 def test_a_wrong_total(total: int) -> None:
-    """On a device, what does not fit is left out, and what is missing is zeros, of weights, too."""
+    """On a device, ids and weights beyond the total are left out, and missing ones are zeros."""
     with pytest.raises(ValueError, match=f"total = {total}, and the features of permute have 4 values"):
         ops.jagged_permute(IDS, OFFSETS, [2, 1], [2] * 3, WEIGHTS, total)
     order = torch.tensor([4, 5, 6, 3])[:total]

@@ -20,7 +20,7 @@ ops = torch.ops.rec_kernels
 
 
 def check_windows(values: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor) -> None:
-    """With the total and without."""
+    """Checks the op with the total and without."""
     expected = reference(values, starts, lengths)
     for backend in every_backend():
         for total in (None, len(expected[0])):
@@ -140,7 +140,7 @@ IDS, STARTS, LENGTHS = torch.arange(7), torch.tensor([2, 0]), torch.tensor([5, 2
 @pytest.mark.parametrize("columns", [None, 3])
 @pytest.mark.parametrize("total", [0, 1, 6, 8, 300])
 def test_a_wrong_total(total: int, columns: int | None) -> None:
-    """On a device, what does not fit is left out, and what is missing is zeros."""
+    """On a device, ids beyond the total are left out, and missing ones are zeros."""
     values = torch.randint(1, 9, (7,) if columns is None else (7, columns))
     with pytest.raises(ValueError, match=f"total = {total}, and the windows have 7 values"):
         ops.jagged_windows(values, STARTS, LENGTHS, total)
@@ -155,7 +155,7 @@ def test_a_wrong_total(total: int, columns: int | None) -> None:
 
 @pytest.mark.parametrize("total", [5, 9])
 def test_the_gradient_with_a_wrong_total(total: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left out gets none; the zeros behind the last window give none."""
+    """Ids left out get no gradient; the zeros behind the last window give none."""
     backward = jagged_copies.backward_of("jagged_windows")
     ctx = SimpleNamespace(saved_tensors=(STARTS, LENGTHS), shape=torch.Size([7]), dtype=torch.float32, total=total)
     for backend in device_backends():

@@ -114,7 +114,7 @@ def given_parts(**changes) -> rk.KeyedJaggedWindows:
 
 
 def test_given() -> None:
-    """What a data set knows of its sequences makes the bags that are meant."""
+    """A data set's knowledge of its sequences makes the intended bags."""
     bags = given_parts().to_kjt()
     assert [b.tolist() for b in bags["x"].to_dense()] == [[4, 5, 6, 7, 8], [6, 7, 8]]
     assert [b.tolist() for b in bags["y"].to_dense()] == [[]]
@@ -207,7 +207,7 @@ def test_a_capture_makes_bags_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_bad_batches() -> None:
-    """What from_kjt refuses."""
+    """from_kjt refuses bad batches."""
     batch, make = histories(), rk.KeyedJaggedWindows.from_kjt
     weights = torch.ones(len(batch.values()))
     with pytest.raises(ValueError, match="kjt has weights, which windows do not"):
@@ -231,7 +231,7 @@ def test_bad_batches() -> None:
 )
 @pytest.mark.parametrize("asked", [False, True])
 def test_moves(move: Callable, asked: bool) -> None:
-    """As windows, also after bags were asked for, which stay behind; what is known of sizes stays known."""
+    """Windows stay windows when they move, also after bags were asked for; known sizes stay known."""
     batch = histories()
     few = windowed(batch, [["b"]])
     if asked:
@@ -354,7 +354,7 @@ def test_prefetched() -> None:
 
 @pytest.mark.parametrize("groups", GROUPS)
 def test_compiled(groups: str) -> None:
-    """In one graph, for batches of several sizes."""
+    """One graph serves batches of several sizes."""
     module, whole = collection(rk.SGD(lr=0.5)), collection(rk.SGD(lr=0.5))
     torch._dynamo.reset()
     compiled = torch.compile(lambda batch: module(batch).values().square(), fullgraph=True, backend="aot_eager")

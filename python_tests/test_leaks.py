@@ -34,13 +34,13 @@ needs_glibc = pytest.mark.skipif(mallinfo2 is None, reason="counts bytes in use 
 
 
 def bytes_in_use() -> int:
-    """What malloc has handed out and not got back."""
+    """Bytes that malloc has handed out and not got back."""
     found = mallinfo2()
     return found.uordblks + found.hblkhd
 
 
 def bytes_kept(call: Callable[[], object]) -> float:
-    """What one call leaves behind: the least of some rounds, because other threads and caches may add to one."""
+    """Bytes that one call leaves behind: the least of some rounds, because other threads and caches may add to one."""
     least = float("inf")
     for _ in range(ROUNDS):
         before = bytes_in_use()
@@ -117,7 +117,7 @@ ODD_DTYPES = [torch.float64, torch.float8_e8m0fnu, torch.complex64, torch.quint8
     "op", [*(f"embedding_bag{name}.layout" for name in ("", "_fused", "_tables")), "dequantize_rows"]
 )
 def test_odd_dtypes_keep_nothing(op: str, dtype: torch.dtype) -> None:
-    """Also where torch refuses a dtype on its way to the op, after which it frees nothing it has converted before."""
+    """A refused dtype leaks nothing either; torch would not free arguments that it has converted before."""
     args, kwargs = samples(op)[0]
     if op == "dequantize_rows":
         call = raising(lambda: overload_of(op)(*args[:-1], dtype))

@@ -18,7 +18,7 @@ SIZES = [(1, 1, 1, 1), (5, 1, 3, 7), (13, 3, 2, 4), (6, 2, 9, 1), (8, 4, 4, 0)]
 
 
 def make(size: tuple[int, int, int]) -> rk.LowRankCrossNet:
-    """With biases that are not zeros."""
+    """Makes a layer with biases that are not zeros."""
     torch.manual_seed(sum(size))
     net = rk.LowRankCrossNet(*size)
     with torch.no_grad():
@@ -114,7 +114,7 @@ def test_autocast(dtype: torch.dtype) -> None:
 
 
 def test_without_numbers() -> None:
-    """On the meta device, shapes."""
+    """The layer has a shape on the meta device."""
     y = rk.LowRankCrossNet(8, 2, 3, device="meta")(torch.randn(5, 8, device="meta"))
     assert (y.shape, y.is_meta) == ((5, 8), True)
 

@@ -120,7 +120,7 @@ def test_moves_and_copies() -> None:
 
 
 def test_gradients_move_along() -> None:
-    """With the parameters, as those of any module."""
+    """Gradients move with the parameters, as those of any module."""
     collection = _collection(rk.SGD(lr=0.1))
     collection(_batch()).values().sum().backward()
     grad = collection.embedding_bags["b"].projection.grad.clone()

@@ -11,12 +11,12 @@ import rec_kernels as rk
 # Rows of the categorical features of Criteo's Kaggle data set.
 CRITEO = [1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194]
 CRITEO += [27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572]
-# Their widths by the power law alone, which is threshold=0.
+# Widths by the power law alone, which is threshold=0.
 WIDTHS = [3, 3, 1, 1, 4, 9, 1, 3, 16, 1, 2, 1, 2, 8, 1, 1, 11, 2, 2, 15, 1, 9, 10, 1, 6, 1]
 
 
 def parameters(dims: list[int], rows: list[int] = CRITEO) -> int:
-    """Of all tables."""
+    """Parameters of all tables together."""
     return sum(n * d for n, d in zip(rows, dims, strict=True))
 
 

@@ -32,7 +32,7 @@ def _batch(weighted: bool = False, dtype: torch.dtype = torch.int64) -> rk.Jagge
 
 
 def _pooled(rows: torch.Tensor, batch: rk.JaggedTensor, pooling: str) -> torch.Tensor:
-    """In the precision of ``rows``, one for each id."""
+    """Rows of each id, in the precision of ``rows``."""
     rows = rows[batch.values().long()]
     if batch.weights_or_none() is not None:
         rows = rows * batch.weights_or_none()[:, None]
@@ -301,7 +301,7 @@ def test_popularity_blocks() -> None:
 
 
 def test_all_blocks_wide_or_narrow() -> None:
-    """Without a matrix, and without a block as wide as the model."""
+    """The module needs no matrix, and no block as wide as the model."""
     for dims in ([D, D], [2, 1]):
         module = rk.MixedDimensionEmbeddingBag([3, 17], dims, D)
         assert (module.projection is None) == (dims[0] == D)

@@ -84,7 +84,7 @@ class Broken:
 
 @pytest.mark.parametrize("fault", WRONG)
 def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also an op that its first error changes."""
+    """Faults are found, also an op that changes something before its first error."""
     valid = op_fuzz.Samples()  # that know nothing of the other faults
     op = torch.ops.rec_kernels.scale_rows.default
     broken = Broken(op, WRONG[fault](op))
@@ -101,7 +101,7 @@ def test_what_is_wrong_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_processes_that_die_or_hang_are_findings(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
-    """And another one goes on behind the call."""
+    """A process that dies or hangs is a finding, and another one goes on behind the call."""
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import json, os, sys, time\n"

@@ -39,7 +39,7 @@ MOST_ARGUMENTS = {
 
 
 def test_ops_are_short() -> None:
-    """What is a number of each table is in the layout, so that nothing else makes an op wide."""
+    """The layout holds all numbers per table, so that no op needs many arguments."""
     counts = {name: len(overload_of(name)._schema.arguments) for name in registered()}
     assert len(counts) > 30
     assert {name: n for name, n in counts.items() if n > MOST_ARGUMENTS.get(name, 12)} == {}
@@ -128,7 +128,7 @@ def _moments(optimizer: str) -> dict:
 
 
 def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Of the ops on rows of numbers."""
+    """Samples of the ops on rows of numbers."""
     x, scale = torch.randn(5, 7, requires_grad=True), torch.randn(5, requires_grad=True)
     projected, matrices = torch.randn(5, 10), torch.randn(22)
     return {
@@ -170,7 +170,7 @@ def _row_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 
 def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Of the ops on jagged rows; offsets of both widths, totals that are known or not.
+    """Samples of the ops on jagged rows, with offsets of both widths and totals known or not.
 
     opcheck adds up what an op returns in the first output's dtype, and cannot where that is integer and another one has
     a gradient: test_jagged_permute.py and test_jagged_bucketize.py look at the gradients of weights beside ids.
@@ -212,7 +212,7 @@ def _jagged_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 
 def _one_table_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Of the embedding_bag family without a layout."""
+    """Samples of the embedding_bag family without a layout."""
     values, offsets, factors = jagged()
     table, encoded = torch.randn(9, 5, requires_grad=True), torch.zeros(9, rk.row_bytes("int8", 5), dtype=torch.uint8)
     of_bytes = {"format": "int8", "embedding_dim": 5}
@@ -234,7 +234,7 @@ def _one_table_samples() -> dict[str, list[tuple[tuple, dict]]]:
 
 
 def _bag_samples() -> dict[str, list[tuple[tuple, dict]]]:
-    """Of the embedding_bag family with a layout."""
+    """Samples of the embedding_bag family with a layout."""
     values, offsets, factors = jagged()
     grad = torch.randn(B, sum(DIMS))
     tables = [torch.randn(t, requires_grad=True) for t in TABLES]
@@ -333,7 +333,7 @@ def test_every_op_is_recorded() -> None:
 
 @pytest.mark.parametrize(("op", "schema"), json.loads(RECORDED.read_text()).items())
 def test_schema_stays_compatible(op: str, schema: str) -> None:
-    """Whoever calls the recorded schema can call today's."""
+    """Calls by the recorded schema fit today's."""
     now = torch._C.parse_schema(registered()[op])
     assert now.is_backward_compatible_with(torch._C.parse_schema(schema)), (str(now), schema)
 

@@ -96,7 +96,7 @@ def test_narrow_rows() -> None:
 
 
 def test_a_collection_takes_tables_of_parts() -> None:
-    """With their fraction, which is 0, and no other."""
+    """Tables of parts are taken with fraction 0 only."""
     tables = [table("a", 100, 8), table("q", 100, 8, compression=rk.QuotientRemainder(4))]
     placed = rk.place_tables(tables, dict.fromkeys("aq", torch.ones(100)), cache_bytes=2000)
     fractions = {name: p.fraction for name, p in placed.items()}
@@ -146,7 +146,7 @@ def test_sets_of_their_own_are_whole(rows: int, budget: int, cached: int) -> Non
 @pytest.mark.parametrize("ways", [1, 5, 32])
 @pytest.mark.parametrize("seed", range(8))
 def test_a_cache_keeps_to_the_budget(seed: int, ways: int, policy: str) -> None:
-    """Whatever the sizes: but for what rounds up the slots that tables of a width share."""
+    """A cache of any size keeps to its budget but for rounding up slots that tables of one width share."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     sizes = [draw.choice([1, 3, ways, ways + 1, 2 * ways - 1, draw.randint(1, 300)]) for _ in range(12)]
     tables = [table(f"t{i}", rows, draw.choice([4, 16, 64])) for i, rows in enumerate(sizes)]

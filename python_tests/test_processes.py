@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has
 
 
 def said(code: str, *arguments: object, **environment: str) -> str:
-    """What a script prints, which ends well and writes nothing to its standard error."""
+    """Output of a script that must succeed and write nothing to its standard error."""
     done = run_script(code, *arguments, **environment)
     assert (done.returncode, done.stderr) == (0, ""), (done.returncode, done.stdout, done.stderr[-3000:])
     return done.stdout
@@ -141,7 +141,7 @@ if sys.argv[1] == "atexit":
 
 @pytest.mark.parametrize("how", ["memory", "disk", "thread", "exit", "atexit"])
 def test_the_end_of_a_process(how: str, tmp_path) -> None:
-    """With collections, caches, graphs and threads that are alive: silence and status 0."""
+    """A process with live collections, caches, graphs and threads ends silently with status 0."""
     if how == "disk" and rk.build_info()["host_library"] is None:
         pytest.skip("row files were not built")
     assert said(LIVE_OBJECTS, how, tmp_path / "tables") == ""
@@ -176,7 +176,7 @@ def call(i):
 
 
 def test_the_end_with_daemons_in_ops() -> None:
-    """Like one of torch's own ops, which abort with Python before 3.14: docs/robustness.md says so."""
+    """Daemon threads in our ops abort as in torch's, before Python 3.14: docs/robustness.md says so."""
     code = "import torch, rec_kernels as rk\ntorch.set_num_threads(1)\nx = torch.ones(500, 500)\n"
     of_torch = run_script(code + "call = lambda i: torch.mm(x, x)\n" + DAEMONS)
     of_ours = run_script(code + "call = lambda i: torch.ops.rec_kernels.scale_rows(x, x[0])\n" + DAEMONS)
@@ -191,7 +191,7 @@ def test_a_child_that_ends_with_the_parents_objects() -> None:
 
 
 def test_ids_are_in_the_tables() -> None:
-    """So that nothing above passes for want of work."""
+    """The ids above name rows, so that no test passes for want of work."""
     given = batch(300)
     assert 0 < int(given.values().max()) < ROWS
     assert len(given.values()) > 1000

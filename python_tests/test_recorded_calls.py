@@ -55,7 +55,7 @@ OTHERWISE = {number for numbers in OTHERWISE_NOW.values() for number in numbers}
 
 @pytest.mark.parametrize("op", OPS)
 def test_errors(op: str) -> None:
-    """What was refused is refused: the type of the error, the arguments and numbers it names, nothing changed."""
+    """Refused calls are still refused: type of the error, arguments and numbers it names; nothing changes."""
     errors = _of("errors", op)
     assert len(errors) >= 3
     found = {n: replay_error(RECORDING, entry, torch.ops.rec_kernels) for n, entry in errors if n not in OTHERWISE}
@@ -76,7 +76,7 @@ def test_errors_that_are_otherwise_now() -> None:
 @pytest.mark.skipif(not SOURCES.exists(), reason="the sources are not beside the tests")
 @pytest.mark.parametrize("op", [op for op in OPS if op not in CPU_ONLY])
 def test_emulated(op: str) -> None:
-    """The same calls of the CUDA kernels, emulated; these have no gradients of their own."""
+    """The emulated CUDA kernels give the recorded results; these have no gradients of their own."""
     found = {number: replay(RECORDING, entry, emulated().ops, backward=False) for number, entry in _of("calls", op)}
     assert {number: f for number, f in found.items() if f} == {}
 
@@ -161,7 +161,7 @@ def test_another_error_is_found() -> None:
 
 
 def _decode(reader: Reader, wrong: object, entry: object) -> object:
-    """What the reader says, but for the last bit of one number of ``wrong``."""
+    """Decodes as the reader does, but for the last bit of one number of ``wrong``."""
     value = Reader.decode(reader, entry)
     if entry is not wrong:
         return value

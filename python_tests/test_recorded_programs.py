@@ -32,7 +32,7 @@ def test_programs(name: str, tmp_path: Path) -> None:
 
 
 def test_no_op_has_the_name_of_before() -> None:
-    """What programs are loaded by is an overload's name."""
+    """Saved programs find ops by overload name; none has a name of an earlier overload."""
     recorded = {entry["of"]["op"] for entry in PROGRAMS.values()}
     assert recorded | {"row_cache_stats"} == set(WITH_LAYOUT)
     assert [op for op in WITH_LAYOUT if "default" in getattr(torch.ops.rec_kernels, op).overloads()] == []

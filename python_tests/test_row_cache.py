@@ -222,7 +222,7 @@ def test_optional_arguments() -> None:
 
 
 def test_lookup_without_sets() -> None:
-    """Where no table is cached nothing comes in; the clock counts, and there are no slots at all."""
+    """Nothing is inserted where no table is cached; the clock counts, and there are no slots at all."""
     case = CacheCase(CacheSample([(9, 4, "int4"), (3, 2, "bf16")], [(1, "sum"), (0, "sum")], {}))
     assert len(case.state()["cache_tags"]) == 0
     check(

@@ -56,7 +56,7 @@ def test_rows_come_in_early(where: str) -> None:
 
 
 def test_every_update_comes_first() -> None:
-    """Of two lookups; one whose output is gone is not waited for."""
+    """Rows come in after the updates of two lookups; an output that is gone is not waited for."""
     plain, ahead = pair()
     for c in (plain, ahead):
         outputs = [c(batch(c, i)).values().square().sum() for i in range(3)]
@@ -85,7 +85,7 @@ def test_accumulate() -> None:
 
 
 def test_other_kinds_of_batches() -> None:
-    """Of features in another order, with batch sizes of their own, and lookups that are not pooled."""
+    """Prefetch takes features in another order, batch sizes per feature, and lookups that are not pooled."""
     plain, ahead = pair()
     keys = plain.feature_names[::-1]
     strides = rk.KeyedJaggedTensor(
@@ -105,7 +105,7 @@ def test_other_kinds_of_batches() -> None:
 
 
 def uses(c) -> dict[str, object]:
-    """What must not come between."""
+    """Yields actions that must not come between prefetch and lookup."""
     return {
         "a lookup of another one": lambda: c(batch(c, 9)),
         "prefetch.. of another batch": lambda: c.prefetch(batch(c, 9)),
@@ -150,7 +150,7 @@ def test_an_update_must_not_come_between() -> None:
 
 
 class Stream:
-    """As much of a GPU's stream as waits."""
+    """Imitates a GPU's stream: work that waits."""
 
     device = torch.device("cpu")
 
@@ -188,7 +188,7 @@ def test_what_others_read_waits(what: str, monkeypatch) -> None:
 
 
 def test_a_batch_that_was_written_to() -> None:
-    """Its slots are those of other ids."""
+    """A batch that was written to gets the slots of its new ids."""
     c = make(cache=in_host(SMALL))
     given = batch(c, 1)
     c.prefetch(given)
@@ -243,7 +243,7 @@ def test_a_bad_id() -> None:
 
 
 def test_where_nothing_is_to_do() -> None:
-    """In eval() mode, and with tables in the device's memory."""
+    """Prefetch does nothing in eval() mode and with tables in the device's memory."""
     for c in (make(), make(cache=in_host(SMALL)).eval()):
         before = everything(c)
         c.prefetch(batch(c, 1))
@@ -251,7 +251,7 @@ def test_where_nothing_is_to_do() -> None:
 
 
 def test_compiled_lookups() -> None:
-    """Of their updates nobody hears: nothing comes in early."""
+    """Compiled updates are not announced: no row comes in early."""
     plain, ahead = pair()
     compiled = torch.compile(ahead, backend="aot_eager")
     for i in range(4):

@@ -1,4 +1,4 @@
-"""What the ops of the row cache say to wrong arguments; and nothing changes, the clock neither."""
+"""Wrong arguments for the row cache's ops are refused; nothing changes, the clock neither."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ def test_the_calls_to_be_spoilt_are_good(policy: str) -> None:
 
 
 def strided(t: Tensor) -> Tensor:
-    """The same numbers, not contiguous."""
+    """A tensor with equal numbers that is not contiguous."""
     return torch.stack([t, t], 1)[:, 0]
 
 
-# Of the good call: 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
+# The good call has 10 slots, 6 of width 4 and 4 of width 8; 56 floats; 5 parts; linear rows 0 to 35.
 SLOTS = ["cache_tags", "cache_marks", "cache_stamps", "cache_dirty", "cache_counts"]
 WRONG_TENSORS = [
     *((name, lambda t: t.int(), f"{name} must be (int64|uint8), got int32") for name in SLOTS),
@@ -102,7 +102,7 @@ WRONG_OPTIONS = [
     ("rounding", "up", 'rounding must be "nearest" or "stochastic", got "up"'),
     ("bounds_check", "warn", "bounds_check must be"),
 ]
-# Of places, what rk.table_layout refuses.
+# Places that rk.table_layout refuses.
 WRONG_PLACES = [
     *(("cache_ways", None, n, rf"cache.ways = {n} must be in \[1, 1024\]") for n in (0, -1, 1025)),
     ("cache_sets", 0, -1, r"cache.sets\[0\] = -1 must not be negative"),
@@ -115,7 +115,7 @@ WRONG_PLACES = [
     ("table_ids", 1, -1, r"table_ids\[1\] = -1 must be in \[0, 65536\)"),
     ("table_ids", 1, 65536, r"table_ids\[1\] = 65536 must be in \[0, 65536\)"),
 ]
-# Of records, which a GPU does not read before the kernels do: the column, the part, and its forged number.
+# Forged records (column, part, number), which a GPU reads only in the kernels.
 FORGED = [
     ("cache_sets", 0, -1),
     ("cache_sets", 2, 3),  # from 3: behind the last slot
@@ -144,7 +144,7 @@ def test_bad_tensor(name: str, change, message: str) -> None:
 
 @pytest.mark.parametrize(("name", "value", "message"), WRONG_OPTIONS)
 def test_bad_option(name: str, value: object, message: str) -> None:
-    """The same of what is no tensor, or missing."""
+    """Options that are no tensor, or missing, are refused."""
     assert takers(name), name
     for op in takers(name):
         for namespace in (ops, emulated()):
@@ -175,7 +175,7 @@ def test_forged_place(column: str, part: int, number: int) -> None:
 
 
 def test_bad_number() -> None:
-    """Of a table whose row of statistics there is not, and of offsets."""
+    """Bad offsets are refused, and a table without a row of statistics."""
     wrong = arguments() | good_case().layout(table_ids=[0, 1000, 2, 3, 4])._asdict()
     offsets = arguments()["offsets"].clone()
     offsets[1] = -1
@@ -186,7 +186,7 @@ def test_bad_number() -> None:
 
 
 def test_tables_of_two_widths_share_no_sets() -> None:
-    """Their rows would overlap."""
+    """Tables of two widths must not share sets: their rows would overlap."""
     case = good_case()
     with pytest.raises(ValueError, match=r"cache.first_sets\[\d\]: its sets are some of those of part \d"):
         case.layout(cache_first_sets=[0, 0, 1, 0, 0], cache_row_offsets=[0, 0, 16, 0, 0])
@@ -196,7 +196,7 @@ def test_tables_of_two_widths_share_no_sets() -> None:
     ("name", "number"), [("sets", 2), ("sets", 0), ("first_sets", 1), ("row_offsets", 4)], ids=lambda a: str(a)
 )
 def test_features_of_a_table_agree(name: str, number: int) -> None:
-    """Where rows of one table lie does not depend on the feature: another place would be a second copy."""
+    """All features of a table must give its rows one place: another place would be a second copy."""
     case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum"), (0, "sum")], {4: 3}))
     good = {"sets": 3, "first_sets": 0, "row_offsets": 0}[name]
     with pytest.raises(ValueError, match=r"cache\.\w+\[\d\]"):
@@ -227,7 +227,7 @@ def test_bad_id(bad: int) -> None:
 
 @pytest.mark.parametrize("name", ["cache_tags", "cache_rows", "layout", "cache_clock", "row_counts", "cache_stats"])
 def test_other_device(name: str) -> None:
-    """Not answered with memory that nobody wrote."""
+    """Tensors on another device are refused; the op never returns memory that nobody wrote."""
     for op in takers(name):
         given = arguments()
         check_refused(op, given | {name: given[name].to("meta")}, "same device")
@@ -293,7 +293,7 @@ WRONG_UPDATES = [
 
 
 def test_the_training_to_be_spoilt_is_good() -> None:
-    """On every kind of backend."""
+    """The unspoilt training runs on every kind of backend."""
     for namespace in (ops, emulated()):
         for op in (*LOOKUPS, UPDATE):
             call(op, training(namespace), namespace)

@@ -146,7 +146,7 @@ def test_opened_again(optimizer, tmp_path) -> None:
 
 
 def test_products_of_parts(tmp_path) -> None:
-    """Their gradients need the rows of the other part, as an update does."""
+    """Gradients of products read the other part's row, as an update does."""
     memory, disk = pair(LRU, tmp_path / "rows", combine="mult")
     for i in range(8):
         assert all(same_bits(a, b) for a, b in zip(*(with_factors(c, i) for c in (memory, disk)), strict=True))
@@ -185,7 +185,7 @@ def test_wrong_announcements_take_no_room(tmp_path) -> None:
 
 
 def test_prefetch_in_memory_does_nothing() -> None:
-    """So that a loop is the same for both."""
+    """prefetch does nothing for tables in memory, so that one loop serves both."""
     c = make(LRU)
     before = held(c)
     c.prefetch(batch(c, 1))
@@ -289,7 +289,7 @@ class Powers:
 
 @pytest.mark.parametrize("in_chunks", [False, True])
 def test_init(in_chunks: bool, tmp_path) -> None:
-    """Of the whole table at once, or of the rows of consecutive calls: the tables in memory, either way."""
+    """Initialising a whole table, or rows of consecutive calls, gives the tables in memory."""
     inits = [Powers(False), Powers(False)]
     tables = [tables_of(make(LRU, init=inits[0])), tables_of(make(on_disk(LRU, tmp_path / "rows"), init=inits[1]))]
     assert inits[0].calls == inits[1].calls == [rows for _, rows, *_ in TABLES]

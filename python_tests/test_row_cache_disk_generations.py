@@ -73,7 +73,7 @@ def test_the_generation_of_the_checkpoint(tmp_path) -> None:
 
 
 def test_states_of_tables_that_went_on_are_refused(tmp_path) -> None:
-    """Also by the collection that they are of: its rows are those of later steps."""
+    """The collection itself refuses them, too: its rows are those of later steps."""
     c = make(on_disk(LRU, tmp_path / "rows"))
     train(c)
     state = copied(c.state_dict())
@@ -113,7 +113,7 @@ def test_states_stay_good_while_nothing_changes(cache: rk.RowCache, tmp_path) ->
 
 
 def test_states_of_other_files_are_refused(tmp_path) -> None:
-    """Of the same tables at the same generation; one that names no file, as states of before, is taken."""
+    """Equal tables at an equal generation are refused from another file; a state that names no file is taken."""
     one, other = make(on_disk(LRU, tmp_path / "one"), seed=1), make(on_disk(LRU, tmp_path / "other"), seed=2)
     train(one)
     train(other, 6)

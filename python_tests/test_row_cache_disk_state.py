@@ -44,7 +44,7 @@ HERE = Path(__file__).parent
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("cache", [LRU, LFU], ids=["lru", "lfu"])
 def test_a_new_collection_goes_on(cache: rk.RowCache, optimizer, tmp_path) -> None:
-    """With the file and the state: as if there had been no stop."""
+    """A new collection with the file and the state goes on as if there had been no stop."""
     path, memory = tmp_path / "rows", make(cache, optimizer)
     expected = train(memory, 0, 12)
     first = make(on_disk(cache, path), optimizer)
@@ -71,7 +71,7 @@ def test_states_with_tables_are_refused(tmp_path) -> None:
 
 
 def test_a_state_inside_a_model(tmp_path) -> None:
-    """Its names have a prefix, and so have the messages."""
+    """Names in a model's state have a prefix, and so have the messages."""
     model = nn.ModuleDict({"tables": make(on_disk(LRU, tmp_path / "rows")), "top": nn.Linear(2, 2)})
     train(model["tables"])
     state = copied(model.state_dict())
@@ -173,7 +173,7 @@ def test_what_is_not_possible(tmp_path) -> None:
 @pytest.mark.parametrize("cast", ["half", "bfloat16", "float", "double", "cpu"])
 @pytest.mark.parametrize("tables", [TABLES, TABLES[2:3]], ids=["bytes", "floats"])
 def test_casts_change_nothing(tables: list, cast: str, tmp_path) -> None:
-    """Nor is the whole of the file read for them."""
+    """Casts change nothing, and do not read the whole file."""
     memory, disk = pair(LRU, tmp_path / "rows", tables=tables)
     for c in (memory, disk):
         train(c, steps=3)
@@ -307,7 +307,7 @@ def test_memory_of_the_process(tmp_path) -> None:
         assert process.returncode == 0, errors
         grown[backing] = int(output)
     assert grown["device"] > 0.95 * rows * 72, "the tables are in memory"
-    # Beside the rows: what is kept of the file's blocks, threads' stacks, and what the allocator keeps of batches.
+    # Allowance beside the rows: bookkeeping of the file's blocks, threads' stacks, and the allocator's batches.
     assert grown["disk"] < budget + 12 * mib, grown
 
 

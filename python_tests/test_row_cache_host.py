@@ -59,7 +59,7 @@ def test_to_meta_and_back() -> None:
 
 
 class Runtime:
-    """As much of CUDA's runtime as pins memory."""
+    """Imitates the functions of CUDA's runtime that pin memory."""
 
     def __init__(self, error: int = 0) -> None:
         self.error, self.pinned = error, {}
@@ -89,7 +89,7 @@ def runtime(monkeypatch) -> Runtime:
 
 
 def test_memory_is_pinned_where_it_is(runtime) -> None:
-    """Its pages are its own, and let go of with the last tensor that sees it."""
+    """Pinned pages belong to the memory alone, and are unpinned with the last tensor that sees it."""
     flat = host_memory.host_zeros(5_000, torch.float32)
     assert not flat.any()
     assert flat.data_ptr() % 4096 == 0
@@ -117,7 +117,7 @@ def test_every_gpu_is_waited_for(runtime) -> None:
 
 
 def test_other_memory_is_copied(runtime) -> None:
-    """What torch has made lies anywhere."""
+    """Memory that torch has allocated is copied: it may lie anywhere."""
     given = torch.arange(3_000, dtype=torch.uint8)
     found = host_memory.pinned(given, GPU_0)
     assert found is not given
@@ -134,7 +134,7 @@ def test_memory_that_cannot_be_pinned(runtime) -> None:
 
 
 def test_collections_that_move(runtime, monkeypatch) -> None:
-    """To a GPU, where a fake tensor stands for every other: the tables stay. Meta tables get memory."""
+    """Tables stay in host memory when the collection moves to a GPU (a fake tensor here). Meta tables get memory."""
     with FakeTensorMode():
         like = torch.empty(0, device="cuda")
     for device in ("cpu", "meta"):
@@ -234,7 +234,7 @@ def test_gpu_round_trips() -> None:
 
 @GPU
 def test_gpu_refuses_pageable_memory() -> None:
-    """And says so."""
+    """A GPU refuses pageable memory with an error."""
     given = {n: t.cuda() if isinstance(t, torch.Tensor) else t for n, t in arguments("lru").items()}
     given["weights"] = given["weights"].cpu()
     with pytest.raises(ValueError, match="weights is on cpu and not pinned: with values on cuda:0 it must be there"):

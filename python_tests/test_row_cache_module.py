@@ -54,7 +54,7 @@ def test_wrong_arguments(arguments: dict, message: str) -> None:
 
 
 def test_collections_that_have_no_cache() -> None:
-    """Without a fused optimizer; what is no rk.RowCache; names of no table."""
+    """A cache is refused without a fused optimizer, if it is no rk.RowCache, and for names of no table."""
     with pytest.raises(ValueError, match=r"cache must be an rk.RowCache, and .* optimizer None"):
         make(None, SMALL)
     with pytest.raises(ValueError, match=r"cache must be an rk.RowCache.* got 0\.5"):
@@ -77,7 +77,7 @@ def test_fractions_by_name() -> None:
 
 
 def test_tables_of_parts_are_not_cached() -> None:
-    """Beside a hashed table, which is: its rows are those of the remainders. Parts cannot be named."""
+    """A hashed table beside them is cached: its rows are those of the remainders. Parts cannot be named."""
     tables = [
         rk.EmbeddingBagConfig(40, 6, name="a", feature_names=["a"], compression=rk.QuotientRemainder(4), format="int8"),
         rk.EmbeddingBagConfig(400, 6, name="b", feature_names=["b"], compression=rk.Hash(7), format="int8"),
@@ -98,7 +98,7 @@ def test_tables_of_parts_are_not_cached() -> None:
 @pytest.mark.parametrize("ways", [1, 3, 7, 32, 1024])
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 def test_fraction_1_has_room_for_every_row(ways: int, policy: str) -> None:
-    """Of every table, in one batch, whatever the ways; in less than one more set than it takes."""
+    """One batch of all rows fits, whatever the ways; the cache has less than one set too many per table."""
     collection = make(cache=rk.RowCache(1.0, ways=ways, policy=policy))
     for _ in range(2):
         collection(whole(collection)).values().sum().backward()
@@ -152,7 +152,7 @@ def test_all_rows_cached_is_float32(optimizer, policy: str, factors: bool) -> No
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_no_row_cached_is_no_cache(optimizer, rounding: str, factors: bool) -> None:
-    """With fraction 0 all is as without: outputs, tables, state."""
+    """With fraction 0, outputs, tables and state are those without a cache."""
     pair = [make(optimizer, cache, rounding=rounding) for cache in (rk.RowCache(0.0), None)]
     for a, b in zip(*(train(c, factors=factors) for c in pair), strict=True):
         assert same_bits(a, b)

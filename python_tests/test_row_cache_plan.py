@@ -1,4 +1,4 @@
-"""What a batch will read and write in the tables, against the reference and what the ops then do; flushes in pieces."""
+"""Plans of a batch's reads and writes agree with the reference and with the ops; flushes go in pieces."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_only_planned_rows_change(policy: str) -> None:
 
 
 def plan_arguments() -> dict[str, object]:
-    """Of one small call."""
+    """Arguments of one small call."""
     case = CacheCase(CacheSample([(9, 4, "int8")], [(0, "sum")], {4: 2}, 2))
     batch = case.batch(Batch([[2, 1]]))
     return case.arguments | case.state() | {"values": batch.values, "offsets": batch.offsets}
@@ -144,7 +144,7 @@ def test_bad_input(change: dict, error: type, message: str) -> None:
 
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_flushes_in_pieces(rounding: str) -> None:
-    """Of ranges of slots, in any order and size: together the whole flush; of some, their rows alone."""
+    """Ranges of slots, in any order and size, flush together everything; some of them flush their rows alone."""
     tables = [(40, 4, "int8"), (30, 4, "int4"), (20, 16, "bf16")]
     case = CacheCase(CacheSample(tables, [(t, "sum") for t in range(3)], {4: 5, 16: 3}, 4, rounding=rounding, gap=1))
     model = case.model()

@@ -1,4 +1,4 @@
-"""What row caches promise in numbers: bytes of a table with its cache, and how often the right rows are cached."""
+"""Promises of row caches in numbers: bytes of a table with its cache, and hit rates of the right rows."""
 
 from __future__ import annotations
 

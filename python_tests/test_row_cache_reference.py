@@ -49,7 +49,7 @@ def one_set(ways: int, **options) -> RowCache:
 
 
 def tags(cache: RowCache) -> list[int]:
-    """Of every slot."""
+    """Tags of all slots."""
     return [slot.tag for slot in cache.slots]
 
 
@@ -103,7 +103,8 @@ def test_counters_count() -> None:
 
 
 def test_sets() -> None:
-    """By remainder where the table has room, which then holds all of it; by hash elsewhere; tables share a range."""
+    """Sets follow the remainder where the table fits, which holds all of it, and a hash elsewhere; tables share a
+    range."""
     room, small = Sets(5, 4), Sets(5, 3)
     assert [room.of(linear, 8, 2) for linear in (0, 3, 4, 1001)] == [5, 8, 5, 6]
     assert [small.of(linear, 7, 2) for linear in (1, 2)] == [5 + fmix64(n) * 3 // 2**64 for n in (1, 2)]
@@ -200,7 +201,8 @@ def test_what_leaves_is_encoded(format: str, rounding: str, policy: str) -> None
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_what_is_not_cached_is_encoded_by_the_update(rounding: str) -> None:
-    """With the noise of stream 0 at its step; a table without sets has no slot and no statistics."""
+    """Rows outside are encoded with the noise of stream 0 at the step; a table without sets has no slot or
+    statistics."""
     cache = make_cache([(5, 9, "int4", None)], 2, 2, seed=3, rounding=rounding)
     assert cache.insert([(0, 1), None]) == [-1, -1]
     numbers = wide_floats(9, seed=2)
@@ -239,7 +241,7 @@ def test_what_always_holds(given: tuple[CacheSample, list[Action]]) -> None:
 
 
 def decoded(model: RowCache, row: Row) -> torch.Tensor:
-    """What a row's bytes mean, cached or not."""
+    """Numbers that a row's bytes stand for, cached or not."""
     table = model.tables[row[0]]
     return dequantize_rows(table.rows[row[1]][None], table.format, table.embedding_dim)[0]
 

@@ -52,7 +52,7 @@ def cached(collection, name: str, dirty: bool = False) -> torch.Tensor:
 
 
 def looked_up(collection, name: str) -> torch.Tensor:
-    """What lookups make of a table's bytes: sums of one row, in which -0 is 0."""
+    """Numbers that lookups read from a table's bytes: sums of one row, in which -0 is 0."""
     return numbers(collection, name) + 0.0
 
 
@@ -83,7 +83,7 @@ def test_flush(cache: rk.RowCache, rounding: str) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("cache", [SMALL, LFU], ids=["lru", "lfu"])
 def test_training_goes_on_after_a_flush(cache: rk.RowCache, optimizer) -> None:
-    """As if there had been none."""
+    """Training after a flush goes on as if there had been none."""
     pair = [make(optimizer, cache) for _ in range(2)]
     for step in range(6):
         outputs = [train(c, step, steps=1)[0] for c in pair]
@@ -257,7 +257,7 @@ def test_slots_of_one_shape_for_other_rows(cache: rk.RowCache) -> None:
 
 @pytest.mark.parametrize("names", [("b", "a"), ("a", "c")])
 def test_tables_of_one_shape_in_another_order(names: tuple[str, str]) -> None:
-    """Their slots are of the same shapes and places, and hold rows of other tables: the cache begins empty."""
+    """Equal slots and places may hold other tables' rows: the cache begins empty."""
     pair = []
     for each in (("a", "b"), names):
         tables = [rk.EmbeddingBagConfig(20, 6, name=n, feature_names=[n], format="int8") for n in each]
@@ -361,7 +361,7 @@ def test_casts_leave_it_alone(cast) -> None:
 
 
 def test_made_without_memory() -> None:
-    """On "meta" it has shapes; after to_empty() its slots are empty, and it trains."""
+    """A "meta" cache has shapes; after to_empty() its slots are empty, and it trains."""
     collection = make(ADAM, device="meta")
     assert collection.state_dict()["row_cache.rows"].is_meta
     collection.to_empty(device="cpu")
@@ -395,7 +395,7 @@ def test_for_serving() -> None:
 
 
 def test_served_tables_move_by_themselves() -> None:
-    """To "meta" and back, as to another device; what they were made from stays, and the other way round."""
+    """Served tables and their original move to "meta" and back independently of each other."""
     collection = make(ADAM)
     train(collection)
     served, given = collection.for_serving(), batch(collection, seed=9)

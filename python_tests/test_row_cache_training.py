@@ -50,7 +50,7 @@ class Model:
         return reference.per_sample_weights_gradient(grad, *self._given(batch, factors))
 
     def gradients(self, grad: Tensor, batch: Case, factors: Tensor | None = None) -> dict[tuple[int, int], Tensor]:
-        """Of every row that the batch names."""
+        """Gradients of all rows that the batch names."""
         return reference.row_gradients(grad, *self._given(batch, factors))
 
     def _given(self, batch: Case, factors: Tensor | None) -> tuple:
@@ -79,7 +79,7 @@ class Model:
 
 
 class Trained:
-    """The same with the ops."""
+    """Trains with the ops."""
 
     def __init__(self, case: CacheCase, optimizer: str, namespace: object = ops, **options: object) -> None:
         self.state: State = case.state()
@@ -175,7 +175,7 @@ def test_steps(pooling: str, rounding: str, policy: str, optimizer: str, autogra
 @settings(max_examples=60)
 @given(st.data())
 def test_samples(data: st.DataObject) -> None:
-    """Whatever the tables, the features and the sets are; parts included."""
+    """Samples of all tables, features and sets agree with the reference, parts included."""
     sample = data.draw(samples())
     given = data.draw(st.lists(batches(sample), min_size=1, max_size=4))
     check(sample, given, data.draw(st.sampled_from(OPTIMIZERS)), data.draw(st.booleans()))
@@ -226,7 +226,7 @@ def test_all_rows_cached_is_float32(optimizer: str, policy: str) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_nothing_cached_is_training_without_a_cache(optimizer: str, rounding: str) -> None:
-    """With tables that have no sets; the cache's tensors stay but for the clock."""
+    """Tables without sets train as without a cache; its tensors stay but for the clock."""
     tables = [(21, 5, "int8"), (17, 5, "int4"), (13, 16, "bf16")]
     sample = CacheSample(tables, [(t, "mean") for t in range(3)], {5: 2}, uncached=(0, 1, 2), rounding=rounding)
     case = CacheCase(sample)
@@ -248,7 +248,7 @@ def test_nothing_cached_is_training_without_a_cache(optimizer: str, rounding: st
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_rows_that_have_left_since(optimizer: str) -> None:
-    """Between a lookup and its update another batch comes in: the update goes where each row is by then."""
+    """The update reaches each row where it is by then, if a batch comes in between a lookup and its update."""
     sample = CacheSample([(40, 6, "int4"), (30, 9, "bf16")], [(0, "sum"), (1, "mean")], {6: 2, 9: 3}, 2)
     case = CacheCase(sample)
     first, second = (case.batch(Batch([[3, 2], [1, 4]], seed=seed)) for seed in (1, 2))

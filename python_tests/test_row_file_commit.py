@@ -30,7 +30,7 @@ def two_generations(path) -> tuple[bytes, bytes, np.ndarray]:
 
 
 def outcome(folder, main: bytes, log: bytes, new: np.ndarray) -> str:
-    """What `open` makes of it: "found" or "refused". Fails where a generation is lost in silence."""
+    """Outcome of `open`: "found" or "refused". Fails where a generation is lost silently."""
     path = folder / "damaged"
     path.write_bytes(main)
     log_of(path).write_bytes(log)

@@ -195,7 +195,7 @@ file.apply()
 
 
 def traced_calls(path, trace):
-    """What the calls that strace saw did to the two files, in order: (is it the log, what, offset or size, data)."""
+    """Calls on the two files that strace saw, in order: (is it the log, what, offset or size, data)."""
     calls, unfinished = [], {}
     for line in trace.read_text().splitlines():
         pid, text = line.split(maxsplit=1)
@@ -229,7 +229,7 @@ def apply_calls(files, calls):
 
 
 def after_a_power_failure(calls, rng):
-    """What may be on the disk after these calls: all before a file's last fsync; of the rest, any part."""
+    """Contents that a power failure may leave: all before a file's last fsync and any part of the rest."""
     last_sync = {log: max((i for i, c in enumerate(calls) if c[:2] == (log, "fsync")), default=-1) for log in (0, 1)}
     for i, call in enumerate(calls):
         log, name, place, data = call

@@ -25,7 +25,7 @@ from row_file_cases import (
 
 RowFile = host_or_skip().RowFile
 BLOCKS = 8
-# Where the parts of a file of 8 blocks and its log lie: docs/row_file.md.
+# Positions of the parts in a file of 8 blocks and its log (docs/row_file.md).
 STATES, LAYOUT_AT, CHECKSUMS, DATA = (4096, 8192), 12288, 16384, 20480
 SLOTS = 4096
 

@@ -108,7 +108,7 @@ class Model(RuleBasedStateMachine):
 
     @rule(back=st.booleans(), close=st.booleans())
     def open_again(self, back, close):
-        """Without a flush; closed, or as after a crash: from a copy of the files as they are."""
+        """Reopens without a flush: after close, or, as after a crash, from a copy of the files."""
         applied = self.file.stats()["log_bytes"] == 0 or self.before is None
         if close:
             self.file.close()

@@ -27,7 +27,7 @@ def with_a_generation_in_its_log(path) -> np.ndarray:
 
 
 def test_symbolic_link(tmp_path):
-    """Its log is that of the file it leads to."""
+    """The log is named after the file that a symbolic link leads to."""
     path, link = tmp_path / "file", tmp_path / "elsewhere" / "link"
     new = with_a_generation_in_its_log(path)
     link.parent.mkdir()
@@ -60,7 +60,7 @@ def test_hard_links(tmp_path):
 
 
 def test_log_that_is_a_link(tmp_path):
-    """What it leads to belongs to somebody else: it is neither emptied nor made."""
+    """A linked log belongs to somebody else: it is neither emptied nor made."""
     path, target = tmp_path / "file", tmp_path / "precious"
     with RowFile.create(str(path), 4 * BLOCK, layout=LAYOUT, memory_budget=4 * BLOCK) as file:
         values = contents(file)

@@ -97,7 +97,7 @@ def test_any_address(format: str) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_any_bytes_are_read(format: str) -> None:
-    """Also those that no encoder writes: every code under every scale."""
+    """Bytes that no encoder writes are read, too: every code under every scale."""
     for columns in (1, 33, 256):
         rows = torch.randint(0, 256, (300, rk.row_bytes(format, columns)), dtype=torch.uint8)
         numbers = reference.dequantize_rows(rows, format, columns)
@@ -201,7 +201,7 @@ def test_hard_rows(format: str, x: Tensor, rounding: str, rule: str, seed: int) 
 
 @pytest.mark.parametrize(("format", "rounding", "rule"), [way for way in WAYS if way[0] in BLOCKS])
 def test_values_at_rest(format: str, rounding: str, rule: str) -> None:
-    """What a block can hold does not move. The one exception, E4M3 under floor, is a test of its own."""
+    """Numbers that a block can hold do not change; E4M3 under floor, the one exception, has its own test."""
     x = random_blocks(format, 4000)
     if format == "mxfp8_e4m3" and rule == "floor":
         x = x[torch.frexp(x.abs().amax(1))[0] * 2 != 1.875]
@@ -283,7 +283,7 @@ def test_row_bytes() -> None:
 
 
 def test_inputs_are_unchanged() -> None:
-    """Neither op writes to what it reads."""
+    """Neither op writes to its inputs."""
     x = finite_rows(33)
     before = x.clone()
     for format in rk.ROW_FORMATS:

@@ -68,7 +68,7 @@ def test_bad_dequantize(arguments: tuple, message: str) -> None:
 
 
 def test_bad_row_bytes() -> None:
-    """The same of the size."""
+    """Rows of the wrong size are refused."""
     with pytest.raises(ValueError, match=re.escape(f'format must be one of {NAMES}; got "MX6"')):
         rk.row_bytes("MX6", 4)
     with pytest.raises(ValueError, match="embedding_dim = 0 must be at least 1"):
@@ -101,7 +101,7 @@ def test_not_finite(format: str, rounding: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_status(format: str) -> None:
-    """What CUDA kernels report instead of raising: the first place, for formats that have no code for it."""
+    """CUDA kernels report the first bad position in place of raising, for formats that have no code for it."""
     x = torch.randn(9, 40)
     x[3, 39] = x[3, 17] = x[7, 0] = torch.nan
     for backend in device_backends():
@@ -121,7 +121,8 @@ class OnGpu(torch.Tensor):
 @pytest.mark.parametrize("format", ["int4", "mx4"])
 @pytest.mark.parametrize("capturing", [False, True])
 def test_the_public_function_reads_status(format: str, capturing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, where it may wait and the format has no code for NaN; a capture goes on, and the row reads as NaN."""
+    """On a GPU it raises if it may wait and the format has no code for NaN; a capture goes on, and the row reads as
+    NaN."""
     monkeypatch.setattr("rec_kernels.ops.row_formats._ops", emulated())
     monkeypatch.setattr("torch.cuda.is_current_stream_capturing", lambda: capturing)
     x = torch.randn(4, 8)

@@ -198,7 +198,7 @@ def test_fbgemm_layout_by_hand() -> None:
     ],
 )
 def test_bad_rows_for_fbgemm(rows: Tensor, format: str, columns: int, message: str) -> None:
-    """Both ways."""
+    """Both packages refuse bad rows."""
     for convert in (rk.rows_to_fbgemm, rk.rows_from_fbgemm):
         with pytest.raises(ValueError, match=message):
             convert(rows, format, columns)

@@ -49,7 +49,7 @@ def test_philox_vectors() -> None:
 
 
 def test_row_words() -> None:
-    """Which counter a row and column have; shards draw what the whole table draws."""
+    """Rows and columns have fixed counters; shards draw the whole table's words."""
     found = row_words(42, 9, 3, 7, 1, 8)
     words = "1020009e edb97331 7f7eb0f5 81de075f e5e7830e 6a3fa847 2fec9538 758d51fd"
     assert " ".join(f"{w:08x}" for w in found[0].tolist()) == words

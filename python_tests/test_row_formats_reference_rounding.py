@@ -18,7 +18,7 @@ from rec_kernels.reference.row_formats import ROW_FORMATS, dequantize_rows, quan
 from rec_kernels.testing import same_bits
 
 RULES = ["floor", "rceil"]
-# Of similar size within a block, often on a tie, with zeros.
+# Numbers of similar size within a block, often on a tie, with zeros.
 NUMBERS = st.builds(
     lambda k, shift, sign: sign * math.ldexp(k, -shift),
     st.integers(0, 511),
@@ -98,7 +98,7 @@ def test_draws_depend_on_the_place_only(name: str) -> None:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("rule", RULES)
 def test_values_at_rest(name: str, rounding: str, rule: str) -> None:
-    """What a format can hold does not move, from the smallest scale to the largest.
+    """Numbers that a format can hold do not change, from the smallest scale to the largest.
 
     Except E4M3 under floor: its largest mantissa, 1.875, is taken by NaN in the highest binade, where floor puts the
     largest element of a block.
@@ -207,7 +207,7 @@ def test_growth_past_a_binade(name: str) -> None:
 @pytest.mark.parametrize("name", ROW_FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_narrow_inputs_are_widened(name: str, dtype: torch.dtype) -> None:
-    """The same bytes as for the float32 of equal value, also for views."""
+    """Narrow inputs give the bytes of the float32 of equal value, also for views."""
     x = torch.randn(40, 6).to(dtype).T
     for rounding in ROUNDINGS:
         assert torch.equal(quantize_rows(x, name, rounding=rounding), quantize_rows(x.float(), name, rounding=rounding))

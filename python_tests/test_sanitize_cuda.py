@@ -43,7 +43,7 @@ def test_what_is_missing_or_wrong_is_said() -> None:
 
 
 def test_an_error_does_not_end_the_rest() -> None:
-    """What raises is named, and all others are called nevertheless."""
+    """A failing call is named, and all others are made nevertheless."""
 
     class Broken:
         def __getattr__(self, name: str):
@@ -55,7 +55,7 @@ def test_an_error_does_not_end_the_rest() -> None:
 
 
 def test_unaligned_tensors() -> None:
-    """With every tensor one element behind a place aligned to 64 bytes, the emulated kernels have the same bits."""
+    """The emulated kernels have equal bits with every tensor one element behind a place aligned to 64 bytes."""
     assert {unaligned(torch.empty(3, dtype=d)).data_ptr() % 64 for d in (torch.int8, torch.float32)} == {1, 4}
     assert check(OnDevice(emulated().ops, unaligned, torch.Tensor.clone), set()) > 30
 
@@ -71,14 +71,14 @@ def test_what_is_compared_is_printed(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_copies_to_the_gpu_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With copies in memory in their place: what an op changes in place comes back, in lists, too."""
+    """Copies in memory stand for the GPU's: tensors changed in place come back, in lists, too."""
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.clone)
     monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
     assert check(OnCuda(), set()) > 30
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Where nothing can be checked, it fails and says why."""
+    """The command fails and says why where nothing can be checked."""
     monkeypatch.setattr(sys, "argv", ["sanitize_cuda.py"])
     if torch.cuda.is_available() and rk.build_info()["cuda_unavailable"] is None:
         assert sanitize_cuda.main() == 0
@@ -152,7 +152,7 @@ def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
 
 
 def test_a_fault_that_is_not_noted_ends_the_fuzz(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here of the CPU's ops, which raise where a device is expected to note."""
+    """The CPU's ops, which raise where a device is expected to note, end the fuzz."""
     monkeypatch.setenv("REC_KERNELS_TEST_LIBRARY", "not asked for")
     monkeypatch.setattr(sanitize_cuda, "emulated", lambda: torch.ops.rec_kernels)
     with pytest.raises(AssertionError, match=r"cuda_emulated: BadCall\(sample=Sample\("):

@@ -75,7 +75,7 @@ def test_denormals_and_zeros(isa: str) -> None:
 
 
 def test_nan_and_inf_propagate() -> None:
-    """Only in their own row."""
+    """NaN and Inf reach only their own row."""
     x = torch.ones(3, 4)
     out = rk.scale_rows(x, torch.tensor([1.0, torch.nan, torch.inf]))
     assert torch.equal(out[0], x[0])
@@ -109,7 +109,7 @@ def test_bad_input(x: torch.Tensor, scale: torch.Tensor, message: str) -> None:
     ],
 )
 def test_bad_rows(a: torch.Tensor, b: torch.Tensor, message: str) -> None:
-    """The same of row_dot."""
+    """row_dot refuses bad rows."""
     with pytest.raises(ValueError, match=message):
         ops.row_dot(a, b)
 

@@ -24,7 +24,7 @@ def _outputs(op: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _squares_of_gradients(op: str, args: tuple, kwargs: dict, inputs: list, grads_in: list) -> torch.Tensor:
-    """Of all inputs' gradients, where those of the outputs are ``grads_in``, which is filled if it is empty."""
+    """Squares of all inputs' gradients, with ``grads_in`` for the outputs, which is filled if it is empty."""
     outputs = _outputs(op, args, kwargs)
     if not grads_in:
         grads_in += [torch.randn(t.shape, dtype=t.dtype, requires_grad=True) for t in outputs]
@@ -64,7 +64,7 @@ def test_second_derivative_is_right_or_refused(op: str) -> None:
 
 
 def _cubes(*args: torch.Tensor, sparse: bool = False) -> torch.Tensor:
-    """Of one table, whose rows and factors are given."""
+    """Sums of cubes for one table with given rows and factors."""
     weight, factors = args
     ids, offsets = torch.tensor([1, 2, 1]), torch.tensor([0, 1])
     return rk.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=factors, sparse=sparse).pow(3).sum()
@@ -83,13 +83,13 @@ def test_refused_of_inputs(of: int, sparse: bool) -> None:
 
 
 def test_hessian_is_refused() -> None:
-    """Not zero, which torch.autograd.functional makes of inputs that a gradient does not depend on."""
+    """A Hessian is refused: torch.autograd.functional would return zeros for inputs that a gradient ignores."""
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.functional.hessian(lambda weight: _cubes(weight, torch.ones(3)), torch.randn(3, 4))
 
 
 def test_refused_of_a_collections_tables() -> None:
-    """The same of a collection that torch's optimizers train."""
+    """Second derivatives are refused for a collection that torch's optimizers train."""
     bags = rk.KeyedJaggedTensor(["f"], torch.tensor([1, 2, 2]), offsets=torch.tensor([0, 1, 3]))
     config = rk.EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=5, feature_names=["f"])
     tables = rk.EmbeddingBagCollection([config], optimizer=None)

@@ -48,7 +48,7 @@ def collection() -> rk.EmbeddingBagCollection:
 
 
 def test_for_serving() -> None:
-    """The same lookups in the same memory, and nothing else."""
+    """The served module has equal lookups in the same memory, and nothing else."""
     trained = collection()
     served, given = trained.for_serving(), batch(5)
     assert torch.equal(served(given).values(), trained(given).values())
@@ -145,7 +145,8 @@ def test_autocast_leaves_state_alone(kind) -> None:
 
 
 def test_served_tables_are_moved_never_cast() -> None:
-    """As the collection's own: half() and bfloat16() leave them as they are; meta and back makes the layout anew."""
+    """half() and bfloat16() leave served tables as they are, as the collection's own; meta and back makes a new
+    layout."""
     served, given = collection().for_serving(), batch(3)
     expected = served(given).values()
     for cast in (nn.Module.half, nn.Module.bfloat16, nn.Module.double):

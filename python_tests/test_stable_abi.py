@@ -1,4 +1,4 @@
-"""What the built libraries ask of torch, and what they share among instruction sets."""
+"""Symbols that the built libraries need from torch, and that instruction sets share."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_cuda_library_finds_what_it_takes_from_the_cpu_library() -> None:
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_exports(library: Path) -> None:
-    """What is marked with RK_EXPORT, nothing that headers of the standard library instantiate."""
+    """Exported symbols are those marked RK_EXPORT, none that headers of the standard library instantiate."""
     exported = _symbols(library, "-D", "--defined-only")
     ours = [s for s in exported if re.match(r"_ZNK?11rec_kernels", s)]
     assert sorted(set(exported) - set(ours) - {"rec_kernels_throw_value_errors_by"}) == []

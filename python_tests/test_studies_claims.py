@@ -1,4 +1,4 @@
-"""What papers claim beside numbers of ours: measures, premises, and the rule of verdicts."""
+"""Papers' claims beside numbers of ours: measures, premises, and the rule of verdicts."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_same_is_so_in_both_directions():
     ("fewer", "most", "holds"), [(2.0, 3.0, True), (2.5, 2.5, True), (2.6, 3.0, False), (2.0, 2.4, False)]
 )
 def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
-    """Where they are others, there is no verdict; without the runs, no premise either."""
+    """A claim at other sizes gets no verdict; without the runs there is no premise either."""
     result = fabricated(a={"auc": [0.5, 0.6], "bytes": 100}, b={"auc": [0.6, 0.7], "bytes": 40})
     premise = Premise(Fewer("parameters", "b", "a"), fewer, most)
     claim = Claim("s", "target", Auc("b", ("a",)), 0.0, premises=(premise,))
@@ -150,7 +150,7 @@ def test_claims_of_sizes_measure_them():
     ],
 )
 def test_speeds_of_several_machines_are_not_judged(places, why):
-    """Nor of one run that went on elsewhere."""
+    """Speeds of several machines are not judged, nor those of one run that went on elsewhere."""
     result = fabricated(a={"auc": [0.5, 0.5]}, b={"auc": [0.5, 0.5], "speed": [200.0, 200.0]})
     for configuration in result["configurations"]:
         for run, place in zip(configuration["runs"], places, strict=True):

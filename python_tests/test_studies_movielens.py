@@ -120,7 +120,7 @@ def in_order() -> tuple[list[tuple], int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
-    """By its folder and by its file of ratings; ratings as they are, years and genres, users where there are any."""
+    """Folders and files of ratings are read: ratings, years and genres, and users where there are any."""
     file = WRITERS[layout](tmp_path)
     assert find(tmp_path) == find(file)
     source = find(file)
@@ -137,7 +137,7 @@ def test_every_layout_is_read(layout: str, tmp_path: Path) -> None:
 
 
 def test_layouts_of_the_same_ratings_give_the_same_rows(tmp_path: Path) -> None:
-    """Whatever the order of the files; a data set without users lacks their features."""
+    """The order of the files does not matter; a data set without users lacks their features."""
     made = {}
     for number, (layout, write) in enumerate(WRITERS.items()):
         folder = tmp_path / layout
@@ -201,7 +201,7 @@ def test_the_past_is_of_earlier_training_ratings(data: MovieLens) -> None:
 
 
 def test_history_is_the_last_50(tmp_path: Path) -> None:
-    """Of more movies."""
+    """The history keeps the last 50 of more movies."""
     write_csv(tmp_path, [(5, movie, 3, BASE + movie) for movie in range(100)])
     data = MovieLens(tmp_path, data_dir=tmp_path / "store")
     batch = next(data.batches("train", 90))

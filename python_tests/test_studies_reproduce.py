@@ -49,7 +49,7 @@ LIST = (
 
 
 def quick_train(config: TrainConfig, data, **options) -> None:
-    """What a run leaves behind, and nothing of how it comes about."""
+    """Writes the files of a run without training."""
     directory = runs.create_run(config.runs_dir, config.run, "x")
     runs.write_config(directory, dataclasses.asdict(config))
     record = {"kind": "failed", "step": 1, "cause": "NotFiniteError", "error": "loss is nan"}
@@ -94,7 +94,7 @@ def entries(folder: Path) -> dict[str, dict]:
 
 
 def test_kept_runs_of_other_threads_are_told(command, tmp_path, monkeypatch):
-    """Of a comparison that went on with another number of threads."""
+    """A comparison that went on with another number of threads is reported."""
     threads = iter([1, 1, 2, 2])
     train = compare.train
 
@@ -132,7 +132,7 @@ def test_the_list_can_be_run(experiment):
 
 
 def planned(command: str) -> tuple:
-    """What a line for the shell trains, wherever its data and its runs are."""
+    """Configurations that a shell command trains, without the folders of its data and runs."""
     parser = command_line._parser()
     options = vars(parser.parse_args(shlex.split(command)[3:]))
     for option in ("command", "run_command"):
@@ -199,7 +199,7 @@ def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, 
 
 @pytest.mark.parametrize("again", [[], ["--movielens", "RATINGS/../RATINGS"]], ids=["not given", "spelled otherwise"])
 def test_ratings_that_were_trained_on_stay_on_the_page(command, tmp_path, monkeypatch, trained, again):
-    """Whether a later call says where they are, or in other words."""
+    """Ratings stay on the page, whether or not a later call says where they are, in these words or others."""
     monkeypatch.setattr(compare.datasets, "open_data", lambda config: None)
     monkeypatch.chdir(tmp_path)
     assert command("--movielens", "RATINGS") == 0
@@ -235,7 +235,7 @@ def places(value, path=()):
 
 
 def test_results_that_no_comparison_wrote_are_not_shown(command, tmp_path, monkeypatch):
-    """Whatever is missing or other in ``compare.json``: a page is written, of the same claims or without them."""
+    """The page is written without results from a ``compare.json`` that lacks or changes anything."""
     assert command("--only", "one") == 0
     monkeypatch.setattr(reproduce.reproduce_report.page, "save", lambda *_, **how: None)
     request = reproduce.Request(TrainConfig(runs_dir=str(tmp_path)), only=("one",))
@@ -358,7 +358,7 @@ def test_bytes_are_shares_of_the_reference():
     shares = container.lines[0].get_xdata()
     assert len(shares) == len(result["configurations"]) - 1
     assert half["table_bytes"] / result["configurations"][0]["table_bytes"] in shares
-    # Of the bytes with which nothing else is as good, by hand from the table in docs/results.md.
+    # Sizes in bytes that nothing dominates, by hand from the table in docs/results.md.
     assert [text.get_text() for text in axes.texts] == ["qr15-int8", "qr4-int8", "mixed8", "mixed2"]
     speed = reproduce_pictures.speed(result)
     assert len(speed.axes[0].patches) == len(result["configurations"])

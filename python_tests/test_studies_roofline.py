@@ -1,4 +1,4 @@
-"""What a step of the trainer costs at the machine's limits."""
+"""Costs of a trainer's step at the machine's limits."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_limits() -> None:
 
 
 def test_costs_of_several_batches(data: Synthetic) -> None:
-    """Of equal ones: rows and state move once, gradients of the layers are added up, all else moves as often."""
+    """Equal batches move rows and state once, add up the layers' gradients, and move all else as often."""
     model = build_model(TrainConfig(**OPTIONS), data)
     first, second = islice(data.batches("train", 500), 2)
     one, twice = (roofline.costs(model, step, 1000) for step in ([first], [first, first]))
@@ -93,7 +93,7 @@ def test_limits_are_of_the_precision(data: Synthetic, batch: Batch, monkeypatch:
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """From what it left; times are those of the curve's records. Nothing in the run's folder changes."""
+    """The profile uses a run's files and the curve's times; nothing in the run's folder changes."""
     options = {"runs_dir": str(tmp_path), "run": "run", "cache": 0.1, "accumulate": accumulate}
     test = train(TrainConfig(**OPTIONS | options), data, progress=False)
     before = {path: path.read_bytes() for path in (tmp_path / "run").iterdir()}
@@ -118,7 +118,7 @@ def test_the_profile_of_a_run(accumulate: int, data: Synthetic, tmp_path: Path, 
     [(9, 2, 1, 3, 1), (9, 2, 3, 0, 3), (13, 2, 3, 3, 3), (5, 2, 4, 0, 2)],
 )
 def test_the_last_step_of_whole_batches(rows: int, size: int, accumulate: int, first: int, count: int) -> None:
-    """Of several, those that belong together; of too few for a step, those there are."""
+    """A step has the last batches that belong together, or those there are if too few."""
     data = SimpleNamespace(num_rows=lambda split: rows, batches=lambda split, size, start: itertools.count(start))
     found = roofline.last_step(data, TrainConfig(batch_size=2, accumulate=accumulate))
     assert found == list(range(first, first + count))

@@ -92,7 +92,7 @@ _HASHED = {"starts": [0, 1, 2], "divisors": [1, 1], "moduli": [5, 3], "id_limits
 
 
 def _hashed(**changes: list[int] | None) -> dict[str, rk.IdPartitions]:
-    """Of tables of 5 and 3 rows."""
+    """Layout of hashed tables of 5 and 3 rows."""
     return {"partitions": rk.IdPartitions(**(_HASHED | changes))}
 
 
@@ -103,7 +103,7 @@ def _cache(**changes: object) -> dict[str, rk.CachePlaces]:
 
 
 def _shards(**changes: list | None) -> dict[str, rk.Shards]:
-    """Of tables of 5 x 16 and 3 x 32."""
+    """Shards of tables of 5 x 16 and 3 x 32."""
     return {"shards": rk.Shards(**({"table_rows": [5, 6], "first_rows": [0, 0], "first_columns": [0, 0]} | changes))}
 
 

@@ -21,7 +21,7 @@ OPTIMIZERS = [rk.SGD(lr=0.1), rk.RowwiseAdagrad(lr=0.1), rk.Adam(lr=0.01), rk.LA
 
 
 def at_once(*functions: Callable[[], object]) -> list[object]:
-    """What functions return that start together, each in a thread of its own; the first error of any is raised."""
+    """Results of functions that start together, each in a thread of its own; the first error is raised."""
     start, results, errors = threading.Barrier(len(functions)), [None] * len(functions), []
 
     def run(place: int, function: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ def test_lookups_of_one_collection() -> None:
 
 
 def everything(op: str) -> list[Tensor]:
-    """What the samples of an op return and change; what it may not change is shared by all threads."""
+    """Results and changes of an op's samples; threads share the arguments that it may not change."""
     found = []
     for call in CALLS[op]:
         own = {n: a.clone() for n, a in call.arguments.items() if n in call.written and isinstance(a, Tensor)}

@@ -36,7 +36,7 @@ FAKE_QUANTIZE = INTEGER_ROWS | {f"tile_kernel-{format}" for format in ROW_FORMAT
 
 
 def run(*arguments: str, interpret: bool = False, before: Path | None = None) -> str:
-    """What a Python process prints; it must succeed. The packages in the folder ``before`` hide those installed."""
+    """Output of a Python process, which must succeed. Packages in the folder ``before`` hide installed ones."""
     path = os.pathsep.join(str(folder) for folder in (ROOT, before) if folder)
     environment = os.environ | {"TRITON_INTERPRET": str(int(interpret)), "PYTHONPATH": path}
     done = subprocess.run([sys.executable, *arguments], env=environment, cwd=ROOT, capture_output=True, text=True)
@@ -101,7 +101,8 @@ def compiled(request: pytest.FixtureRequest) -> dict[tuple[str, str], list[int]]
 
 
 def test_kernels_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA and AMD GPUs; for NVIDIA, nothing is fused or divided inexactly, and rows round to nearest."""
+    """Kernels compile for NVIDIA and AMD GPUs; for NVIDIA, nothing is fused or divided inexactly, rows round to
+    nearest."""
     counts = {k: v for k, v in compiled.items() if k[1] not in FAKE_QUANTIZE | PRODUCTS | INTERACTIONS | FACTORIZATIONS}
     kernels = ["start", "pool", "factor_gradient", "occurrences", "finish_rows", "advance_step", "expand"]
     assert counts.keys() == {(target, f"{kernel}_kernel") for target in (*NVIDIA, AMD) for kernel in kernels}
@@ -119,7 +120,7 @@ def nvidia_counts(compiled: dict[tuple[str, str], list[int]], kernels: set[str])
 
 
 def test_fake_quantize_compiles(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """In every format: only integer rows are divided and decoded by a fused operation; no denormal becomes 0."""
+    """Every format compiles: only integer rows have divisions and fused operations; no denormal becomes 0."""
     for kernel, (fused, divisions, _, inexact, *_) in nvidia_counts(compiled, FAKE_QUANTIZE):
         has_grid = kernel in INTEGER_ROWS
         assert (fused > 0, divisions > 0, inexact) == (has_grid, has_grid, 0), kernel
@@ -134,7 +135,7 @@ def test_products_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
 
 
 def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA: float32's own products without the tensor cores, TF32's and halves' each by theirs."""
+    """For NVIDIA, float32 avoids the tensor cores; TF32 and halves each use their own."""
     for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, INTERACTIONS):
         assert (tf32 > 0, halves > 0) == ("-tf32-" in kernel, "16" in kernel), kernel
         assert inexact == 0, kernel
@@ -142,7 +143,7 @@ def test_interactions_compile(compiled: dict[tuple[str, str], list[int]]) -> Non
 
 
 def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> None:
-    """For NVIDIA: float32's own products without the tensor cores, all others as TF32's."""
+    """For NVIDIA, float32 avoids the tensor cores; all other products are TF32's."""
     for kernel, (fused, _, _, inexact, tf32, halves) in nvidia_counts(compiled, FACTORIZATIONS):
         assert (fused > 0, tf32 > 0, halves, inexact) == ("ieee" in kernel, "tf32" in kernel, 0, 0), kernel
 
@@ -150,7 +151,7 @@ def test_factorizations_compile(compiled: dict[tuple[str, str], list[int]]) -> N
 @pytest.mark.skipif(torch.version.cuda is not None, reason="the compiled library may be in use")
 @pytest.mark.parametrize("gpu", [False, True])
 def test_import_registers_where_it_must(gpu: bool) -> None:
-    """Not without a GPU; with one and no compiled library, for CUDA. Triton is imported by neither."""
+    """Kernels are registered for CUDA only with a GPU and without the compiled library. Triton is never imported."""
     code = (
         f"import sys, torch; torch.cuda.is_available = lambda: {gpu}; import rec_kernels\n"
         "ops = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith('rec_kernels::embedding_bag')]\n"

@@ -136,7 +136,7 @@ def test_turns() -> None:
 
 
 def test_fit_finds_planted_constants() -> None:
-    """From the points that it is fitted to, to all others."""
+    """Constants fitted to some points predict all others."""
     document = planted_document()
     for direction, constants in PLANTED.items():
         assert document["model"]["constants_ns"][direction] == pytest.approx(constants, rel=1e-6)
@@ -148,7 +148,7 @@ def test_fit_finds_planted_constants() -> None:
 
 
 def test_fit_has_no_negative_price() -> None:
-    """What would be negative is 0, and the rest is fitted again: 10 a call, 3 an id."""
+    """A negative price becomes 0, and the rest is fitted again: 10 a call, 3 an id."""
     costs = [model.Cost({"known": 100.0}, {"call": 1, "bag": n * n, "id": n}) for n in (1.0, 2.0, 5.0)]
     times = [100.0 + 10 + 3 * n - 0.01 * n * n for n in (1.0, 2.0, 5.0)]
     found = model.fit(costs, times)
@@ -202,7 +202,7 @@ def test_quick_run(tmp_path: Path) -> None:
 def test_run_without_peer_and_pictures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """Without FBGEMM its column stays empty; without matplotlib there is a message."""
+    """FBGEMM's column stays empty without it; without matplotlib there is a message."""
     output = tmp_path / "tuning.json"
     monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
@@ -217,7 +217,7 @@ def test_run_without_peer_and_pictures(
 
 
 def test_peer_takes_part() -> None:
-    """Where it is installed: its training of float32 rows, its lookups of the formats that it has."""
+    """An installed FBGEMM trains float32 rows and looks up in the formats that it has."""
     pytest.importorskip("fbgemm_gpu")
     from bench.subject import Subject
     from bench.tuning import measure

@@ -21,7 +21,7 @@ def _run(code: str, names: dict) -> dict:
 
 @pytest.fixture
 def names() -> dict:
-    """What the five lines define, of a table that is smaller."""
+    """Names that the tutorial's five lines define, for a smaller table."""
     assert LARGE in FEW_LINES
     return _run(FEW_LINES.replace(LARGE, SMALL), {"__name__": "tutorial"})
 
@@ -32,7 +32,7 @@ def test_five_lines_are_five() -> None:
 
 
 def test_the_table_is_a_tenth(names: dict, capsys: pytest.CaptureFixture) -> None:
-    """What is allocated, weights and state, is what the report says, and a tenth of float32 at most."""
+    """Allocated weights and state agree with the report, and are at most a tenth of float32's."""
     state = names["items"].state_dict()
     kept = sum(t.nbytes for name, t in state.items() if name.endswith((".weight", ".sum")))
     report = names["items"].memory_report()
@@ -48,7 +48,7 @@ def test_it_trains(names: dict) -> None:
 
 
 def test_sizes_are_those_of_the_page(names: dict, capsys: pytest.CaptureFixture) -> None:
-    """At full size, where nothing is allocated; the text names the first and the last, too."""
+    """The page's sizes are right at full size, unallocated; its text names the first and the last, too."""
     _run(SIZES, names | {"ROWS": 1 << 24})
     assert capsys.readouterr().out == SAID
     sizes = [int(size.replace(",", "")) for size in re.findall(r"([\d,]+) MB$", SAID, re.MULTILINE)]

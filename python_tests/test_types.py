@@ -1,4 +1,4 @@
-"""What a type checker makes of a user's file: the package is typed, and its public names say what they take."""
+"""Types of the public names, as a type checker sees them in a user's file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ rk.jagged_permute()
 
 
 def _check(file: Path) -> subprocess.CompletedProcess:
-    # From the repository's root: what `make lint` has found out about torch lies in its .mypy_cache.
+    # mypy runs in the repository's root, where .mypy_cache has the results of `make lint` for torch.
     command = [sys.executable, "-m", "mypy", "--config-file", str(PACKAGE.parent / "pyproject.toml"), str(file)]
     return subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
 

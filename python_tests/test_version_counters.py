@@ -58,7 +58,7 @@ def test_which_ops() -> None:
 
 @pytest.mark.parametrize("op", IN_PLACE)
 def test_counts_once(op: str) -> None:
-    """What the schema says that a call changes, by one; nothing else. Overloads, too, and without grad mode."""
+    """A call increments by one the counters of what its schema changes, no others; overloads and no_grad included."""
     packet = getattr(torch.ops.rec_kernels, op.partition(".")[0])
     for call in (packet, overload_of(op), torch.no_grad()(packet)):
         for given in calls_of(op):

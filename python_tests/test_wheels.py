@@ -1,4 +1,4 @@
-"""What goes into distributions: files, names and needs. wheels/check.py holds a wheel that was built to the same."""
+"""Contents of distributions: files, names and needs. wheels/check.py checks a built wheel by the same rules."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check() -> ModuleType:
 
 @pytest.fixture
 def names(check: ModuleType) -> set[str]:
-    """Of the files in a good wheel for the CPU."""
+    """File names in a good wheel for the CPU."""
     return check.python_files() | {
         check.CPU,
         HOST,
@@ -88,7 +88,7 @@ def test_source_distribution(tmp_path: Path) -> None:
     ("gpus", "expected"), [([], "9.0"), ([(8, 6)], "8.6"), ([(9, 0), (8, 0), (9, 0)], "8.0;9.0"), ([(12, 1)], "12.1")]
 )
 def test_architectures(gpus: list[tuple[int, int]], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In place, those of the machine; in a wheel, always the same ones."""
+    """Builds in place use the machine's architectures, wheels a fixed list."""
     monkeypatch.setattr(setuptools, "setup", lambda **_: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: gpus[gpu])

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import rec_kernels as rk
 
 SIZES = {"in_features": 6, "embedding_dim": 8, "fm_features": 2, "linear_features": 3, "factors": 4}
-# With a residual of its own and without one, deep and shallow; one of everything.
+# Stacks with and without a residual of their own, deep and shallow; one of everything.
 LAYERS = [
     SIZES,
     SIZES | {"linear_features": 4, "hidden": (5,)},
@@ -24,7 +24,7 @@ LAYERS = [
 
 
 def normalized(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
-    """To mean 0 and variance 1 over the last axis, then scaled and shifted."""
+    """Normalizes to mean 0 and variance 1 over the last axis, then scales and shifts."""
     centered = x - x.mean(-1, keepdim=True)
     return centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight + norm.bias
 
@@ -44,7 +44,7 @@ def equations(layer: rk.WukongLayer, x: Tensor) -> Tensor:
 
 
 def make(sizes: dict) -> rk.WukongLayer:
-    """With norms that scale and shift."""
+    """Makes a stack whose norms scale and shift."""
     torch.manual_seed(sum(sizes["hidden"]) if "hidden" in sizes else 0)
     layer = rk.WukongLayer(**sizes)
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_autocast() -> None:
 @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("has_residual", [False, True])
 def test_dtype_under_autocast(has_residual: bool, given: torch.dtype, autocast: torch.dtype) -> None:
-    """On the CPU as the docstring says."""
+    """On the CPU, the dtype under autocast is the docstring's."""
     layer = rk.WukongLayer(**SIZES | {"linear_features": 3 if has_residual else 4})
     with torch.autocast("cpu", dtype=autocast):
         out = layer(torch.randn(2, 6, 8).to(given))
@@ -147,7 +147,7 @@ def test_half_precision() -> None:
 
 
 def test_without_numbers() -> None:
-    """On the meta device, shapes and gradients."""
+    """On the meta device, the stack has shapes and gradients."""
     stack = rk.Wukong(**SIZES, num_layers=2, device="meta")
     x = torch.randn(5, 6, 8, device="meta", requires_grad=True)
     stack(x).sum().backward()
@@ -156,7 +156,7 @@ def test_without_numbers() -> None:
 
 
 def test_exported() -> None:
-    """With a batch of any size."""
+    """An exported stack takes any batch size."""
     stack = rk.Wukong(**SIZES, num_layers=2)
     sizes = ({0: torch.export.Dim("batch")},)
     program = torch.export.export(stack, (torch.randn(4, 6, 8),), dynamic_shapes=sizes)
@@ -178,7 +178,7 @@ def test_states_and_copies() -> None:
 
 
 def test_second_derivative() -> None:
-    """There is none, and that is said."""
+    """A second derivative is refused in words."""
     x = torch.randn(2, 6, 8, requires_grad=True)
     (first,) = torch.autograd.grad(rk.WukongLayer(**SIZES)(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
@@ -197,7 +197,7 @@ def test_bad_sizes(name: str) -> None:
 
 @pytest.mark.parametrize("hidden", [5, "5", 2.0])
 def test_hidden_that_is_no_sequence(hidden: object) -> None:
-    """Of a layer and of the stack."""
+    """A layer and the stack refuse a ``hidden`` that is no sequence."""
     message = f"^{re.escape(f'hidden must be a sequence of integers, each at least 1, got {hidden!r}')}$"
     for make_one in (rk.WukongLayer, lambda **sizes: rk.Wukong(**sizes, num_layers=2)):
         with pytest.raises(ValueError, match=message):
