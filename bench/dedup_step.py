@@ -26,7 +26,7 @@ from tqdm import tqdm
 from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
-from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, DataSet, load_completejourney
+from rec_kernels.dlrm import DLRM, Batch, DataSet, load_completejourney
 from rec_kernels.dlrm.completejourney import HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.synthetic import Synthetic
@@ -132,7 +132,7 @@ def cases(options: argparse.Namespace) -> list[dict]:
     todo = list(itertools.product(options.histories, options.batch_sizes))
     results = []
     for history, size in tqdm(todo, desc="history"):
-        data = CompleteJourney(load_completejourney(options.weeks, options.data_dir, history=history))
+        data = load_completejourney(options.weeks, options.data_dir, history=history)
         results.append({"data": "completejourney", "history": history} | measure(data, size, *common))
     todo = [] if options.quick else list(itertools.product(FACTORS, EVEN_BATCHES))
     for factor, size in tqdm(todo, desc="break-even"):

@@ -27,14 +27,14 @@ from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
-from rec_kernels.dlrm.completejourney import FEATURES, HISTORY, Prepared
+from rec_kernels.dlrm.completejourney import FEATURES, HISTORY
 from rec_kernels.dlrm.dedup import dedup_batch
 
 HISTORIES, BATCHES = (10, 50, 200), (2048, 8192, 65536)
 ORDERS = ("time", "household")
 
 
-def by_household(data: Prepared) -> Prepared:
+def by_household(data: CompleteJourney) -> CompleteJourney:
     """Reorders the baskets household by household, within training and test set."""
     first = np.searchsorted(data.basket, np.arange(len(data.history_offsets) - 1))
     household = data.ids[FEATURES.index("household")][first]
@@ -91,8 +91,8 @@ def cases(options: argparse.Namespace) -> list[dict]:
     results = []
     todo = list(itertools.product(options.histories, ORDERS))
     for history, order in tqdm(todo, desc="history"):
-        prepared = load_completejourney(options.weeks, options.data_dir, history=history)
-        data = CompleteJourney(by_household(prepared) if order == "household" else prepared)
+        data = load_completejourney(options.weeks, options.data_dir, history=history)
+        data = by_household(data) if order == "household" else data
         for size in options.batch_sizes:
             figures = measure(data, size, options.turns, options.seconds)
             results.append({"history": history, "order": order} | figures)

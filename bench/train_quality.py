@@ -149,7 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
-    data = CompleteJourney(load_completejourney(options.weeks, options.data_dir, progress=True))
+    data = load_completejourney(options.weeks, options.data_dir, progress=True)
     base = TrainConfig(weeks=options.weeks)
     settings = {key: getattr(base, key) for key in ("epochs", "batch_size", "embedding_dim", "lr", "dense_lr", "weeks")}
     settings["threads"] = torch.get_num_threads()  # speeds of other numbers are not comparable

@@ -165,7 +165,7 @@ class Stepper:
 
 def steppers(batch_size: int, embedding_dim: int, weeks: int | None, data_dir: str | None) -> dict[str, Stepper]:
     """The three implementations, from the same initial weights."""
-    data = CompleteJourney(load_completejourney(weeks, data_dir, progress=True))
+    data = load_completejourney(weeks, data_dir, progress=True)
     ours, recipe, tuned = (
         model(data.features, data.num_dense, embedding_dim=embedding_dim) for model in (DLRM, RecipeDLRM, TunedDLRM)
     )

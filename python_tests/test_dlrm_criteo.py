@@ -181,22 +181,22 @@ def changed(row: int, column: int, field: str) -> bytes:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (changed(8500, 0, "2"), r"line 8501: column 1 \(label\) is '2', allowed are 0 and 1"),
-        (changed(4, 0, ""), r"line 5: column 1 \(label\) is '', allowed are 0 and 1"),
-        (changed(0, 0, "yes"), r"line 1: column 1 \(label\) is 'yes', allowed"),
-        (changed(8500, 3, "1.5"), r"line 8501: column 4 \(I3\) is '1\.5', allowed are whole numbers"),
-        (changed(7, 13, "9" * 19), r"line 8: column 14 \(I13\) is '9{19}', allowed are whole numbers of 64 bits"),
-        (changed(8500, 14, "xyz"), r"line 8501: column 15 \(C1\) is 'xyz', allowed are up to 8 hexadecimal"),
-        (changed(7, 39, "123456789"), r"line 8: column 40 \(C26\) is '123456789', allowed are up to 8"),
-        (changed(7, 20, "0x12345"), r"column 21 \(C7\) is '0x12345'"),
-        (changed(7, 20, "é"), r"column 21 \(C7\) is 'Ã©'"),
-        (changed(7, 20, "1" * 100), r"column 21 \(C7\) is '1{40}'\.\.\., allowed"),
-        (changed(7, 20, '"1"'), r"column 21 \(C7\) is '\"1\"'"),
-        (changed(8500, 39, "1\t2"), r"line 8501: 41 columns, expected 40 separated by tabs: '"),
-        (text(make_lines(9)) + b"\n" + text(make_lines(9)), r"line 10: 1 columns, expected 40 .*: ''"),
-        (b"label\tI1\n" + text(make_lines(9)), r"line 1: 2 columns, expected 40 separated by tabs: 'label\\tI1'"),
-        (text(make_lines(9)) + b"0" * 3 * BLOCK, rf"line 10: it has {BLOCK} bytes or more: '0{{40}}'\.\.\."),
-        (b"", r"is empty, expected are lines of 40 columns separated by tabs"),
+        (changed(8500, 0, "2"), r"Row #8501: label is 2; expected are .*label \(0 or 1\), 13 whole numbers of 64 bits"),
+        (changed(4, 0, ""), r"Row #5: label is None;"),
+        (changed(0, 0, "yes"), r"column #0: Row #1: .* int64: invalid value 'yes';"),
+        (changed(8500, 3, "1.5"), r"column #3: Row #8501: .* int64: invalid value '1\.5';"),
+        (changed(7, 13, "9" * 19), r"column #13: Row #8: .* int64: invalid value '9{19}'"),
+        (changed(8500, 14, "xyz"), r"Row #8501: C1 is 'xyz'; expected are .* 26 categories of up to 8 hexadecimal"),
+        (changed(7, 39, "123456789"), r"Row #8: C26 is '123456789';"),
+        (changed(7, 20, "0x12345"), r"Row #8: C7 is '0x12345';"),
+        (changed(7, 20, "é"), r"Row #8: C7 is 'Ã©';"),
+        (changed(7, 20, "1" * 100), r"Row #8: C7 is '1{59};"),
+        (changed(7, 20, '"1"'), r"Row #8: C7 is '\"1\"';"),
+        (changed(8500, 39, "1\t2"), r"Row #8501: Expected 40 columns, got 41: "),
+        (text(make_lines(9)) + b"\n" + text(make_lines(9)), r"Row #10: label is None;"),
+        (b"label\tI1\n" + text(make_lines(9)), r"Row #1: Expected 40 columns, got 2: label\tI1;"),
+        (text(make_lines(9)) + b"0" * 3 * BLOCK, rf"behind row 9: .*; expected are lines of up to {BLOCK} bytes"),
+        (b"", r"behind row 0: Empty CSV file; expected are lines"),
         (text(make_lines(6)), r"has 6 rows, needed are 7 or more"),
     ],
 )
@@ -209,10 +209,10 @@ def test_malformed_files_are_refused(tmp_path, name, content, message):
     assert not list((tmp_path / "store").iterdir())
 
 
-def test_the_line_is_counted_in_its_own_file(tmp_path):
+def test_the_row_is_counted_in_its_own_file(tmp_path):
     write(tmp_path / "day_0", text(make_lines(50)))
     bad = write(tmp_path / "day_1", changed(2, 14, "?"))
-    with pytest.raises(DataError, match=rf"{bad}, line 3: column 15 \(C1\) is '\?'"):
+    with pytest.raises(DataError, match=rf"{bad}, Row #3: C1 is '\?'"):
         list(read_rows([tmp_path / "day_0", bad]))
 
 
@@ -232,7 +232,7 @@ def damaged(content: bytes) -> dict[str, bytes]:
 def test_damaged_gzip_is_refused(tmp_path, kind):
     file = tmp_path / "a.tsv.gz"
     file.write_bytes(damaged(text(make_lines(3000)))[kind])
-    with pytest.raises(DataError, match=rf"{file}.*(damaged after line \d+|line \d+: )"):
+    with pytest.raises(DataError, match=rf"{file}.*(behind row \d+: |Row #\d+: )"):
         Criteo(file, data_dir=tmp_path / "store")
     assert not list((tmp_path / "store").iterdir())
 

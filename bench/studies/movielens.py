@@ -23,15 +23,8 @@ from tqdm import tqdm
 
 import rec_kernels as rk
 from bench.studies.movielens_reader import USERS, Source, find, read_movies, read_ratings, read_users
+from rec_kernels.dlrm.array_cache import base_directory, fingerprint, ids_by_appearance, open_directory
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.prepared import (
-    Contents,
-    arrays_of,
-    base_directory,
-    fingerprint,
-    ids_by_appearance,
-    open_directory,
-)
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 LIKED = 4  # stars
@@ -74,9 +67,6 @@ class Prepared:
     train_rows: int
 
 
-ARRAYS = arrays_of(Prepared)
-
-
 class MovieLens(Rows):
     """The data set (``rec_kernels.dlrm.data.DataSet``); its rows are prepared on the first use.
 
@@ -101,8 +91,7 @@ class MovieLens(Rows):
         source = find(Path(path))
         folder = hashlib.sha256(str(source.ratings.path.resolve()).encode()).hexdigest()[:12]
         directory = base_directory(data_dir) / f"movielens-{folder}"
-        contents = Contents(_identity(source), ARRAYS, ("num_embeddings", "train_rows"))
-        values = open_directory(directory, contents, lambda fresh: contents.save(_read(source, progress), fresh))
+        values = open_directory(directory, _identity(source), lambda folder: vars(_read(source, progress)))
         self.fingerprint = fingerprint(directory)
         self.prepared = Prepared(**values)
         self.rows, self.train_rows = len(self.prepared.label), self.prepared.train_rows

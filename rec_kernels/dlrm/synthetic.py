@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 import rec_kernels as rk
+from rec_kernels.dlrm.array_cache import mix64
 from rec_kernels.dlrm.data import Batch, DataError, Feature
-from rec_kernels.dlrm.prepared import mix64
 
 SEED = 0
 ROWS = 1_000_000  # for training

@@ -1,4 +1,4 @@
-"""The prepared data on disk: one ``.npy`` file per array and a manifest that says what they must be.
+"""Prepared data on disk: one ``.npy`` file per array and a manifest that says what they must be.
 
 Files are memory-mapped and never unpickled. A directory appears under its final name only when complete, and
 is rebuilt when a file is missing, truncated or altered, or was written for another format or source.
@@ -11,9 +11,8 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,34 +23,13 @@ from rec_kernels.dlrm.data import DataError
 MANIFEST = "manifest.json"
 CHUNK = 1 << 20  # bytes
 
+#: Makes what a directory is to hold, by name: arrays, and facts, which are JSON values of the manifest. Arrays that do
+#: not fit into memory it may write by itself, as ``<name>.npy`` into the folder that it is given.
+Build = Callable[[Path], dict[str, Any]]
+
 
 class PreparedError(DataError):
     """A prepared directory cannot be used as it is."""
-
-
-class Contents(NamedTuple):
-    """What a prepared directory must hold.
-
-    Args:
-        identity: what it was made of, as JSON values (lists, no tuples): of anything else it is made anew.
-        arrays: names of the arrays, each in ``<name>.npy``.
-        facts: names of further JSON values in the manifest.
-    """
-
-    identity: dict[str, Any]
-    arrays: tuple[str, ...]
-    facts: tuple[str, ...] = ()
-
-    def save(self, data: Any, folder: Path) -> dict[str, Any]:
-        """Writes the arrays that ``data`` has as attributes, and returns the facts that it has."""
-        for name in self.arrays:
-            np.save(_file(folder, name), getattr(data, name), allow_pickle=False)
-        return {name: getattr(data, name) for name in self.facts}
-
-
-def arrays_of(kind: type) -> tuple[str, ...]:
-    """The fields of a dataclass that are arrays."""
-    return tuple(field.name for field in fields(kind) if field.type == "np.ndarray")
 
 
 def base_directory(data_dir: str | Path | None) -> Path:
@@ -59,15 +37,13 @@ def base_directory(data_dir: str | Path | None) -> Path:
     return Path(data_dir) if data_dir is not None else Path.home() / ".cache" / "rec_kernels"
 
 
-def open_directory(
-    directory: Path, contents: Contents, build: Callable[[Path], dict[str, Any] | None]
-) -> dict[str, Any]:
+def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> dict[str, Any]:
     """What is in ``directory``, which is written first if it is missing or not usable.
 
     Args:
         directory: of the prepared data.
-        contents: what it must hold.
-        build: writes every array into the folder it is given, and nothing else, and returns the facts, if any.
+        identity: what it was made of, as JSON values (lists, no tuples): of anything else it is made anew.
+        build: makes it.
 
     Returns:
         The arrays, memory-mapped and read-only, and the facts, by name.
@@ -77,28 +53,33 @@ def open_directory(
     """
     if directory.exists():
         try:
-            return read_directory(directory, contents)
+            return read_directory(directory, identity)
         except PreparedError as error:
             tqdm.write(f"prepared data is rebuilt: {error}", file=sys.stderr)
-    write_directory(directory, contents, build)
-    return read_directory(directory, contents)
+    write_directory(directory, identity, build)
+    return read_directory(directory, identity)
 
 
-def write_directory(directory: Path, contents: Contents, build: Callable[[Path], dict[str, Any] | None]) -> None:
+def write_directory(directory: Path, identity: dict[str, Any], build: Build) -> None:
     """Write what ``build`` makes as ``directory``, replacing what is there; no reader ever sees a part of it."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}-", dir=directory.parent) as scratch:
         fresh = Path(scratch) / "new"
         fresh.mkdir()
-        manifest = contents.identity | (build(fresh) or {})
-        manifest["files"] = {name: _fingerprint(_file(fresh, name)) for name in contents.arrays}
+        manifest = dict(identity)
+        for name, value in build(fresh).items():
+            if isinstance(value, np.ndarray):
+                np.save(fresh / f"{name}.npy", value, allow_pickle=False)
+            else:
+                manifest[name] = value
+        manifest["files"] = {file.stem: _fingerprint(file) for file in sorted(fresh.glob("*.npy"))}
         (fresh / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
         if directory.exists():
             directory.rename(Path(scratch) / "old")
         fresh.rename(directory)
 
 
-def read_directory(directory: Path, contents: Contents) -> dict[str, Any]:
+def read_directory(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """Arrays, memory-mapped after checking every byte of them against the manifest, and facts, by name.
 
     Raises:
@@ -106,20 +87,18 @@ def read_directory(directory: Path, contents: Contents) -> dict[str, Any]:
     """
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
-        files = {name: manifest["files"][name] for name in contents.arrays}
-        values = {name: manifest[name] for name in contents.facts}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        values = json.loads(path.read_text())
+        files = dict(values.pop("files"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise PreparedError(f"{path} cannot be read: {error!r}") from error
-    for key, expected in contents.identity.items():
-        if manifest.get(key) != expected:
-            raise PreparedError(f"{path}: {key} is {manifest.get(key)!r}, expected {expected!r}")
-    for name in contents.arrays:
-        file = _file(directory, name)
+    for key, expected in identity.items():
+        if (found := values.pop(key, None)) != expected:
+            raise PreparedError(f"{path}: {key} is {found!r}, expected {expected!r}")
+    for name, expected in files.items():
+        file = directory / f"{name}.npy"
         try:
-            found = _fingerprint(file)
-            if found != files[name]:
-                raise PreparedError(f"{file} holds {found}, the manifest says {files[name]}")
+            if (found := _fingerprint(file)) != expected:
+                raise PreparedError(f"{file} holds {found}, the manifest says {expected}")
             mapped = np.load(file, mmap_mode="r", allow_pickle=False)
             values[name] = np.asarray(mapped)  # a plain view: slices of np.memmap take three times as long
         except (OSError, ValueError) as error:
@@ -131,10 +110,6 @@ def fingerprint(directory: Path) -> str:
     """Of the contents of a prepared directory that was read: the same wherever it is and whatever it was made from."""
     files = json.loads((directory / MANIFEST).read_text())["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-
-
-def _file(directory: Path, name: str) -> Path:
-    return directory / f"{name}.npy"
 
 
 def _fingerprint(file: Path) -> dict[str, Any]:
