@@ -14,7 +14,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,8 +22,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from train_step import RESULTS, RecipeDLRM, TunedDLRM, environment, positive
 
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
-from rec_kernels.dlrm.data import HeldOut, ahead
-from rec_kernels.dlrm.dedup import DedupReader, dedup_batch
+from rec_kernels.dlrm.data import ahead
+from rec_kernels.dlrm.dedup import dedup_batch
 from rec_kernels.dlrm.scores import score
 from rec_kernels.dlrm.train import predict
 
@@ -66,15 +66,24 @@ class Together:
             optimizer.step()
 
 
-class Distinct:
-    """Rows whose histories are kept once in every batch, beside the other features: ``DedupReader`` joins them."""
+class Changed:
+    """The rows of a data set, every batch changed: what ``predict`` asks of a reader."""
 
-    def __init__(self, rows: HeldOut):
-        self.rows, self.num_rows, self.batch_size, self.name = rows, rows.num_rows, rows.batch_size, rows.name
+    def __init__(self, data: CompleteJourney, batch_size: int, change: Callable[[Batch], Batch]):
+        self.data, self.batch_size, self.change = data, batch_size, change
+        self.name, self.num_rows = data.name, data.num_rows
 
     def batches(self, split: str, batch_size: int) -> Iterator[Batch]:
         """The batches of a split."""
-        return (dedup_batch(batch)[0] for batch in self.rows.batches(split, batch_size))
+        return map(self.change, self.data.batches(split, batch_size))
+
+
+#: Histories once in every batch for ours and torch; ours has all features in one, as the trainer's reader joins them.
+CHANGES: dict[str, Callable[[Batch], Batch]] = {
+    "ours": lambda batch: dedup_batch(batch)[0].joined(),
+    "torch": lambda batch: dedup_batch(batch)[0],
+    "recipe": lambda batch: batch,
+}
 
 
 def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict:
@@ -86,9 +95,7 @@ def run(implementation: str, config: TrainConfig, data: CompleteJourney) -> dict
     if implementation != "ours":
         tables = RowwiseAdagrad if implementation == "torch" else torch.optim.Adagrad
         optimizer = Together(optimizer, tables(model.table_parameters(), lr=config.lr))
-    rows = HeldOut(data, config.batch_size, 0.0)
-    if implementation != "recipe":
-        rows = DedupReader(rows, on=True) if implementation == "ours" else Distinct(rows)
+    rows = Changed(data, config.batch_size, CHANGES[implementation])
     started = time.perf_counter()
     for batch in ahead(rows.batches("train", config.batch_size)):
         loss = binary_cross_entropy_with_logits(model(batch), batch.label)

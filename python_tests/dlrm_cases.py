@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rec_kernels.dlrm.reader import Reader
 
 #: A run on what the fixture ``data`` of conftest.py is, with a model of few numbers.
 OPTIONS: dict[str, Any] = {"data": "synthetic", "rows": 3000, "table_rows": 300, "batch_size": 500, "threads": 1}
@@ -23,3 +26,11 @@ class Changed:
 
     def batches(self, split, batch_size, start=0):
         return self.change(self.data.batches(split, batch_size, start))
+
+
+def reader(data: Any, batch_size: int, valid_fraction: float = 0.0, dedup: str = "auto") -> Reader:
+    """The reader of a run with these options."""
+    from rec_kernels.dlrm.config import TrainConfig
+    from rec_kernels.dlrm.reader import Reader
+
+    return Reader(TrainConfig(batch_size=batch_size, valid_fraction=valid_fraction, dedup=dedup), data)

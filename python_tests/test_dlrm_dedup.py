@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dlrm_cases import Changed
+from dlrm_cases import Changed, reader
 from dlrm_records import TIMES
 from dlrm_stops import StopAfter
 
@@ -32,8 +33,9 @@ from rec_kernels.dlrm import (
     train,
 )
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.data import DataError, Feature, HeldOut
-from rec_kernels.dlrm.dedup import DedupReader, Tally, decide, dedup_batch, expanded
+from rec_kernels.dlrm.data import DataError, Feature
+from rec_kernels.dlrm.dedup import Tally, dedup_batch, expanded
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import Run, TrainingError, predict
 
@@ -94,7 +96,7 @@ def test_forward_bits_are_the_same(data: Synthetic) -> None:
         assert isinstance(once.shared, rk.InverseKeyedJaggedTensor)
         assert once.shared.groups() == [[HISTORY]]
         stored = once.shared.unique(HISTORY)
-        assert tally.ids == {HISTORY: (len(batch.shared.values()), len(stored.values()))}
+        assert tally.ids == {HISTORY: [len(batch.shared.values()), len(stored.values())]}
         assert tally.factor() == tally.factors()[HISTORY] == pytest.approx(once.shared.dedup_factor(HISTORY))
         assert torch.equal(model(batch), model(once))
 
@@ -163,30 +165,28 @@ def test_a_data_set_that_knows_its_sessions(data: Synthetic, tmp_path: Path, run
             for run in (tmp_path / mode, runs[mode])
         )
         assert found == expected
-    held_out = HeldOut(given, SIZE, 0.0)
-    assert decide("auto", held_out).on
+    assert reader(given, SIZE).dedup.on
     batch = knows(next(data.batches("train", SIZE)))
     assert dedup_batch(batch)[0].shared is batch.shared
 
 
 @pytest.mark.parametrize("size", [16, 500, 2048])
 def test_auto_deduplicates_what_is_clustered(size: int) -> None:
-    clustered, own = (HeldOut(Synthetic(ROWS, samples_per_session=12, unchanged=d), size, 0.0) for d in (1.0, 0.0))
-    found = decide("auto", clustered)
+    clustered, own = (Synthetic(ROWS, samples_per_session=12, unchanged=d) for d in (1.0, 0.0))
+    found = reader(clustered, size).dedup
     assert found.on
     assert found.factor == pytest.approx(12, rel=0.4) if size > 16 else found.factor > 2
-    assert decide("auto", own) == (False, pytest.approx(1.0, abs=0.01))
-    assert decide("auto", clustered) == found
+    assert reader(own, size).dedup == (False, pytest.approx(1.0, abs=0.01))
+    assert reader(clustered, size).dedup == found
     for mode in ("on", "off"):
-        assert decide(mode, own) == decide(mode, clustered) == (mode == "on", None)
+        assert {reader(data, size, dedup=mode).dedup for data in (own, clustered)} == {(mode == "on", None)}
 
 
 @pytest.mark.parametrize(("unchanged", "on"), [(0.1, False), (0.4, True)])
 def test_auto_has_a_threshold(unchanged: float, on: bool) -> None:
     """Sessions of 9 rows with d = 0.1 and 0.4 have factors of 1.10 and 1.55, on either side of the threshold."""
-    data = HeldOut(Synthetic(20_000, unchanged=unchanged, history=30), 2048, 0.0)
     assert 1.1 < dedup.THRESHOLD < 1.55
-    assert decide("auto", data).on == on
+    assert reader(Synthetic(20_000, unchanged=unchanged, history=30), 2048).dedup.on == on
 
 
 def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
@@ -196,11 +196,11 @@ def test_auto_looks_for_batches_with_a_past(data: Synthetic) -> None:
         seen.append(len(seen))
         return without_past(batch) if len(seen) <= 20 else batch
 
-    assert decide("auto", HeldOut(each_changed(data, change), 50, 0.0)).on
+    assert reader(each_changed(data, change), 50).dedup.on
     assert len(seen) == 20 + dedup.MEASURED
     seen.clear()
-    endless = HeldOut(each_changed(data, lambda batch: seen.append(0) or without_past(batch)), 20, 0.0)
-    assert decide("auto", endless) == (False, 1.0)
+    endless = each_changed(data, lambda batch: seen.append(0) or without_past(batch))
+    assert reader(endless, 20).dedup == (False, 1.0)
     assert len(seen) == dedup.LOOKED_AT
 
 
@@ -211,7 +211,7 @@ def test_data_without_shared_features(tmp_path: Path) -> None:
             self.features = [feature for feature in data.features if not feature.shared]
 
     data = Plain(Synthetic(ROWS, 200))
-    assert decide("auto", HeldOut(data, SIZE, 0.0)) == (False, None)
+    assert reader(data, SIZE).dedup == (False, None)
     for mode in ("auto", "on"):
         test = train(config(tmp_path, run=mode, dedup=mode), data, progress=False)
         assert "dedup" not in test
@@ -249,7 +249,7 @@ def test_a_resumed_run_keeps_what_auto_decided(tmp_path: Path, monkeypatch: pyte
         evaluate(run)
     # One that was written before the decision was: it is made anew.
     (run / "config.json").write_text(json.dumps({name: settings[name] for name in ("config", "versions")}))
-    assert decide("auto", HeldOut(Synthetic(ROWS, **SESSIONS), SIZE, 0.0), run).on is False
+    assert Reader(config(tmp_path), run=run).dedup.on is False
 
 
 def test_another_choice_is_another_run(tmp_path: Path) -> None:
@@ -329,17 +329,17 @@ def test_bags_that_are_not_one_for_every_row(data: Synthetic, tmp_path: Path) ->
 
 
 def test_tallies_add_up() -> None:
-    one, other = Tally(), Tally({"seconds": 1.5, "ids": {"a": [10, 4], "b": [0, 0]}})
+    one, other = Tally(), Tally(1.5, {"a": [10, 4], "b": [0, 0]})
     assert (one.factor(), one.factors(), one.record()) == (1.0, {}, {})
     for _ in range(2):
         one.add(other)
-    assert one.state() == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}, "windows": False}
+    assert dataclasses.asdict(one) == {"seconds": 3.0, "ids": {"a": [20, 8], "b": [0, 0]}, "windows": False}
     assert (one.factor(), one.factors()) == (2.5, {"a": 2.5, "b": 1.0})
-    assert Tally(json.loads(json.dumps(one.state()))).state() == one.state()
+    assert Tally(**json.loads(json.dumps(dataclasses.asdict(one)))) == one
 
 
 def test_batches_of_every_split(data: Synthetic) -> None:
-    rows = DedupReader(HeldOut(data, SIZE, 0.34), on=True)
+    rows = reader(data, SIZE, 0.34, "on")
     tallies: deque[Tally] = deque()
     for split in ("train", "valid", "test"):
         batches = list(rows.batches(split, SIZE, tallies=tallies))
@@ -348,7 +348,7 @@ def test_batches_of_every_split(data: Synthetic) -> None:
         assert all(isinstance(batch.features, rk.InverseKeyedJaggedTensor) for batch in batches)
         tallies.clear()
     model = DLRM(data.features, data.num_dense)
-    scores = [predict(model, made, "test")[1] for made in (rows, DedupReader(rows.data, on=False))]
+    scores = [predict(model, made, "test")[1] for made in (rows, reader(data, SIZE, dedup="off"))]
     np.testing.assert_array_equal(*scores)
 
 
@@ -361,7 +361,7 @@ def test_several_shared_features_are_one_group() -> None:
     once, tally = dedup_batch(batch)
     assert once.shared.groups() == [keys]
     assert once.shared.inverse(0).tolist() == [0, 0, 1]
-    assert tally.ids == {"a": (6, 4), "b": (3, 2)}
+    assert tally.ids == {"a": [6, 4], "b": [3, 2]}
     assert torch.equal(once.shared.to_kjt().values(), ids)
 
 
@@ -408,4 +408,4 @@ def test_histories_of_complete_journey_repeat_nine_times(tmp_path: Path) -> None
     for number in range(10, data.num_rows("train") // 2048, 40):
         total.add(dedup_batch(next(data.batches("train", 2048, number)))[1])
     assert total.factor() >= 9
-    assert decide("auto", HeldOut(data, 2048, 0.0)).on
+    assert reader(data, 2048).dedup.on

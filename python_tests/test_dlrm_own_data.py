@@ -9,7 +9,7 @@ import types
 import numpy as np
 import pytest
 import torch
-from dlrm_cases import Changed
+from dlrm_cases import Changed, reader
 from dlrm_tiny import TinyData
 
 pytest.importorskip("matplotlib")
@@ -20,7 +20,6 @@ import rec_kernels as rk
 from rec_kernels.dlrm import Feature, TrainConfig, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.own_data import CheckedData
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -153,6 +152,6 @@ def test_wrong_members_are_named(member, value, message, tmp_path):
 def test_numbers_of_numpy_are_numbers():
     data = changed(lambda batch: batch)
     data.features, data.num_dense = [Feature("id", np.int64(20))], np.int32(2)
-    checked = CheckedData(data)
+    checked = reader(data, 50)
     assert {type(checked.features[0].num_embeddings), type(checked.num_dense)} == {int}
     assert len(list(itertools.islice(checked.batches("train", 50, 3), 9))) == 5

@@ -25,8 +25,8 @@ from rec_kernels.dlrm import (
     runs,
 )
 from rec_kernels.dlrm.__main__ import main
-from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.dedup import DedupReader, decide
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import PARTS
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import auc, score
@@ -99,8 +99,7 @@ def test_same_seed_same_bits(command, tmp_path):
 def make_run(data, directory, **options):
     directory.mkdir()
     config = TrainConfig(**options)
-    rows = HeldOut(data, config.batch_size, config.valid_fraction)
-    return Run(config, DedupReader(rows, decide(config.dedup, rows).on), directory)
+    return Run(config, Reader(config, data), directory)
 
 
 def test_same_seed_same_weights(data, tmp_path):
@@ -207,10 +206,10 @@ def with_batch(number, change):
     [
         (
             lambda batches: itertools.islice(batches, 2),
-            r"ended after step 2 of \d+ of an epoch: it has fewer batches than",
+            r"batch 2 of split 'train' is not there, and num_rows says \d+",
         ),
-        (lambda batches: iter(()), "ended after step 0 of"),
-        (lambda batches: reversed(list(batches)), r"gave \d+ rows in a batch of step 1, must be 2048"),
+        (lambda batches: iter(()), "batch 0 of split 'train' is not there"),
+        (lambda batches: reversed(list(batches)), r"batch 0 of split 'train': it has \d+ rows, must be 2048"),
     ],
 )
 def test_data_sets_that_break_their_word_are_named(change, message, data, tmp_path):
@@ -241,7 +240,7 @@ def too_large(batch):
             with_batch(2, far),
             r"data set 'tiny', after step 2 of 8: values\[3\] = 1000000 \(feature 0, bag 3\) is out of range",
         ),
-        (lambda batches: itertools.islice(batches, 2), "data set 'tiny' ended after step 2 of 8 of an epoch"),
+        (lambda batches: itertools.islice(batches, 2), "data set 'tiny', batch 2 of split 'train' is not"),
         (
             with_batch(2, lambda batch: batch._replace(label=batch.label + 1)),
             r"batch 2 of split .train.: label\[\d+\] is 2.0, must be 0 or 1",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 from pathlib import Path
@@ -9,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from dlrm_cases import Changed
+from dlrm_cases import Changed, reader
 
 pytest.importorskip("pyarrow")
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, TrainConfig, checkpoint, evaluate, train
-from rec_kernels.dlrm.data import DataError, HeldOut
-from rec_kernels.dlrm.dedup import DedupReader, Tally, decide, dedup_batch
+from rec_kernels.dlrm.data import DataError
+from rec_kernels.dlrm.dedup import Tally, dedup_batch
 from rec_kernels.dlrm.synthetic import HISTORY, Synthetic
 from rec_kernels.dlrm.train import TrainingError
 
@@ -57,7 +58,7 @@ def test_a_batch_has_each_id_once(data: Changed) -> None:
         assert isinstance(windows, rk.KeyedJaggedWindows)
         assert len(windows.values()) == STEP * (SIZE // 2 - 1) + LONGEST
         assert windows._bags is None  # counting made none
-        assert tally.ids == {HISTORY: (LONGEST * SIZE, len(windows.values()))}
+        assert tally.ids == {HISTORY: [LONGEST * SIZE, len(windows.values())]}
         assert tally.factor() == found.shared.dedup_factor()
         assert torch.equal(found.shared.to_kjt().values(), batch.shared.values())
         plain, other = batch.tensors(), found.tensors()
@@ -112,9 +113,9 @@ def test_tallies_of_windows(data: Changed) -> None:
     total, batch = Tally(), next(data.batches("train", SIZE))
     for windows in (False, True, False):
         total.add(dedup_batch(batch, windows)[1])
-        assert total.windows == Tally(total.state()).windows
+        assert total.windows == Tally(**dataclasses.asdict(total)).windows
     assert total.windows
-    assert not Tally({"seconds": 1.0, "ids": {}}).windows
+    assert not Tally(seconds=1.0, ids={}).windows
 
 
 @pytest.mark.parametrize("knows", [False, True])
@@ -129,16 +130,14 @@ def test_weights_are_refused(data: Changed, tmp_path: Path, knows: bool) -> None
         return dedup_batch(batch)[0] if knows else batch
 
     given = Changed(data, functools.partial(map, weighted))
-    message = rf"{data.name!r} gave a batch whose shared features have weights, and dedup is 'windows'"
+    message = rf"{data.name!r}, batch 0 of split 'train': shared has weights, and dedup is 'windows'"
     with pytest.raises(DataError, match=message):
         train(config(tmp_path, run="windows", dedup="windows"), given, progress=False)
     assert train(config(tmp_path, run="on", dedup="on"), given, progress=False)["dedup"]
 
 
 def test_other_choices_make_no_windows(data: Changed) -> None:
-    held_out = HeldOut(data, SIZE, 0.0)
-    assert decide("windows", held_out) == (True, None)
-    batch = next(DedupReader(held_out, on=True).batches("train", SIZE))
-    assert isinstance(batch.features.stored(), rk.KeyedJaggedTensor)
-    batch = next(DedupReader(held_out, on=True, windows=True).batches("train", SIZE))
-    assert isinstance(batch.shared.stored(), rk.KeyedJaggedWindows)
+    on, windows = (reader(data, SIZE, dedup=mode) for mode in ("on", "windows"))
+    assert windows.dedup == (True, None)
+    assert isinstance(next(on.batches("train", SIZE)).features.stored(), rk.KeyedJaggedTensor)
+    assert isinstance(next(windows.batches("train", SIZE)).shared.stored(), rk.KeyedJaggedWindows)

@@ -19,8 +19,7 @@ from scipy import stats
 from bench.studies import compare, compare_report
 from bench.studies.__main__ import main
 from rec_kernels.dlrm import TrainConfig, report, runs, train
-from rec_kernels.dlrm.data import HeldOut
-from rec_kernels.dlrm.dedup import DedupReader
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.train import Run, RunInterruptedError
 
 
@@ -105,7 +104,7 @@ def test_an_interrupted_run_goes_on(command, tmp_path, trained, capsys):
     stop = threading.Event()
     stop.set()
     with pytest.raises(RunInterruptedError, match="interrupted after step 1 of 4"):
-        Run(config, DedupReader(HeldOut(TinyData(), 100, 0.0), False), directory).fit(stop)
+        Run(config, Reader(config, TinyData()), directory).fit(stop)
     assert command("a", "b:lr=0.5", seeds="1") == 0
     assert trained[2:] == [("b-seed0", True)]
     assert result(tmp_path)["configurations"]["b"]["runs"][0]["auc"] == whole

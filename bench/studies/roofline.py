@@ -22,10 +22,9 @@ from bench.studies import compare_report
 from rec_kernels.dlrm.building import read_checkpoint, restored_model
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet
-from rec_kernels.dlrm.dedup import DedupReader
 from rec_kernels.dlrm.model import DLRM, dtype_of, flops_per_example
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import Records
-from rec_kernels.dlrm.train import open_reader
 
 _COPIED = 1 << 26  # bytes
 _WIDTH = 512  # of the matrices
@@ -144,7 +143,7 @@ def profile(run: Path, data: DataSet | None = None) -> dict:
     if test[-1].get("device", "cpu") != "cpu":
         raise DataError(f"{run} has run on {test[-1]['device']}, whose times of parts are the host's: train on the CPU")
     config = dataclasses.replace(config, device="cpu")
-    reader, _ = open_reader(config, data, run)
+    reader = Reader(config, data, run)
     step = last_step(reader, config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -156,7 +155,7 @@ def profile(run: Path, data: DataSet | None = None) -> dict:
         model.close()
 
 
-def last_step(data: DedupReader, config: TrainConfig) -> list[Batch]:
+def last_step(data: Reader, config: TrainConfig) -> list[Batch]:
     """The batches of the last step of an epoch that has whole ones only; of data for less than a step, those there are.
 
     Raises:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -168,52 +167,6 @@ class Rows(ABC):
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
         return (0, self.train_rows) if split == "train" else (self.train_rows, self.rows)
-
-
-class Sized(DataSet, Protocol):
-    """A data set whose batches of the training have a size."""
-
-    batch_size: int
-
-
-class HeldOut:
-    """A data set whose last training batches are set apart as the split "valid".
-
-    Args:
-        data: the data set.
-        batch_size: of the training: only whole batches are set apart.
-        fraction: share of the training rows, 0 <= fraction < 1; rounded to whole batches, at least one left to train.
-
-    Raises:
-        ValueError: ``fraction`` is not in this range or leaves nothing to train or to validate on.
-    """
-
-    def __init__(self, data: DataSet, batch_size: int, fraction: float):
-        self.data, self.batch_size = data, batch_size
-        self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
-        self.fingerprint: str | None = getattr(data, "fingerprint", None)
-        total = -(-data.num_rows("train") // batch_size)
-        self._train_batches = total - round(total * fraction)
-        if not 0 <= fraction < 1 or (fraction and not 0 < self._train_batches < total):
-            raise ValueError(f"valid_fraction is {fraction}, which leaves {self._train_batches} of {total} batches")
-
-    def num_rows(self, split: str) -> int:
-        """Rows of "train", "valid" or "test"."""
-        if split == "test":
-            return self.data.num_rows("test")
-        rows = self.data.num_rows("train")
-        kept = min(self._train_batches * self.batch_size, rows)
-        return kept if split == "train" else rows - kept
-
-    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """As ``DataSet.batches``; those of "train" and "valid" have the size of the training."""
-        if split == "test":
-            return self.data.batches("test", batch_size, start)
-        if batch_size != self.batch_size:
-            raise ValueError(f"batch_size is {batch_size}, for {split!r} it must be {self.batch_size}")
-        if split == "valid":
-            return self.data.batches("train", batch_size, self._train_batches + start)
-        return islice(self.data.batches("train", batch_size, start), max(self._train_batches - start, 0))
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:

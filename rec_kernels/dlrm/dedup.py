@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import rec_kernels as rk
 from rec_kernels.dlrm import files
-from rec_kernels.dlrm.data import Batch, DataError, HeldOut
+from rec_kernels.dlrm.data import Batch, DataError
 from rec_kernels.dlrm.runs import CONFIG
 
 #: Ids before over ids stored from which "auto" deduplicates. Below it, writing pooled rows out to all samples takes as
@@ -29,30 +29,26 @@ THRESHOLD = 4 / 3
 MEASURED, LOOKED_AT = 8, 64
 
 
+@dataclass
 class Tally:
     """Time of the stage and ids before and after it, added up over batches.
 
     Args:
-        state: of another one, as ``state()`` gives it.
-
-    Attributes:
         seconds: on the reader's thread.
         ids: by feature, those of all rows and those that are kept: of the distinct bags, or of their windows.
         windows: whether a batch had its bags as windows.
     """
 
-    def __init__(self, state: dict | None = None):
-        self.seconds: float = state["seconds"] if state else 0.0
-        self.ids: dict[str, tuple[int, int]] = {k: tuple(v) for k, v in state["ids"].items()} if state else {}
-        self.windows: bool = state.get("windows", False) if state else False  # not in older checkpoints
+    seconds: float = 0.0
+    ids: dict[str, list[int]] = field(default_factory=dict)
+    windows: bool = False
 
     def add(self, other: Tally) -> None:
         """Adds what another one has."""
         self.seconds += other.seconds
         self.windows |= other.windows
-        for name, (before, stored) in other.ids.items():
-            so_far = self.ids.get(name, (0, 0))
-            self.ids[name] = so_far[0] + before, so_far[1] + stored
+        for name, counts in other.ids.items():
+            self.ids[name] = [a + b for a, b in zip(self.ids.get(name, [0, 0]), counts, strict=True)]
 
     def factors(self) -> dict[str, float]:
         """By feature, ids before over ids stored; 1 of none."""
@@ -60,13 +56,8 @@ class Tally:
 
     def factor(self) -> float:
         """The same of all features together."""
-        before, stored = (sum(counts) for counts in zip(*self.ids.values(), strict=True)) if self.ids else (0, 0)
+        before, stored = (sum(counts[i] for counts in self.ids.values()) for i in (0, 1))
         return before / stored if stored else 1.0
-
-    def state(self) -> dict:
-        """For a checkpoint."""
-        ids = {name: list(counts) for name, counts in self.ids.items()}
-        return {"seconds": self.seconds, "ids": ids, "windows": self.windows}
 
     def record(self) -> dict:
         """For ``metrics.jsonl``; empty if nothing was counted."""
@@ -83,53 +74,6 @@ class Decision(NamedTuple):
 
     on: bool
     factor: float | None = None
-
-
-class DedupReader:
-    """The rows of a data set with equal shared bags once (on), or with a bag for every row (off).
-
-    Args:
-        data: the data set and its split.
-        on: whether bags are given once.
-        windows: whether these are windows of one buffer, then.
-    """
-
-    def __init__(self, data: HeldOut, on: bool, windows: bool = False):
-        self.data, self.on, self.windows = data, on, windows
-        self.name, self.num_dense, self.features = data.name, data.num_dense, data.features
-        self.batch_size, self.fingerprint = data.batch_size, data.fingerprint
-
-    def num_rows(self, split: str) -> int:
-        """Rows of "train", "valid" or "test"."""
-        return self.data.num_rows(split)
-
-    def batches(
-        self, split: str, batch_size: int, start: int = 0, tallies: deque[Tally] | None = None
-    ) -> Iterator[Batch]:
-        """As ``HeldOut.batches``, joined unless of windows.
-
-        A batch's tally is appended to ``tallies`` before the batch is there.
-
-        Raises:
-            DataError: a batch's shared features have weights, of which there are no windows.
-        """
-        for batch in self.data.batches(split, batch_size, start):
-            if self.windows:
-                _refuse_weights(batch, self.name)
-            batch, tally = dedup_batch(batch, self.windows) if self.on else expanded(batch)
-            if tallies is not None:
-                tallies.append(tally)
-            yield batch if self.windows else batch.joined()  # windows are smaller to move than the bags they become
-
-
-def _refuse_weights(batch: Batch, name: str) -> None:
-    shared = batch.shared
-    stored = shared.stored() if isinstance(shared, rk.InverseKeyedJaggedTensor) else shared
-    if isinstance(stored, rk.KeyedJaggedTensor) and stored.weights_or_none() is not None:
-        raise DataError(
-            f"data set {name!r} gave a batch whose shared features have weights, and dedup is 'windows', which have "
-            "none: allowed is auto, on or off"
-        )
 
 
 def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
@@ -165,52 +109,40 @@ def expanded(batch: Batch) -> tuple[Batch, Tally]:
 
 def _count(
     given: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor, kept: rk.InverseKeyedJaggedTensor
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, list[int]]:
     """By feature, ids of all rows and those that are kept."""
     stored = kept.num_stored_of_keys()
     if isinstance(given, rk.KeyedJaggedTensor):
         bounds = zip(given.keys(), itertools.pairwise(given.offset_per_key()), strict=True)
-        return {key: (last - first, stored[key]) for key, (first, last) in bounds}
-    counts: dict[str, tuple[int, int]] = {}
+        return {key: [last - first, stored[key]] for key, (first, last) in bounds}
+    counts: dict[str, list[int]] = {}
     for group, keys in enumerate(kept.groups()):
         before = kept.lengths(group).index_select(1, kept.inverse(group)).sum(1).tolist()
-        counts |= {key: (ids, stored[key]) for key, ids in zip(keys, before, strict=True)}
+        counts |= {key: [ids, stored[key]] for key, ids in zip(keys, before, strict=True)}
     return counts
 
 
-def decide(mode: str, data: HeldOut, run: Path | None = None) -> Decision:
-    """Whether a run deduplicates.
-
-    Args:
-        mode: "on", "windows", "off" or "auto", which measures the first batches of the training.
-        data: of the run.
-        run: folder of one that is gone on with: what "auto" has decided there holds.
+def recorded(mode: str, run: Path | None = None) -> Decision | None:
+    """What the option ``dedup`` says, or what "auto" has decided in a run before; None: it is to be measured.
 
     Raises:
-        DataError: as ``DedupReader.batches``, or the run's ``config.json`` has something else there.
+        DataError: the run's ``config.json`` has something else there.
     """
     if mode != "auto":
         return Decision(mode != "off")
-    return _recorded(run) or _measured(data)
-
-
-def _recorded(run: Path | None) -> Decision | None:
-    if run is None:
-        return None
-    found = files.read_json(run / CONFIG).get("dedup")
-    if found is None:  # of a run before there was this
+    found = None if run is None else files.read_json(run / CONFIG).get("dedup")
+    if found is None:  # also of a run before there was this
         return None
     try:
         return Decision(bool(found["on"]), found["factor"])
     except (KeyError, TypeError) as error:
-        raise DataError(f"{run / CONFIG} has dedup {found!r}, allowed are 'on' and 'factor'") from error
+        raise DataError(f"{run}/{CONFIG} has dedup {found!r}, allowed are 'on' and 'factor'") from error
 
 
-def _measured(data: HeldOut) -> Decision:
-    if not any(feature.shared for feature in data.features):
-        return Decision(False)
+def measured(batches: Iterable[Batch]) -> Decision:
+    """What "auto" decides by the first batches of the training."""
     total, counted = Tally(), 0
-    for batch in islice(data.batches("train", data.batch_size), LOOKED_AT):
+    for batch in islice(batches, LOOKED_AT):
         _, tally = dedup_batch(batch)
         total.add(tally)
         counted += any(before for before, _ in tally.ids.values())

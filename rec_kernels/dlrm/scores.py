@@ -7,8 +7,9 @@ import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
 from rec_kernels.dlrm import devices
-from rec_kernels.dlrm.data import DataError, DataSet, Sized, ahead
+from rec_kernels.dlrm.data import DataError, ahead
 from rec_kernels.dlrm.model import DLRM
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.stopping import NotFiniteError
 
 TEST_BATCH_SIZE = 8192
@@ -45,7 +46,7 @@ def score(labels: np.ndarray, logits: np.ndarray) -> dict:
     }
 
 
-def predict(model: DLRM, data: Sized, split: str) -> tuple[np.ndarray, np.ndarray]:
+def predict(model: DLRM, data: Reader, split: str) -> tuple[np.ndarray, np.ndarray]:
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:
@@ -67,7 +68,7 @@ def predict(model: DLRM, data: Sized, split: str) -> tuple[np.ndarray, np.ndarra
     return label.numpy(), logit.numpy()
 
 
-def _predict(model: DLRM, data: DataSet, split: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _predict(model: DLRM, data: Reader, split: str, size: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     labels, logits = [], []
     with torch.no_grad():
         for batch in ahead(devices.moved(data.batches(split, size), model.device)):

@@ -20,11 +20,10 @@ from tqdm import tqdm
 from rec_kernels.dlrm import checkpoint, devices, files, report, runs
 from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
 from rec_kernels.dlrm.config import TrainConfig
-from rec_kernels.dlrm.data import Batch, DataError, DataSet, HeldOut, ahead
-from rec_kernels.dlrm.datasets import open_data
-from rec_kernels.dlrm.dedup import Decision, DedupReader, Tally, decide
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, ahead
+from rec_kernels.dlrm.dedup import Tally
 from rec_kernels.dlrm.model import flops_per_example
-from rec_kernels.dlrm.own_data import CheckedData
+from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import predict, score
 from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
@@ -32,34 +31,6 @@ from rec_kernels.dlrm.window import Clock, HitRates, Window
 from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
-
-
-def open_reader(
-    config: TrainConfig, data: DataSet | None = None, run: Path | None = None
-) -> tuple[DedupReader, Decision]:
-    """The batches of a run, and whether equal bags are in them once.
-
-    Args:
-        config: of the run. data: the data set; by default the one that ``config.data`` names.
-        run: its folder, if it has begun: what it has decided holds.
-
-    Raises:
-        DataError: the data is missing or not what it should be.
-    """
-    split = _split(config, data)
-    decision = decide(config.dedup, split, run)
-    return DedupReader(split, decision.on, config.dedup == "windows"), decision
-
-
-def _split(config: TrainConfig, data: DataSet | None) -> HeldOut:
-    try:
-        data = CheckedData(open_data(config) if data is None else data)
-        empty = [split for split in ("train", "test") if data.num_rows(split) < 1]
-        if empty:
-            raise DataError(f"data set {data.name!r} has no rows in split {empty[0]!r}")
-        return HeldOut(data, config.batch_size, config.valid_fraction)
-    except ValueError as error:
-        raise DataError(str(error)) from error
 
 
 def train(
@@ -117,11 +88,11 @@ def _begin(config: TrainConfig, data: DataSet | None, resume: Path | None) -> Ru
         _refuse_differences(config, resume)
     elif config.run is not None:
         runs.refuse_existing(config.runs_dir, config.run)
-    reader, decision = open_reader(config, data, resume)
+    reader = Reader(config, data, resume)
     directory = resume or runs.create_run(config.runs_dir, config.run, config.run_name(reader.name))
     try:
         if resume is None:
-            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), decision._asdict())
+            runs.write_config(directory, dataclasses.asdict(config), devices.gpu_name(device), reader.dedup._asdict())
         return Run(config, reader, directory, resume=resume is not None)
     except BaseException:
         if resume is None:
@@ -185,14 +156,14 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory}: {error}") from error
     if data is None:
         refuse_to_run_code(config, directory)
-    data, _ = open_reader(config, data, directory)
-    if data.num_rows(split) == 0:
+    reader = Reader(config, data, directory)
+    if reader.num_rows(split) == 0:
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = restored_model(config, data, directory, read_checkpoint(directory, config, data))
+    model = restored_model(config, reader, directory, read_checkpoint(directory, config, reader))
     try:
-        return score(*predict(model, data, split))
+        return score(*predict(model, reader, split))
     finally:
         model.close()
 
@@ -208,7 +179,7 @@ def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
 class Run:
     """A training run in progress: model, optimizers, where it is, and what it has recorded."""
 
-    def __init__(self, config: TrainConfig, data: DedupReader, directory: Path, *, resume: bool = False):
+    def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
         state = read_checkpoint(directory, config, data) if resume else None
         self.model = (
@@ -285,7 +256,7 @@ class Run:
 
     def _dedup(self) -> dict:
         """Of the test record: what became of the shared bags."""
-        return {"dedup": self.data.on, "windows": self.dedup.windows} | self.dedup.record()
+        return {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
 
     def save(self) -> None:
         """Writes the checkpoint."""
@@ -300,7 +271,7 @@ class Run:
                 "stopped_early": self.stopped_early,
                 "machines": self.machines,
                 "window": self.window.state(),
-                "dedup": self.dedup.state(),
+                "dedup": dataclasses.asdict(self.dedup),
                 "records": self.records.mark(),
                 "network": self.config.model,
                 "row_format": self.model.format,
@@ -317,7 +288,7 @@ class Run:
             self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
             self.worse, self.stopped_early = state["worse"], state["stopped_early"]
             self.machines = list(state.get("machines", [None]))
-            self.window, self.dedup = Window(state["window"]), Tally(state.get("dedup"))
+            self.window, self.dedup = Window(state["window"]), Tally(**state.get("dedup") or {})
             self.records.rewind(state["records"])
         except DataError:
             raise
@@ -336,29 +307,14 @@ class Run:
         while self.step < self.steps:
             first = self.step % self.steps_per_epoch * c.accumulate
             tallies: deque[Tally] = deque()
-            read = self._checked(self.data.batches("train", c.batch_size, first, tallies), first, self.step)
+            read = self.data.batches("train", c.batch_size, first, tallies)
             read = ahead(devices.moved(read, self.model.device))
             batch = next(read, None)
-            for _ in range(first, self.batches_per_epoch):
-                if batch is None:
-                    raise DataError(
-                        f"data set {self.data.name!r} ended after step {self.step % self.steps_per_epoch} of "
-                        f"{self.steps_per_epoch} of an epoch: it has fewer batches than num_rows('train') says"
-                    )
+            while batch is not None:
                 following = next(read, None)  # no more than one: the reader makes those after it beside the step
                 self.window.dedup.add(tallies.popleft())  # not before: the reader is ahead, the window of this step
                 yield batch, following
                 batch = following
-
-    def _checked(self, batches: Iterator[Batch], first: int, step: int) -> Iterator[Batch]:
-        """The same from number ``first`` on, counted on the reader's thread."""
-        c, rows = self.config, self.data.num_rows("train")
-        for number, batch in enumerate(batches, first):
-            where = f"a batch of step {step + (number - first) // c.accumulate + 1}"
-            expected, found = min(c.batch_size, rows - number * c.batch_size), len(batch.label)
-            if found != expected:
-                raise DataError(f"data set {self.data.name!r} gave {found} rows in {where}, must be {expected}")
-            yield batch
 
     def _step(self, batches: Iterator[tuple[Batch, Batch | None]]) -> tuple[int, Batch | None]:
         """One update from the step's batches; returns their rows, and the batch after them in the epoch."""

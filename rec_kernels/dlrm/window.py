@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -40,7 +41,7 @@ class Window:
         self.logits, self.labels = ([state["logits"]], [state["labels"]]) if self.steps else ([], [])
         self._recent: list[tuple[torch.Tensor, torch.Tensor]] = []  # where the model is
         self.seconds = dict(state["seconds"]) if state else dict.fromkeys(PARTS, 0.0)
-        self.dedup = Tally(state.get("dedup") if state else None)
+        self.dedup = Tally(**(state or {}).get("dedup") or {})
         self._started = time.perf_counter() - sum(self.seconds.values())
 
     def add(self, logits: torch.Tensor, labels: torch.Tensor) -> None:
@@ -61,7 +62,7 @@ class Window:
 
     def state(self) -> dict:
         """For a checkpoint: what a new window is made from."""
-        state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": self.dedup.state()}
+        state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": asdict(self.dedup)}
         if not self.steps:
             return state
         self._fetch()

@@ -1,0 +1,132 @@
+"""Checks of a data set's members and batches before they are used: errors name the argument, the value, its place."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections.abc import Sequence
+from numbers import Integral
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rec_kernels.dlrm.data import Batch, DataError, DataSet, Feature
+
+POOLINGS = ("sum", "mean")
+
+
+class WrongBatchError(Exception):
+    """What is wrong with a batch."""
+
+
+def whole_number(data: DataSet, value: Any, what: str, least: int = 0) -> int:
+    """The int of a number that a data set gives; DataError if it is not whole or too small."""
+    if not isinstance(value, Integral) or value < least:
+        raise DataError(f"data set {data.name!r}: {what} is {value!r}, must be a whole number of {least} or more")
+    return int(value)  # of NumPy's, which no checkpoint has
+
+
+def checked_features(data: DataSet) -> list[Feature]:
+    """The features of a data set; DataError if they are not what they should be."""
+    features = []
+    for feature in data.features:
+        where = f"data set {data.name!r}: a feature is {feature!r}, "
+        if not isinstance(feature, Feature) or not isinstance(feature.name, str):
+            raise DataError(f"{where}must be Feature(name, num_embeddings)")
+        if feature.pooling not in POOLINGS:
+            raise DataError(f"{where}whose pooling must be one of {', '.join(POOLINGS)}")
+        rows = whole_number(data, feature.num_embeddings, f"num_embeddings of feature {feature.name!r}", 1)
+        features.append(feature._replace(num_embeddings=rows, shared=bool(feature.shared)))
+    names = [feature.name for feature in features]
+    if len(set(names)) < len(names):
+        raise DataError(f"data set {data.name!r} has features {names}, whose names must differ")
+    return features
+
+
+def checked_batch(batch: Any, features: Sequence[Feature], num_dense: int, rows: int) -> Batch:
+    """The batch with ``dense`` and ``label`` in float32; labels [B, 1] become [B].
+
+    Args:
+        batch: as a data set gives it.
+        features, num_dense: of the data set.
+        rows: B.
+
+    Raises:
+        WrongBatchError: it is not what ``Batch`` says.
+    """
+    if not isinstance(batch, Batch):
+        raise WrongBatchError(f"it is {type(batch).__name__}, must be rec_kernels.dlrm.Batch")
+    label = _floats(batch.label, "label")
+    label = label.squeeze(1) if label.ndim == 2 and label.shape[1] == 1 else label
+    if label.ndim != 1:
+        raise WrongBatchError(f"label has shape {list(label.shape)}, must be [B] or [B, 1]")
+    if len(label) != rows:
+        raise WrongBatchError(f"it has {len(label)} rows, must be {rows}")
+    wrong = (label != 0) & (label != 1)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise WrongBatchError(f"label[{row}] is {label[row].item()}, must be 0 or 1")
+    dense, expected = _floats(batch.dense, "dense"), [rows, num_dense]
+    if list(dense.shape) != expected:
+        raise WrongBatchError(f"dense has shape {list(dense.shape)}, must be {expected}: [rows of label, num_dense]")
+    if not _all_finite(dense):
+        row, column = (~dense.isfinite()).nonzero()[0].tolist()
+        value = batch.dense[row, column].item()
+        raise WrongBatchError(f"dense[{row}, {column}] is {value}, must be a finite number of float32 (row, column)")
+    _check_bags(batch, features, rows)
+    return batch._replace(dense=dense, label=label)
+
+
+def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
+    given: dict[str, Any] = {"features": batch.features}
+    given |= {} if batch.shared is None else {"shared": batch.shared}
+    for name, jagged in given.items():
+        if not hasattr(jagged, "keys") or not hasattr(jagged, "stride"):
+            raise WrongBatchError(f"{name} is {type(jagged).__name__}, must be a KeyedJaggedTensor")
+        if (jagged.keys() or name == "shared") and jagged.stride() != rows:
+            raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
+        if (weights := weights_of(jagged)) is not None:
+            _check_weights(name, weights)
+    have = list(itertools.chain(*(jagged.keys() for jagged in given.values())))
+    for feature in features:
+        if feature.name not in have:
+            place = "features or shared" if feature.shared else "features"
+            raise WrongBatchError(f"{place} has keys {have}, which lack that of feature {feature.name!r}")
+
+
+def _floats(value: Any, name: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise WrongBatchError(f"{name} is {type(value).__name__}, must be a tensor")
+    if value.is_complex():
+        raise WrongBatchError(f"{name} is {value.dtype}, must be float32 or what becomes it")
+    if value.layout != torch.strided:
+        raise WrongBatchError(f"{name} has layout {value.layout}, must be {torch.strided}, that of a dense tensor")
+    return value.float()
+
+
+def _all_finite(values: Tensor) -> bool:
+    # The sum is finite only if all are; it is five times as fast to make.
+    return bool(values.sum().isfinite()) or bool(values.isfinite().all())
+
+
+def weights_of(jagged: Any) -> Tensor | None:
+    """Weights of the ids that a jagged container stores; None without."""
+    stored = jagged.stored() if hasattr(jagged, "stored") else jagged
+    return stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
+
+
+def _check_weights(name: str, weights: Tensor) -> None:
+    if weights.dtype != torch.float32:
+        raise WrongBatchError(f"weights of {name} are {weights.dtype}, must be torch.float32")
+    if not _all_finite(weights):
+        place = int((~weights.isfinite()).nonzero()[0])
+        raise WrongBatchError(f"weights[{place}] of {name} is {weights[place].item()}, must be finite")
+
+
+def place_of(error: Exception) -> str:
+    """The last line of code that is not of this package, as in "my_clicks.py, line 31"."""
+    package, frames = Path(__file__).parents[1], traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if package not in Path(frame.filename).parents]
+    return f"{Path(own[-1].filename).name}, line {own[-1].lineno}" if own else "this package"
