@@ -88,19 +88,18 @@ def formats(arguments: set[str]) -> str:
 
 
 def backends_table() -> str:
-    """One row per public op: where it runs, the row formats it reads, gradient, and what it changes in place.
+    """One row per public op: where it runs, the row formats it reads, and whether it has a gradient.
 
     The overloads of an op run in the same places, and have gradients or not.
     """
     kernels, triton = registrations(), triton_ops()
     lines = [
-        "| op | CPU (C++) | CUDA (C++) | Triton | row formats | differentiable | changes in place |",
-        "|---|---|---|---|---|---|---|",
+        "| op | CPU (C++) | CUDA (C++) | Triton | row formats | differentiable |",
+        "|---|---|---|---|---|---|",
     ]
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     for op, names in public_ops().items():
         arguments = [a for name in names for a in schema(name).arguments]
-        written = [f"`{a.name}`" for a in arguments if a.alias_info is not None and a.alias_info.is_write]
         cells = [
             f"`{op}`",
             "yes" if kernels["CPU"].issuperset(names) else "-",
@@ -108,7 +107,6 @@ def backends_table() -> str:
             "yes" if op in triton else "-",
             formats({a.name for a in arguments}),
             "yes" if all(n not in REFUSED and has_kernel(NAMESPACE + n, "Autograd") for n in names) else "-",
-            ", ".join(written) or "-",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
