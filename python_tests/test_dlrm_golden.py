@@ -101,8 +101,8 @@ def test_kaggle_sizes() -> None:
     tables = list(model.embeddings.parameters())
     assert [tuple(table.shape) for table in tables] == [(rows, 16) for rows in KAGGLE_ROWS]
     assert sum(table.numel() for table in tables) == 33_762_577 * 16 == 540_201_232
-    assert sum(row["weight_bytes"] for row in model.memory_report()) == 4 * 540_201_232
-    assert sum(row["state_bytes"] for row in model.memory_report()) == 4 * 33_762_577
+    assert sum(row["weight_bytes"] for row in model.embeddings.memory_report()) == 4 * 540_201_232
+    assert sum(row["state_bytes"] for row in model.embeddings.memory_report()) == 4 * 33_762_577
     interaction = 16 + 27 * 26 // 2
     assert model.top[0].in_features == interaction == 367
     # Inputs and one bias, times outputs, layer by layer.

@@ -21,7 +21,7 @@ pytest.importorskip("pandas")
 from matplotlib.figure import Figure
 
 from bench.studies import compare
-from rec_kernels.dlrm import TrainConfig, TrainingError, building, page, train
+from rec_kernels.dlrm import TrainConfig, TrainingError, model_factory, page, train
 from rec_kernels.dlrm.__main__ import main
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.train import Run
@@ -139,7 +139,7 @@ def test_pictures_and_bad_batches_replace_links(run, monkeypatch):
 def test_tables_on_disk_are_not_those_of_a_link(name, tmp_path):
     (tmp_path / name).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DataError, match=rf"{name} is a symbolic link"):
-        building.row_cache(TrainConfig(backing="disk"), tmp_path)
+        model_factory.row_cache(TrainConfig(backing="disk"), tmp_path)
 
 
 def test_tensorboard_elsewhere_is_refused(run, tmp_path, monkeypatch, capsys):

@@ -27,8 +27,8 @@ from bench.studies.compare import DATA_OPTIONS
 from bench.studies.experiments import EXPERIMENTS, Experiment
 from rec_kernels.dlrm import report, runs
 from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError
 
 ROOT = Path(__file__).parent.parent
 SAVEFIG, TRAIN = Figure.savefig, compare.train

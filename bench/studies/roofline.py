@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 import rec_kernels as rk
 from bench.studies import compare_report
-from rec_kernels.dlrm.building import read_checkpoint, restored_model
+from rec_kernels.dlrm import checkpoint
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet
 from rec_kernels.dlrm.model import DLRM, dtype_of, flops_per_example
+from rec_kernels.dlrm.model_factory import restored_model
 from rec_kernels.dlrm.reader import Reader
 from rec_kernels.dlrm.runs import Records
 
@@ -59,7 +60,9 @@ def _of_tables(
 ) -> tuple[int, int, int]:
     """Bytes of a step's batches: rows that lookups read, distinct rows with their state, pooled embeddings."""
     kept = [f.bags() if isinstance(f, rk.InverseKeyedJaggedTensor) else f for f in features]
-    state = {table["name"]: table["state_bytes"] / table["num_embeddings"] for table in model.memory_report()}
+    state = {
+        table["name"]: table["state_bytes"] / table["num_embeddings"] for table in model.embeddings.memory_report()
+    }
     read = changed = 0
     for table in model.embeddings.tables:
         row = sum(part.row_bytes for part in table.stored)
@@ -147,12 +150,12 @@ def profile(run: Path, data: DataSet | None = None) -> dict:
     step = last_step(reader, config)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = restored_model(config, reader, run, read_checkpoint(run, config, reader))
+    model = restored_model(config, reader, run, checkpoint.read(run, config, reader))
     try:
         flops = flops_per_example(model, reader.features, reader.num_dense)
         return beside_limits(model, step, train, flops)
     finally:
-        model.close()
+        model.embeddings.close()
 
 
 def last_step(data: Reader, config: TrainConfig) -> list[Batch]:

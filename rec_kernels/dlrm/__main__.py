@@ -13,9 +13,9 @@ from rec_kernels.dlrm.config import DEVICES, TrainConfig, add_options, refuse_op
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.devices import DeviceError
+from rec_kernels.dlrm.interruption import out_of_memory
 from rec_kernels.dlrm.report import scores_text, summary
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.stopping import out_of_memory
 from rec_kernels.dlrm.train import RunInterruptedError, TrainingError, evaluate, refuse_to_run_code, train
 
 # Errors whose message says what is wrong; IndexError is that of an id without a row.

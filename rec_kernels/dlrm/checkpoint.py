@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from torch import Tensor
 
 from rec_kernels.dlrm import files
-from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.runs import MACHINE, PARTS
-from rec_kernels.dlrm.shapes import FLAG, Check, Each, Maybe, mismatch, number, whole
+from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.data import DataError, DataSet
+from rec_kernels.dlrm.runs import CONFIG, MACHINE, PARTS
+from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, Each, Maybe, mismatch, number, shown, whole
 
 NAME = "checkpoint.pt"
 FORMAT = 2  # 1: features in two collections
@@ -120,6 +123,60 @@ def load(directory: Path) -> dict[str, Any]:
         found = state.get("format") if isinstance(state, dict) else type(state).__name__
         raise DataError(f"{path} has format {found!r}, expected {FORMAT}: another version wrote it, so train anew")
     return state
+
+
+def identity(data: DataSet) -> dict:
+    """What a checkpoint remembers of its data: a run goes on with no other."""
+    rows = {split: data.num_rows(split) for split in ("train", "test")}
+    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
+    return about | {"fingerprint": getattr(data, "fingerprint", None)}
+
+
+def read(directory: Path, config: TrainConfig, data: DataSet) -> dict[str, Any]:
+    """The checkpoint of a run with this config and data.
+
+    Raises:
+        DataError: it is missing, damaged, of other data, of another format or of another model.
+    """
+    state = load(directory)
+    path, found, expected = directory / NAME, state.get("data"), identity(data)
+    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
+        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
+    if not _same(found, expected):
+        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
+    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}}, ""):
+        raise DataError(f"{path} does not fit the run: {wrong}")
+    kind = state.get("network", "dlrm")  # as below
+    if kind != config.model:
+        raise DataError(
+            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
+            f"run with --model {config.model}"
+        )
+    format = state.get("row_format", "fp32")  # there were no others before this was written
+    if format != config.format:
+        raise DataError(
+            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
+            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
+        )
+    return state
+
+
+def _same(found: object, expected: dict) -> bool:
+    try:
+        return bool(found == expected)
+    except (RuntimeError, ValueError):  # tensors, or lists nested too deeply, in a file that is not ours
+        return False
+
+
+@contextlib.contextmanager
+def fitting(directory: Path) -> Iterator[None]:
+    """Within it, errors become a DataError that says that the run's checkpoint does not fit it."""
+    try:
+        yield
+    except DataError:
+        raise
+    except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
+        raise DataError(f"{directory / NAME} does not fit the run: {' '.join(str(error).split())}") from error
 
 
 def _sync_directory(directory: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -31,11 +31,8 @@ _SKIPPED_AT_ONCE = 1 << 22  # float32 numbers: 16 MiB
 class DotInteraction(nn.Module):
     """The dense vector, and the dot product of each pair among it and the pooled embeddings.
 
-    Args:
-        num_features: F. embedding_dim: D.
-
-    Attributes:
-        out_features: numbers of a row, D + (F + 1) F / 2.
+    An interaction is made from the number of features F and the columns D. It gives [B, ``out_features``] of dense
+    [B, D] and sparse [B, F, D].
     """
 
     def __init__(self, num_features: int, embedding_dim: int):
@@ -43,7 +40,7 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_pairs(num_features)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """[B, ``out_features``] of dense [B, D] and sparse [B, F, D]."""
+        """As the class says."""
         return rk.dot_interaction(dense, sparse)
 
 
@@ -51,13 +48,7 @@ class CrossInteraction(nn.Module):
     """DCN V2's low-rank cross layers over the dense vector and the pooled embeddings: its stacked structure.
 
     Source: R. Wang et al. (arXiv:2008.13535); with DLRM's bottom MLP in front, as MLPerf's DLRM-DCNv2 has it.
-
-    Args:
-        num_features: F. embedding_dim: D.
-        num_layers, low_rank: as ``rk.LowRankCrossNet``'s.
-
-    Attributes:
-        out_features: numbers of a row, (F + 1) D.
+    ``num_layers`` and ``low_rank`` are those of ``rk.LowRankCrossNet``.
     """
 
     def __init__(self, num_features: int, embedding_dim: int, num_layers: int, low_rank: int):
@@ -66,38 +57,27 @@ class CrossInteraction(nn.Module):
         self.cross = rk.LowRankCrossNet(self.out_features, num_layers, low_rank)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """[B, ``out_features``] of dense [B, D] and sparse [B, F, D]."""
+        """As ``DotInteraction``."""
         return self.cross(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
 class WukongInteraction(nn.Module):
     """Wukong's interaction stack over the dense vector and the pooled embeddings (B. Zhang et al., arXiv:2403.02545).
 
-    Args:
-        num_features: F. embedding_dim: D.
-        num_layers: of the stack.
-        features: vectors that either block of a layer makes.
-        factors, hidden: as ``rk.WukongLayer``'s.
-
-    Attributes:
-        out_features: numbers of a row, 2 ``features`` D.
+    ``features`` are the vectors that either block of a layer makes; ``factors`` and ``hidden`` those of
+    ``rk.WukongLayer``.
     """
 
     def __init__(
         self, num_features: int, embedding_dim: int, num_layers: int, features: int, factors: int, hidden: Sequence[int]
     ):
         super().__init__()
-        blocks: dict[str, Any] = {
-            "fm_features": features,
-            "linear_features": features,
-            "factors": factors,
-            "hidden": hidden,
-        }
-        self.stack = rk.Wukong(num_features + 1, embedding_dim, num_layers, **blocks)
+        options: dict[str, Any] = {"fm_features": features, "linear_features": features, "factors": factors}
+        self.stack = rk.Wukong(num_features + 1, embedding_dim, num_layers, **options, hidden=hidden)
         self.out_features = self.stack.out_features * embedding_dim
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """[B, ``out_features``] of dense [B, D] and sparse [B, F, D]."""
+        """As ``DotInteraction``."""
         return self.stack(torch.cat((dense.unsqueeze(1), sparse), dim=1)).flatten(1)
 
 
@@ -175,8 +155,10 @@ class DLRM(nn.Module):
         width: Any = self.interaction.out_features
         self.top = _mlp([width, *top, 1], generator, final_relu=False)
         if activations != "fp32":
-            layers = [layer for layer in self.modules() if isinstance(layer, nn.Linear)]
-            quantize_inputs([self.interaction, *layers], activations)
+            rk.row_bytes(activations, 1)  # raises now, not in the first step
+            for module in self.modules():
+                if module is self.interaction or isinstance(module, nn.Linear):
+                    module.register_forward_pre_hook(functools.partial(_quantize, activations))
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Logits, float32 [B]."""
@@ -185,7 +167,8 @@ class DLRM(nn.Module):
 
     def dense_side(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Logits, float32 [B], of dense columns [B, num_dense] and pooled embeddings [B, F, D]."""
-        with dense_region(self.precision, sparse.device):
+        dtype = dtype_of(self.precision)
+        with contextlib.nullcontext() if dtype == torch.float32 else torch.autocast(sparse.device.type, dtype):
             logits = self.top(self.interaction(self.bottom(dense), sparse))
         return logits.squeeze(1).float()
 
@@ -206,36 +189,16 @@ class DLRM(nn.Module):
         """Begins to read what the next batch needs of tables on disk or in host memory."""
         self.embeddings.prefetch(batch.joined().features)
 
-    def close(self) -> None:
-        """Closes the file of tables on disk, without which the model cannot be used; others go on."""
-        self.embeddings.close()
-
     @property
     def device(self) -> torch.device:
         """Where its weights are."""
         return next(self.top.parameters()).device
-
-    def check(self) -> None:
-        """Raise IndexError or ValueError if a batch before had bad ids or offsets: a GPU does not tell at once."""
-        self.embeddings.check()
-
-    def accumulate(self) -> contextlib.AbstractContextManager[None]:
-        """Within it, backwards leave the tables alone; at its end they are updated once, with all the gradients."""
-        return self.embeddings.accumulate()
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Parameters of MLPs, interaction and projections: all that the caller's optimizer has to update."""
         projections = [p for p in self.embeddings.parameters() if p.requires_grad]
         parts = (self.bottom, self.interaction, self.top)
         return [*(p for part in parts for p in part.parameters()), *projections]
-
-    def memory_report(self) -> list[dict]:
-        """One dict per table, as ``rk.EmbeddingBagCollection.memory_report``."""
-        return self.embeddings.memory_report()
-
-    def tier_report(self) -> dict[str, int]:
-        """Bytes of the tables where they are, and bytes moved, as ``rk.EmbeddingBagCollection.tier_report``."""
-        return self.embeddings.tier_report()
 
 
 def _tables(
@@ -291,34 +254,10 @@ def _skip(generator: torch.Generator, count: int) -> None:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """What is behind the name.
-
-    Raises:
-        ValueError: it is none of ``PRECISIONS``.
-    """
+    """What is behind the name of a precision; ValueError if it is none of ``PRECISIONS``."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, allowed is {' or '.join(PRECISIONS)}")
     return PRECISIONS[precision]
-
-
-def dense_region(precision: str, device: torch.device) -> contextlib.AbstractContextManager:
-    """In which the dense side runs: that of torch.autocast; of "fp32", as without."""
-    if precision == "fp32":
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=dtype_of(precision))
-
-
-def quantize_inputs(modules: Iterable[nn.Module], format: str) -> None:
-    """From now on the modules get every tensor as ``format`` holds it, by ``rk.fake_quantize`` to the nearest.
-
-    Blocks are along a row, which a matrix product sums over. The gradient is that of the identity.
-
-    Raises:
-        ValueError: ``format`` is none of ``rk.ROW_FORMATS``.
-    """
-    rk.row_bytes(format, 1)  # raises now, not in the first step
-    for module in modules:
-        module.register_forward_pre_hook(functools.partial(_quantize, format))
 
 
 def _quantize(format: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -331,14 +270,9 @@ def flops_per_example(model: DLRM, features: Sequence[Feature], num_dense: int) 
 
     Counted on ``model``, of a row without ids: what a lookup adds up is not counted, and no counter of a cache moves.
     """
-
-    def without_ids(shared: bool) -> rk.KeyedJaggedTensor | None:
-        keys = [f.name for f in features if f.shared == shared]
-        if shared and not keys:
-            return None
-        return rk.KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(len(keys)).long())
-
-    row = Batch(torch.zeros(1, num_dense), without_ids(False), torch.zeros(1), without_ids(True)).to(model.device)
+    keys = [feature.name for feature in sorted(features, key=lambda f: not f.shared)]  # as Batch.joined() has them
+    bags = rk.KeyedJaggedTensor(keys, torch.empty(0, dtype=torch.int64), lengths=torch.zeros(len(keys)).long())
+    row = Batch(torch.zeros(1, num_dense), bags, torch.zeros(1)).to(model.device)
     eager = torch.compiler.set_stance("force_eager")  # what is compiled is not counted
     with torch.no_grad(), eager, FlopCounterMode(display=False) as counter:
         model(row)

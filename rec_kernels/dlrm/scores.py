@@ -8,9 +8,9 @@ from sklearn.metrics import log_loss, roc_auc_score
 
 from rec_kernels.dlrm import devices
 from rec_kernels.dlrm.data import DataError, ahead
+from rec_kernels.dlrm.interruption import NotFiniteError
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.reader import Reader
-from rec_kernels.dlrm.stopping import NotFiniteError
 
 TEST_BATCH_SIZE = 8192
 
@@ -58,7 +58,7 @@ def predict(model: DLRM, data: Reader, split: str) -> tuple[np.ndarray, np.ndarr
         labels, logits = _predict(model, data, split, size)
     except MemoryError:  # of tables on disk; in batches as those of the training they fit
         labels, logits = _predict(model, data, split, data.batch_size)
-    model.check()
+    model.embeddings.check()
     if not labels:
         raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
     label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()

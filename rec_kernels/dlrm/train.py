@@ -18,19 +18,20 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from tqdm import tqdm
 
 from rec_kernels.dlrm import checkpoint, devices, files, report, runs
-from rec_kernels.dlrm.building import build_model, identity, read_checkpoint, restored_model
 from rec_kernels.dlrm.config import TrainConfig
 from rec_kernels.dlrm.data import Batch, DataError, DataSet, ahead
 from rec_kernels.dlrm.dedup import Tally
+from rec_kernels.dlrm.interruption import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
+from rec_kernels.dlrm.learning_rate import learning_rate
 from rec_kernels.dlrm.model import flops_per_example
+from rec_kernels.dlrm.model_factory import build_model, restored_model
 from rec_kernels.dlrm.reader import Reader
-from rec_kernels.dlrm.schedule import Schedule
 from rec_kernels.dlrm.scores import predict, score
-from rec_kernels.dlrm.stopping import NotFiniteError, RunInterruptedError, StopAtSignal, TrainingError
 from rec_kernels.dlrm.window import Clock, HitRates, Window
 from rec_kernels.threads import ShortWaits
 
 WINDOWS = 20  # points of the training curves; each costs a sort for its AUC
+POSITION = ("step", "seconds", "best", "worse", "stopped_early", "machines")  # of a Run, in its checkpoint
 
 
 def train(
@@ -74,7 +75,7 @@ def train(
             raise explained from error
         raise
     finally:
-        run.model.close()
+        run.model.embeddings.close()
     _report(run.directory)
     return test | {"directory": str(run.directory)}
 
@@ -161,11 +162,11 @@ def evaluate(directory: Path, data: DataSet | None = None, *, split: str = "test
         raise DataError(f"{directory} has no rows in split {split!r}")
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    model = restored_model(config, reader, directory, read_checkpoint(directory, config, reader))
+    model = restored_model(config, reader, directory, checkpoint.read(directory, config, reader))
     try:
         return score(*predict(model, reader, split))
     finally:
-        model.close()
+        model.embeddings.close()
 
 
 def refuse_to_run_code(config: TrainConfig, directory: Path) -> None:
@@ -181,21 +182,20 @@ class Run:
 
     def __init__(self, config: TrainConfig, data: Reader, directory: Path, *, resume: bool = False):
         self.config, self.data, self.directory = config, data, directory
-        state = read_checkpoint(directory, config, data) if resume else None
+        state = checkpoint.read(directory, config, data) if resume else None
         self.model = (
             build_model(config, data, directory) if state is None else restored_model(config, data, directory, state)
         )
         self.hit_rates = HitRates(self.model.embeddings)
         self.dense_optimizer = torch.optim.Adam(self.model.dense_parameters(), lr=config.dense_lr, fused=True)
-        self.schedule = Schedule([self.dense_optimizer, self.model.embeddings.fused_optimizer], config)
         self.batches_per_epoch = -(-data.num_rows("train") // config.batch_size)
         self.steps_per_epoch = -(-self.batches_per_epoch // config.accumulate)
         self.steps = self.steps_per_epoch * config.epochs
         self.records = runs.Records(directory, tensorboard=config.tensorboard)
         self.step, self.seconds, self.best, self.worse, self.stopped_early = 0, 0.0, math.inf, 0, False
+        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         self.window, self.dedup = Window(), Tally()
         self.progress = True
-        self.machines: list[dict | None] = []  # that it has computed on; None: it is not known where
         if state is not None:
             self._restore(state)
 
@@ -233,6 +233,7 @@ class Run:
 
     def test(self) -> dict:
         """Scores the test rows, records and returns them."""
+        tables: list[dict] = self.model.embeddings.memory_report()
         test = {
             "kind": "test",
             **score(*predict(self.model, self.data, "test")),
@@ -245,10 +246,10 @@ class Run:
             "examples_per_second": self._rows_done() / self.seconds,
             "peak_memory_bytes": runs.peak_memory_bytes(),
             "dense_parameters": sum(p.numel() for p in self.model.dense_parameters()),
-            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in self.model.memory_report()),
+            "table_parameters": sum(t["num_embeddings"] * t["embedding_dim"] for t in tables),
             "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
-            "tables": self.model.memory_report(),
-            "tiers": self.model.tier_report(),
+            "tables": tables,
+            "tiers": self.model.embeddings.tier_report(),
             **(self._dedup() if any(f.shared for f in self.data.features) else {}),
         }
         self.records.append(test)
@@ -263,13 +264,8 @@ class Run:
         checkpoint.save(
             self.directory,
             {
-                "data": identity(self.data),
-                "step": self.step,
-                "seconds": self.seconds,
-                "best": self.best,
-                "worse": self.worse,
-                "stopped_early": self.stopped_early,
-                "machines": self.machines,
+                "data": checkpoint.identity(self.data),
+                **{name: getattr(self, name) for name in POSITION},
                 "window": self.window.state(),
                 "dedup": dataclasses.asdict(self.dedup),
                 "records": self.records.mark(),
@@ -282,19 +278,14 @@ class Run:
 
     def _restore(self, state: dict) -> None:
         """All but the model."""
-        try:
+        with checkpoint.fitting(self.directory):
             checkpoint.check_position(state, self.steps)
             checkpoint.load_optimizer(self.dense_optimizer, state["dense_optimizer"])
-            self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
-            self.worse, self.stopped_early = state["worse"], state["stopped_early"]
-            self.machines = list(state.get("machines", [None]))
+            for name, value in ({"machines": [None]} | state).items():
+                if name in POSITION:
+                    setattr(self, name, value)
             self.window, self.dedup = Window(state["window"]), Tally(**state.get("dedup") or {})
             self.records.rewind(state["records"])
-        except DataError:
-            raise
-        except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
-            reason = " ".join(str(error).split())
-            raise DataError(f"{self.directory / checkpoint.NAME} does not fit the run: {reason}") from error
 
     def _rows_done(self) -> int:
         epochs, steps = divmod(self.step, self.steps_per_epoch)
@@ -322,10 +313,12 @@ class Run:
         count = min(c.accumulate, self.batches_per_epoch - first)
         rows = min(count * c.batch_size, self.data.num_rows("train") - first * c.batch_size)
         following = None
-        self.schedule.set(self.step)
+        for optimizer, base in ((self.dense_optimizer, c.dense_lr), (self.model.embeddings.fused_optimizer, c.lr)):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(c, base, self.step)
         self.dense_optimizer.zero_grad()
         clock = Clock(self.window.seconds)
-        with self.model.accumulate() if count > 1 else nullcontext():
+        with self.model.embeddings.accumulate() if count > 1 else nullcontext():
             for batch, following in islice(batches, count):
                 clock.lap("data")
                 self._learn(batch, len(batch.label) / rows, clock, following)
@@ -365,7 +358,7 @@ class Run:
         record = {"kind": "train", "epoch": epoch, "step": self.step} | self.window.record()
         if rates := self.hit_rates.take():
             record["hit_rates"] = rates
-        record["lr"] = self.schedule.rate(self.config.lr, self.step - 1)
+        record["lr"] = learning_rate(self.config, self.config.lr, self.step - 1)
         self.records.append(record)
         self.dedup.add(self.window.dedup)
         self.seconds += sum(record["seconds"].values()) - record["seconds"]["evaluation"]

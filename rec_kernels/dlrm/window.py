@@ -89,24 +89,17 @@ class Window:
 
 
 class HitRates:
-    """Of the ids that were looked up since the last call, how many had their row in the cache.
-
-    Args:
-        collection: of the model.
-    """
+    """Of the ids that a collection has looked up since the last call, how many had their row in the cache."""
 
     def __init__(self, collection: rk.EmbeddingBagCollection) -> None:
-        self._cache = collection.row_cache
-        self._before: dict[str, tuple[int, int]] = {}
+        self._cache, self._before = collection.row_cache, dict[str, dict[str, int]]()
 
     def take(self) -> dict[str, float]:
         """Table -> rate, of the tables that were looked up."""
-        counted = {} if self._cache is None else self._cache.counters()
-        now = {name: (numbers["lookups"], numbers["hits"]) for name, numbers in counted.items()}
-        rates = {}
-        for name, (lookups, hits) in now.items():
-            lookups_before, hits_before = self._before.get(name, (0, 0))
-            if lookups > lookups_before:
-                rates[name] = (hits - hits_before) / (lookups - lookups_before)
+        now, rates = {} if self._cache is None else self._cache.counters(), {}
+        for name, numbers in now.items():
+            lookups, hits = (numbers[key] - self._before.get(name, {}).get(key, 0) for key in ("lookups", "hits"))
+            if lookups:
+                rates[name] = hits / lookups
         self._before = now
         return rates

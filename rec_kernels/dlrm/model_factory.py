@@ -14,8 +14,7 @@ from rec_kernels.dlrm import checkpoint, devices, files
 from rec_kernels.dlrm.config import TrainConfig, parse_size
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.model import DLRM, CrossInteraction, DotInteraction, WukongInteraction
-from rec_kernels.dlrm.runs import CONFIG
-from rec_kernels.dlrm.shapes import TEXT, mismatch, shown
+from rec_kernels.dlrm.shapes import shown
 
 FILE = "embeddings.rows"  # of tables on disk, in the folder of a run
 
@@ -33,7 +32,25 @@ def build_model(
         DeviceError: the device cannot be used. DataError: the file of tables cannot be used.
     """
     try:
-        return _build(config, data, row_cache(config, directory, generation))
+        model = DLRM(
+            data.features,
+            data.num_dense,
+            config.embedding_dim,
+            bottom=config.bottom,
+            top=config.top,
+            interaction=interaction_of(config),
+            format=config.format,
+            rounding=config.rounding,
+            compressions=config.compressions(data.features),
+            optimizer=config.table_optimizer(),
+            seed=config.seed,
+            cache=row_cache(config, directory, generation),
+            precision=config.precision,
+            activations=config.activations,
+        )
+        if config.compile != "no":
+            model.compile_dense_side(config.compile)
+        return model.to(devices.find(config.device))
     except (ValueError, MemoryError) as error:
         if config.backing != "disk":
             raise
@@ -42,87 +59,20 @@ def build_model(
         raise DataError(f"tables on disk: {error}") from error
 
 
-def identity(data: DataSet) -> dict:
-    """What a checkpoint remembers of its data: a run goes on with no other."""
-    rows = {split: data.num_rows(split) for split in ("train", "test")}
-    about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
-    return about | {"fingerprint": getattr(data, "fingerprint", None)}
-
-
-def read_checkpoint(directory: Path, config: TrainConfig, data: DataSet) -> dict:
-    """The checkpoint of a run with this config and data.
-
-    Raises:
-        DataError: it is missing, damaged, of other data, of another format or of another model.
-    """
-    state = checkpoint.load(directory)
-    path, found, expected = directory / checkpoint.NAME, state.get("data"), identity(data)
-    if isinstance(found, dict) and None in (found.setdefault("fingerprint"), expected["fingerprint"]):
-        found["fingerprint"] = expected["fingerprint"]  # older checkpoints, and data sets of others, have none
-    if not _same(found, expected):
-        raise DataError(f"{path} was made with other data: {shown(found, 1000)}, here are {expected}")
-    if wrong := mismatch(state, {"network?": TEXT, "row_format?": TEXT, "model": {}}, ""):
-        raise DataError(f"{path} does not fit the run: {wrong}")
-    kind = state.get("network", "dlrm")  # as below
-    if kind != config.model:
-        raise DataError(
-            f"{path} is of model {kind}, and the run's {CONFIG} says {config.model}: put {kind} there, or train a new "
-            f"run with --model {config.model}"
-        )
-    format = state.get("row_format", "fp32")  # there were no others before this was written
-    if format != config.format:
-        raise DataError(
-            f"{path} has tables of format {format}, and the run's {CONFIG} says {config.format}: put {format} there, "
-            f"or train a new run with --format {config.format}; convert_formats() of a collection loads such tables"
-        )
-    return state
-
-
-def _same(found: object, expected: dict) -> bool:
-    try:
-        return bool(found == expected)
-    except (RuntimeError, ValueError):  # tensors, or lists nested too deeply, in a file that is not ours
-        return False
-
-
 def restored_model(config: TrainConfig, data: DataSet, directory: Path, state: dict) -> DLRM:
     """The model of a run as it was at its checkpoint ``state``; DataError if the two do not fit."""
-    try:
+    with checkpoint.fitting(directory):
         generation = generation_of(state["model"])
-    except ValueError as error:
-        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {error}") from error
     model = build_model(config, data, directory, generation)
     try:
-        model.load_state_dict(state["model"])
-        if (step := int(getattr(model.embeddings, "step", 0))) < 0:
-            raise ValueError(f"embeddings.step is {step}, allowed is 0 or more")
-    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
-        model.close()
-        reason = " ".join(str(error).split())
-        raise DataError(f"{directory / checkpoint.NAME} does not fit the run: {reason}") from error
+        with checkpoint.fitting(directory):
+            model.load_state_dict(state["model"])
+            if (step := int(getattr(model.embeddings, "step", 0))) < 0:
+                raise ValueError(f"embeddings.step is {step}, allowed is 0 or more")
+    except DataError:
+        model.embeddings.close()
+        raise
     return model
-
-
-def _build(config: TrainConfig, data: DataSet, cache: rk.RowCache | None) -> DLRM:
-    model = DLRM(
-        data.features,
-        data.num_dense,
-        config.embedding_dim,
-        bottom=config.bottom,
-        top=config.top,
-        interaction=interaction_of(config),
-        format=config.format,
-        rounding=config.rounding,
-        compressions=config.compressions(data.features),
-        optimizer=config.table_optimizer(),
-        seed=config.seed,
-        cache=cache,
-        precision=config.precision,
-        activations=config.activations,
-    )
-    if config.compile != "no":
-        model.compile_dense_side(config.compile)
-    return model.to(devices.find(config.device))
 
 
 def row_cache(config: TrainConfig, directory: Path | None, generation: int | None = None) -> rk.RowCache | None:
