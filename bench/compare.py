@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from bench.figures import FiguresError, Group, is_other, load, passes, where
 
 CONFIDENCE = 0.95
-#: What must be the same for a comparison of commits.
+#: Settings that must agree for a comparison of commits.
 SAME = ("cpu", "threads", "torch", "fbgemm", "python", "cpu_isa", "rounds")
-#: Of a file from before it was kept.
+#: Value of a setting in files from before it was kept.
 UNKNOWN = "not recorded"
 
 

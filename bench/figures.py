@@ -25,16 +25,16 @@ OTHERS = frozenset(LIMITS) | {
     *("fbgemm", "fbgemm, huge pages", "fbgemm, whole batch"),
 }
 
-#: By what a document has.
+#: Program that writes a document, by a field that the document has.
 WRITERS = {"results": "python -m bench.run", "points": "python -m bench.tuning"}
 
 Row = dict[str, object]
 Group = dict[str, Row]
 
 
-#: What is read of "machine" in every file.
+#: Fields of "machine" that are read in every file.
 ABOUT = ("cpu", "threads", "torch", "date", "commit")
-#: What is read of a point.
+#: Fields of a point that are read.
 POINT = ("sweep", "tables", "batch", "rows", "dim", "bag", "zipf", "format", "batches", "unique_rows")
 
 

@@ -23,7 +23,7 @@ LABEL_BOX = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
 INCHES_PER_GROUP, DPI = 0.85, 100
 #: More groups than this would make a picture that nobody reads.
 MOST_GROUPS = 24
-#: Of more, titles in the roofline lie on one another.
+#: More titles than this would overlap in the roofline.
 MOST_TITLES = 10
 
 

@@ -23,9 +23,9 @@ from bench.peers import fbgemm_version
 from bench.workloads import NAMED, OPS
 from rec_kernels.dlrm.devices import cpu_model
 
-#: What there is to benchmark: an op, or ops in one use of theirs.
+#: Benchmarks: an op, or ops in one use of theirs.
 BENCHED = sorted(p.stem.removeprefix("bench_") for p in (ROOT / "bench").glob("bench_*.py"))
-#: What a benchmark tells of a call beside its time; that of the first pass is kept.
+#: Figures that a benchmark gives beside a call's time; that of the first pass is kept.
 EXTRAS = ("distinct_bytes", "features", "hit_rate")
 
 

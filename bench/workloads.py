@@ -16,7 +16,7 @@ from bench.shapes import Shape, Workload, places, zipf_ranks
 
 #: Tables of a whole number of cache lines in every row format follow one another without a gap.
 ROW_MULTIPLE = 64
-#: Of skewed ids: a batch of criteo-kaggle then has about as many distinct ids as one of Criteo's rows.
+#: Exponent of skewed ids: a batch of criteo-kaggle then has about as many distinct ids as one of Criteo's rows.
 ZIPF = 1.05
 
 #: Criteo Kaggle, with no id left out (facebookresearch/dlrm).

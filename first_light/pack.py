@@ -20,7 +20,7 @@ from pathlib import Path
 from first_light import CARRY, ROOT, carried
 from first_light.carried import commit
 
-#: What the tests need of packages; torch, and what it comes with, is the machine's own.
+#: Packages that the tests need; torch and its dependencies are the machine's own.
 PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "filelock")
 #: Bytes of the sources and carry/ together.
 MOST = 60_000_000

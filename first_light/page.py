@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-#: What a step may be, as the page says it.
+#: States of a step, as the page names them.
 STATES = {
     "passed": "passed",
     "failed": "**failed**",

@@ -13,7 +13,7 @@ from first_light import ROOT
 #: Seconds of a part: a machine may stop a command after ten minutes.
 PART_SECONDS = 540
 PARTS = (1, 2, 3)
-#: What is no test of CUDA kernels, or a step of its own.
+#: Tests without CUDA kernels, or with a step of their own.
 NOT_IN_SUITE = ("dlrm_*", "*triton*", "bench_*", "sanitize_cuda", "stable_abi", "backends", "first_light*")
 #: For tests in many processes: more threads than cores would wait for each other.
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}

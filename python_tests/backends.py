@@ -39,7 +39,7 @@ ASKS = {
     "cuda_emulated": re.compile(r"(every_backend|device_backends|host_backends|emulated)\("),
     "cuda": re.compile(r"(every_backend|device_backends|OnCuda|is_available)\("),
 }
-#: How many comparisons each kind of backend has passed; the test summary prints them.
+#: Number of comparisons that each kind of backend has passed; the test summary prints them.
 PASSED: collections.Counter[str] = collections.Counter()
 
 

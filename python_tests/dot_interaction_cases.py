@@ -62,7 +62,7 @@ def most_terms(call: Call) -> tuple[int, int, int]:
 
 GOOD = {"dense": torch.ones(2, 3), "sparse": torch.ones(2, 4, 3), "precision": "ieee"}
 GRAD = {"grad": torch.ones(2, 13)}
-#: What both ops say of wrong arguments.
+#: Errors of both ops for wrong arguments.
 BAD = {
     "dense must have 2 dimension(s), got shape [3]": {"dense": torch.ones(3)},
     "dense must be float32, float16 or bfloat16, got float64": {"dense": torch.ones(2, 3).double()},

@@ -61,7 +61,7 @@ def most_terms(call: Call) -> tuple[int, int, int]:
 
 GOOD = {"x": torch.ones(2, 4, 3), "y": torch.ones(4, 5), "precision": "ieee"}
 GRAD = {"grad": torch.ones(2, 4, 5)}
-#: What both ops say of wrong arguments.
+#: Errors of both ops for wrong arguments.
 BAD = {
     "x must have 3 dimension(s), got shape [4, 3]": {"x": torch.ones(4, 3)},
     "x must be float32, float16 or bfloat16, got int64": {"x": torch.ones(2, 4, 3).long()},

@@ -92,7 +92,7 @@ def magnitudes(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 T, U = torch.ones(2, 5), torch.ones(8)
 GOOD = {"x": T, "weights": U, "in_dims": [2, 3], "out_dims": [4, 3], "outputs": [0, 1]}
-#: What every op says of wrong lists.
+#: Errors of every op for wrong lists.
 BAD_DIMS = {
     "in_dims[1] = 0 must be in [1, 1048576]": {"in_dims": [2, 0]},
     "in_dims[0] = 1048577 must be in [1, 1048576]": {"in_dims": [2**20 + 1, 3]},

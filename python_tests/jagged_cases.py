@@ -82,7 +82,7 @@ def distinct(features: int, batch: int) -> Batch:
     return batch_of([[[f, b, 0] for b in range(batch)] for f in range(features)])
 
 
-#: What is odd about each, by name.
+#: Odd cases by name.
 ODD: dict[str, Callable[[], Batch]] = {
     "no features": lambda: batch_of([]),
     "no samples": lambda: batch_of([[], []]),

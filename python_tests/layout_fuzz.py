@@ -27,7 +27,7 @@ from rec_kernels.testing import same_bits
 BAD_LAYOUT = -(2**63)  # what a GPU notes
 GUARD = 96  # bytes before and behind what an op may write
 NUMBERS = [0, 1, 2, 3, 4, 7, 16, -1, -2, 2**31 - 1, 2**31, 2**32, 2**40, 2**61, 2**62, 2**63 - 1, -(2**31), -(2**63)]
-#: What is said where the results that a size asks for have no room.
+#: Messages where the results that a size asks for have no room.
 OF_MEMORY = re.compile(r"cannot allocate|not enough memory|std::bad_alloc|Storage size calculation overflowed")
 
 

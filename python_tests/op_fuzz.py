@@ -31,7 +31,7 @@ OF_NO_ARGUMENT = re.compile(
     r"rec_kernels::[\w.]+\(\) (Expected|expected|is missing)|Could not run|Overflow when unpacking|"
     r"stableivalue_conversions|" + OF_MEMORY.pattern
 )
-#: Whether a result is also compared with the fake kernel's, which takes far longer than the call: one call in so many.
+#: One call in this many is also compared with the fake kernel's result, which takes far longer than the call.
 FAKE_EVERY = 4
 
 

@@ -35,7 +35,7 @@ OPS = (
     *("embedding_bag_backward_fused_", "embedding_bag_backward_dense", "embedding_bag_backward_per_sample_weights"),
     *("row_cache_plan", "row_cache_flush_", "embedding_bag_backward_sparse"),
 )
-#: What a run goes on from, and no pictures.
+#: Files that a run goes on from, without pictures.
 RESUMED = {".json", ".jsonl", ".pt"}
 #: Small, and any x86-64 runs it: programs of ops alone have no loop of their own to make fast.
 _OPTIONS = {"cpp.simdlen": 1, "aot_inductor.compile_wrapper_opt_level": "Os"}

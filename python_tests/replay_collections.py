@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import rec_kernels as rk
 
-#: What an expression may name.
+#: Names that an expression may use.
 CLASSES = (
     *("EmbeddingBagCollection", "EmbeddingBagConfig", "EmbeddingCollection", "EmbeddingConfig", "RowCache"),
     *("SGD", "Adagrad", "RowwiseAdagrad", "Adam", "RowwiseAdam", "LAMB"),
@@ -27,7 +27,7 @@ CLASSES = (
 )
 #: Stands for a folder of the run's own, in strings of expressions.
 FOLDER = "<folder>/"
-#: Of a table's report, what is no size of our own data structures.
+#: Fields of a table's report that are not sizes of our own data structures.
 REPORTED = (
     *("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes", "cached_rows", "dirty_rows"),
     *("lookups", "hits", "hit_rate", "inserted", "evicted", "written", "left_out"),

@@ -14,7 +14,7 @@ from rec_kernels.testing import same_bits
 RULES = ["floor", "rceil"]
 NO_POSITION = torch.iinfo(torch.int64).max
 MOST = torch.finfo(torch.float32).max
-#: Where the noise of a call comes from, unless a test says otherwise: every part of the counter is in use.
+#: Noise of a call, unless a test says otherwise: every part of the counter is in use.
 PLACE = {"seed": 0x123456789ABCDEF, "step": 9, "table": 3, "first_row": 2**33 + 5}
 #: Every format, rounding and, for blocks, scale rule.
 WAYS = [(f, r, rule) for f in rk.ROW_FORMATS for r in ROUNDINGS for rule in (RULES if f in BLOCKS else [None])]

@@ -45,7 +45,7 @@ from rec_kernels.testing import same_bits
 
 #: memcheck: accesses outside of memory, or not aligned; synccheck: barriers and masks; racecheck: shared memory.
 TOOLS = ("memcheck", "synccheck", "racecheck")
-#: What the tool says of GPUs, or virtual machines around them, that it cannot look into.
+#: Messages of the tool about GPUs, or virtual machines around them, that it cannot look into.
 UNSUPPORTED = "Device not supported"
 
 

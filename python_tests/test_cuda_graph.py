@@ -222,7 +222,7 @@ def test_torch_sees_no_wait(kind: str, way: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-#: What makes the host wait for the GPU, or read its memory, in C++.
+#: Calls in C++ that make the host wait for the GPU, or read its memory.
 WAITS = (
     r"\w*[sS]ynchronize|cudaMemcpy\w*|cudaMemset|cudaMalloc\w*|cudaFree\w*|cudaEventQuery|cudaStreamQuery"
     r"|copy_to_host|to_host|item|to|cpu|aoti_torch_item_\w+"
@@ -291,7 +291,7 @@ std::vector<int64_t> to_host(const Tensor& t,
     assert found == [("copy_to_host", "cudaStreamSynchronize"), ("to_host", "copy_to_host")]
 
 
-#: What torch raises where a program asks for the numbers in tensors that have none, or for a shape they decide.
+#: Errors of torch where a program asks for the numbers in tensors that have none, or for a shape they decide.
 NEEDS_NUMBERS = (DataDependentOutputException, DynamicOutputShapeException)
 
 

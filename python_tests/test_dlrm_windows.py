@@ -24,7 +24,7 @@ from rec_kernels.dlrm.train import TrainingError
 pytestmark = pytest.mark.usefixtures("no_pictures")
 ROWS, SIZE = 3000, 500
 LONGEST, STEP, TABLE_ROWS = 20, 3, 1000
-#: What two ways of the same training do not have in common.
+#: Fields in which two ways of the same training differ.
 WAYS = {"examples_per_second", "train_seconds", "seconds", "peak_memory_bytes"}
 WAYS |= {"dedup_seconds", "dedup_factors", "windows"}
 

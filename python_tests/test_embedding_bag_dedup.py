@@ -30,7 +30,7 @@ TABLES = {
     "one width": [(8, "sum", "ab"), (8, "mean", "c"), (8, "sum", "d")],
     "widths": [(6, "sum", "ab"), (20, "mean", "c"), (8, "sum", "d")],
 }
-#: Of all features of the second.
+#: Output columns of all features of "widths".
 WIDTH = 40
 COMPRESSIONS = {
     "quotients": {"compression": rk.QuotientRemainder(4)},

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import rec_kernels as rk
 from rec_kernels.ops.autograd import overload_of
 
-#: What is differentiable twice.
+#: Ops that are differentiable twice.
 TWICE = ("scale_rows", "row_dot", "fake_quantize")
 
 

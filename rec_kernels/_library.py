@@ -22,7 +22,7 @@ _FOLDER = Path(__file__).resolve().parent
 _CPU_LIBRARY = "librec_kernels_cpu.so"
 _CUDA_LIBRARY = "librec_kernels_cuda.so"
 _OLDEST_TORCH = (2, 10)
-#: From here on torch makes RuntimeErrors of most C++ exceptions.
+#: torch makes RuntimeErrors of most C++ exceptions from this version on.
 FEWER_ERRORS = (2, 15)
 
 # The registration of the Triton kernels; it ends when this object does.

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = {"GLIBC": "2.28", "GLIBCXX": "3.4.24", "CXXABI": "1.3.11", "GCC": "7.0.0"}
 #: Megabytes: of the wheel for the CPU, and of the one with the CUDA library.
 LIMITS = {"cpu": 3, "cuda": 20}
-#: What libraries may ask the loader for: the system's, torch's, and the package's own.
+#: Libraries that may be needed at load time: the system's, torch's, and the package's own.
 SYSTEM = r"lib(c|m|dl|rt|pthread|stdc\+\+|gcc_s)\.so\.\d+|ld-linux.*"
 TORCH = r"libtorch(_cpu)?\.so"
 CPU, CUDA = "rec_kernels/librec_kernels_cpu.so", "rec_kernels/librec_kernels_cuda.so"

@@ -37,7 +37,7 @@ TESTS = (
     *("flops", "import", "embedding_collection", "jagged_containers", "grad_scaler", "grad_scaler_state"),
     "leaks",
 )
-#: What of them compiles or reads files of the checkout.
+#: Tests among them that compile or read files of the checkout.
 LEFT_OUT = (
     "python_tests/test_row_formats.py::test_vectors_of_the_page",
     "python_tests/test_embedding_collection.py::test_late_reports",

@@ -13,7 +13,7 @@ import rec_kernels as rk
 from bench.shapes import BATCHES, Workload
 
 ADAGRAD, SGD, ADAM = "rowwise_adagrad", "sgd", "adam"
-#: What is timed with which optimizer; the forward needs none and is timed beside the first.
+#: Operations and the optimizers that each is timed with; the forward needs none and is timed beside the first.
 OPERATIONS = {ADAGRAD: ("forward", "backward", "step"), SGD: ("backward", "step")}
 
 
@@ -120,12 +120,12 @@ GROUPS = [
     (8192, [4 + 60 * g // 25 for g in range(26)], 64),
 ]
 
-#: Of dot_interaction and factorization_machine: batch, sparse vectors, columns.
+#: Sizes of dot_interaction and factorization_machine: batch, sparse vectors, columns.
 INTERACTIONS = [(8192, 27, 64), (8192, 27, 128)]
 
-#: Of expand: samples, columns of a row.
+#: Sizes of expand: samples, columns of a row.
 SAMPLES = [(2**18, 128), (2**20, 16)]
-#: Of the ops on jagged rows: features, samples, ids of a bag. Criteo's shape, and histories.
+#: Sizes of the ops on jagged rows: features, samples, ids of a bag. Criteo's shape, and histories.
 BAGS = [(26, 8192, 1), (26, 8192, 20), (4, 8192, 200)]
 
 #: For a run of the harness itself on a CPU; its times mean nothing.

@@ -16,7 +16,7 @@ from bench.gpu.model import ROW_OVERHEAD, WARP, Gpu, Work
 from bench.gpu.subjects import Case, EmbeddingBag, GroupedProjection, ScaleRows
 from bench.shapes import Workload
 
-#: By how much a measurement may differ either way: of kernels whose machine code was read, and of all others.
+#: Factor by which a measurement may differ either way: for kernels whose machine code was read, and for all others.
 READ, UNREAD = 1.4, 2.0
 #: Bytes that the backward moves for an id besides rows and gradients, and for a pass of its sort: keys of 8 bytes.
 BOOKKEEPING, SORT_PASS, SORT_BITS = 100, 24, 8
@@ -24,7 +24,7 @@ BOOKKEEPING, SORT_PASS, SORT_BITS = 100, 24, 8
 CHUNK = 64
 #: Bags that a group of lanes takes together where they are short: kShortBags of csrc.
 SHORT_BAGS = 4
-#: How much of the loop over gradients is executed where rows are aligned.
+#: Share of the loop over gradients that is executed where rows are aligned.
 ALIGNED = 0.4
 FORMATS = {
     "fp32": "Fp32",

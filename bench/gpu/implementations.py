@@ -31,7 +31,7 @@ class Tables:
     def __init__(self, w: Workload, device: torch.device) -> None:
         self.workload, self.device = w, device
         self.batches = batches_of_ids(w, device)
-        #: What the implementations read: [T * B * L], key-major. A graph replays over the same memory.
+        #: Input of the implementations: [T * B * L], key-major. A graph replays over the same memory.
         self.ids = self.batches[0].clone()
         self.offsets = torch.arange(0, len(self.ids) + 1, w.bag, device=device)
         self.grad = torch.randn(w.batch, w.tables * w.dim, device=device)
@@ -301,8 +301,8 @@ def _why_not_fbgemm(device: torch.device) -> str | None:
 
 Make = Callable[[Tables, str], Implementation]
 
-#: What an implementation is timed with, where that is not all operations. The forward and the step of "ops" are those
-#: of "ours", whose graphs hold them already.
+#: Operations that an implementation is timed with, if not all. The forward and the step of "ops" are those of "ours",
+#: whose graphs hold them already.
 ONLY = {"ops": ("backward",)}
 #: Who is timed with Adam. The others' Adam is another one: published figures stand beside ours.
 WITH_ADAM = ("ours", "ops")

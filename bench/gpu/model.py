@@ -35,7 +35,7 @@ LATENCY_NS = 450.0
 CYCLES = 3.0
 #: A row somewhere in memory costs as much as one with so many bytes more in a copy: sectors filled in part, pages.
 ROW_OVERHEAD = 48
-#: How bounds add up: the longest alone if it is much longer; three that are equal take 1.44 of one.
+#: Exponent by which bounds add up: the longest alone if it is much longer; three equal ones take 1.44 of one.
 POWER = 3.0
 
 

@@ -19,7 +19,7 @@ from bench.gpu.expected import bytes_of, works_of
 from bench.gpu.model import GPUS, Gpu, predict
 
 PAGE = report.ROOT / "docs" / "gpu-model.md"
-#: What the page has: the start of a case's name, and of the operation's.
+#: Rows of the page: the start of a case's name, and of the operation's.
 SHORT = [
     ("t32-b512-e1e5-d128-uniform", ("forward", "backward")),
     ("unpooled", ("forward", "backward")),

@@ -185,7 +185,7 @@ def _published_cell(case: dict, operation: str) -> str:
     return published.said(found) if found else ""
 
 
-#: What was said of an operation beforehand, by the column's name; columns with nothing in them are left out.
+#: Predictions for an operation, by the column's name; columns with nothing in them are left out.
 _SAID = {"predicted, ms": _predicted_cell, "published": _published_cell}
 
 

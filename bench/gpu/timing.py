@@ -12,7 +12,7 @@ import torch
 
 #: Calls before the first that counts: Triton compiles, allocators settle, clocks rise.
 WARMUP_CALLS = 3
-#: What goes by beside each call, in milliseconds: the flush, written and read, and the copy of the ids.
+#: Time beside each call, in milliseconds: the flush, written and read, and the copy of the ids.
 BESIDE_MS = 0.2
 
 

@@ -14,7 +14,7 @@ from bench.tuning.points import LINE_BYTES, Point, backward_bytes, forward_bytes
 
 #: Constant -> what it is paid for: nanoseconds of a lookup, and of the backward that makes it a step.
 FORWARD, BACKWARD = ("call", "bag", "id"), ("call", "id", "row")
-#: Of AVX-512, float32.
+#: float32 columns of an AVX-512 register.
 REGISTER_COLUMNS = 16
 
 

@@ -9,7 +9,7 @@ from bench.shapes import Workload
 
 #: Tables of 256 MB each, so that rows come from memory; rows of a width that the bare loops know (bench/limits.py).
 BASE = Workload("base", tables=4, batch=2048, rows=1_000_000, dim=64, bag=20)
-#: The same in small, for tests of the program. Its figures mean nothing.
+#: Small sizes for tests of the program. Its figures mean nothing.
 QUICK_BASE = Workload("base", tables=2, batch=64, rows=2000, dim=16, bag=4)
 
 Value = int | float | str | None

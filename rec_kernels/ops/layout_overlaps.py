@@ -9,7 +9,7 @@ from typing import TypeAlias
 from rec_kernels.ops.layout_records import Column, Records, check
 from rec_kernels.ops.row_formats import ROW_FORMATS, row_bytes
 
-#: What a part is called in messages.
+#: Name of a part in messages.
 NameOf: TypeAlias = Callable[[int], str]
 
 #: The arguments of ``table_layout`` that say where a table lies and what it is.

@@ -16,7 +16,7 @@ Records: TypeAlias = "list[list[int]]"
 
 #: Formats that tables can have.
 BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
-#: What the rows of an id's parts become, by its number.
+#: Combination of an id's parts, by its number.
 COMBINE = ("concat", "add", "mult")
 MAX_PARTS = 4
 MAX_TABLE_ID = 65536
