@@ -15,7 +15,7 @@ from bench.timing import time_calls
 INPUTS = 6
 #: Ours, of the same numbers in bfloat16.
 HALF = "bfloat16"
-#: Who takes part: "torch" is the plain recipe, "compiled" torch.compile of it; "bytes" and "products" are the limits.
+#: Implementations: "torch" is the plain recipe, "compiled" torch.compile of it; "bytes" and "products" are the limits.
 NAMES = ["ours", HALF, "torch", "compiled", "bytes", "products"]
 #: torch's best: a recipe with a backward of its own, where there is one.
 TUNED = "tuned"

@@ -66,12 +66,12 @@ def cpu_backends() -> Iterator[Backend]:
 
 
 def host_backends() -> Iterator[Backend]:
-    """Those that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
+    """Backends that work on the tensors they are given: for memory that is too large to be copied to a GPU."""
     yield from _counted(CPU, EMULATED)
 
 
 def device_backends() -> Iterator[Backend]:
-    """Those that run the CUDA kernels: emulated, and on a GPU where there is one; without any, the test is skipped."""
+    """Backends of the CUDA kernels, emulated and on a GPU where there is one; without any, the test is skipped."""
     if not (SOURCES.exists() or torch.cuda.is_available()):
         pytest.skip("there are no CUDA kernels to run: neither csrc nor a GPU")
     yield from _counted(EMULATED, CUDA)

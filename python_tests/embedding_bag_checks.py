@@ -78,7 +78,7 @@ def check_update(
 
 
 def changed_tables(encoded: EncodedCase, found: Tensor, expected: Tensor) -> list[tuple]:
-    """Those with other bytes; none: it is the bytes between them."""
+    """Numbers of the tables whose bytes differ; if none, the bytes between tables do."""
     kinds = zip(encoded.case.tables, encoded.formats, encoded.split(found), encoded.split(expected), strict=True)
     return [(*shape, format) for shape, format, a, b in kinds if not torch.equal(a, b)]
 

@@ -78,7 +78,7 @@ def call(program: dict, folder: Path) -> list[Tensor]:
         return list(loaded(*program["inputs"]))
     path = folder / "program.pt2"
     path.write_bytes(content)
-    # Else a compiler is asked, for seconds, what this machine has, which the package was not compiled for.
+    # torch would otherwise ask a compiler, for seconds, what this machine has, which the package was not compiled for.
     with mock.patch("torch._inductor.cpu_vec_isa.valid_vec_isa_list", return_value=[]):
         loaded = torch._inductor.aoti_load_package(str(path))
     return list(loaded(*program["inputs"]))

@@ -277,14 +277,14 @@ def test_what_fails_is_recorded_and_the_rest_goes_on() -> None:
 
 
 def test_the_time_limit() -> None:
-    """Nothing is started after it, and every case says so."""
+    """No case starts after it, and every case left out says so."""
     found = measured(imp.Ours, limit_s=0)
     assert found["results"] == []
     assert found["error"] == "TimeoutError: not run: the limit of 0 s was reached (--limit)"
 
 
 def test_one_implementation_is_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a large case do not fit beside each other."""
+    """Implementations of a large case do not fit beside each other."""
     alive, most = set(), []
 
     class Counted(imp.Ours):

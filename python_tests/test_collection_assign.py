@@ -127,7 +127,7 @@ def test_what_serves_follows(format) -> None:
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=str)
 def test_parameters_stay(optimizer, swap) -> None:
-    """Those that optimizers hold are still the module's; the state stays its owner's."""
+    """Parameters that optimizers hold are still the module's; the state stays its owner's."""
     model, other = torch.nn.Sequential(make(optimizer)), torch.nn.Sequential(make(optimizer, seed=1))
     parameters, before = dict(model.named_parameters()), {n: t.clone() for n, t in other.state_dict().items()}
     torch.__future__.set_swap_module_params_on_conversion(swap)

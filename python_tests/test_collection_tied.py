@@ -66,7 +66,7 @@ def test_replaced(change, optimizer) -> None:
 
 
 def test_replaced_by_functions_of_torch() -> None:
-    """Those that put other parameters in the place of a module's."""
+    """torch's functions that replace a module's parameters are noticed."""
     collection = make()
     expected, zeros = pooled(collection), {n: torch.zeros_like(p) for n, p in collection.named_parameters()}
     with pytest.raises(RuntimeError, match=r"embedding_bags\.a\.weight has been replaced"):

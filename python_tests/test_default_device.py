@@ -89,7 +89,7 @@ def collections() -> list[Tensor]:
 
 
 def plain_collections() -> list[Tensor]:
-    """Those with torch's gradients."""
+    """Collections with torch's gradients."""
     torch.manual_seed(0)
     collection = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(40, 8, name="t", feature_names=KEYS)], device="cpu")
     collection(BATCHES[0]).values().square().sum().backward()
@@ -135,7 +135,7 @@ def compressions() -> list[Tensor]:
 
 
 def single_tables() -> list[Tensor]:
-    """Those with functions and blocks of their own."""
+    """Modules of one table with functions and with blocks."""
     found = []
     for make in (
         lambda: rk.PathEmbeddingBag(40, 8, 5, hidden=4, optimizer=ADAM, device="cpu"),

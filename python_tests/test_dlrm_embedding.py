@@ -51,7 +51,7 @@ def test_every_kind_trains(embedding: str, format: str, data: Synthetic, tmp_pat
 
 
 def test_which_tables_are_compressed() -> None:
-    """Those of more ids than the threshold; widths of mixed dimensions are rk.mixed_dimensions'."""
+    """Tables of more ids than the threshold are compressed; mixed dimensions have the widths of rk.mixed_dimensions."""
     features = [Feature("big", 100_000), Feature("small", 200), Feature("middle", 5000)]
     kinds = {
         "full": {},

@@ -75,7 +75,7 @@ def test_counts(model: str, data: Synthetic) -> None:
 
 
 def test_projections_count(data: Synthetic) -> None:
-    """Those of mixed-dimension tables are products of matrices, too."""
+    """Projections of mixed-dimension tables count as products of matrices, too."""
     narrow = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
     projections = sum(p.numel() for p in narrow.embeddings.parameters() if p.requires_grad)
     assert projections
@@ -182,7 +182,7 @@ def test_another_models_checkpoint_is_refused(data: Synthetic, tmp_path: Path) -
 
 @pytest.mark.usefixtures("no_pictures")
 def test_a_run_from_before_there_were_models(data: Synthetic, tmp_path: Path) -> None:
-    """It is DLRM's."""
+    """A run without the option is DLRM's."""
     test = train(config(tmp_path), data, progress=False)
     run = tmp_path / "run"
     settings = json.loads((run / CONFIG).read_text())

@@ -188,7 +188,7 @@ def test_compressed_tables_and_others_begin_with_the_same_weights(options: dict)
 
 
 def test_a_data_set_without_dense_columns() -> None:
-    """Nothing of them to round."""
+    """A model without dense columns trains: nothing of them is rounded."""
     (batch,) = batches(1)
     batch = Batch(torch.empty(ROWS, 0), batch.features, batch.label)
     model = DLRM(FEATURES, 0, D, activations="mx9")

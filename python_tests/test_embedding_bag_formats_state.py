@@ -131,7 +131,7 @@ def test_widths_that_agree_by_chance() -> None:
 
 
 def test_convert_some_of_many_tables() -> None:
-    """Those whose format differs; the others' bytes stay as they are."""
+    """Tables whose format differs are converted; the others' bytes stay as they are."""
     source = make(rk.RowwiseAdagrad(lr=0.1))
     train(source)
     formats = dict(zip(BAG_FORMATS, ["fp32", "fp32", "bf16", "int4", "int4", "mx9", "mx4", "bf16"], strict=True))

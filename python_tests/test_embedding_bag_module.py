@@ -294,7 +294,7 @@ def test_bad_jagged_tensors() -> None:
 
 
 def test_no_tables_and_empty_batch() -> None:
-    """Nothing in, nothing out."""
+    """Empty inputs give empty outputs."""
     empty = rk.KeyedJaggedTensor(KEYS, torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(0, dtype=torch.int64))
     collection = make(rk.RowwiseAdagrad())
     out = collection(empty).values()

@@ -140,7 +140,7 @@ def test_moved(optimizer) -> None:
 
 
 def test_learning_rate() -> None:
-    """Twice the rate, twice the way: it is read when the update runs."""
+    """The update reads the rate when it runs: twice the rate goes twice the way."""
     slow = make(rk.Adam(lr=0.01))
     train(slow)
     fast = copy.deepcopy(slow)

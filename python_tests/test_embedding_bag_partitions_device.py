@@ -89,7 +89,7 @@ def test_rows_of_any_ids(divisor: int, rows: int, modulus: int, ids: list[int]) 
 
 
 def test_ignored_ids() -> None:
-    """Those out of range and padding are left out of output and gradients, once each."""
+    """Ids out of range and padding are left out of output and gradients, once each."""
     case = _shared_tables([4, 0, 3], mean=[True] * 6, weighted=True, padding_idx=2, seed=5)
     case.values[[0, 2, 9, 15, 16]] = torch.tensor([35, -1, 12, 30, 2**40])
     encoded = EncodedCase(case, ["fp32", "fp32", "fp32", "mx6"])
@@ -185,7 +185,7 @@ def test_bad_offsets_are_noted(offsets: list[int]) -> None:
 
 
 def test_gradients_need_the_rows() -> None:
-    """Those of products are made with the other parts' rows."""
+    """Gradients of products need the other parts' rows."""
     case = _two_parts()
     layout = make_layout(case.layout)
     few, double = case.weights[1:].clone(), case.weights.double()

@@ -26,7 +26,7 @@ def test_page_has_the_recorded_table() -> None:
 
 @pytest.mark.parametrize("format", rk.ROW_FORMATS)
 def test_recorded_figures(format: str) -> None:
-    """Again with a tenth of the rows, within 0.4 dB."""
+    """A tenth of the rows gives the recorded figures within 0.4 dB."""
     found, recorded = quality.measure(format, quality.ROWS // 10), RECORDED[format]
     assert found["bits_per_column"] == recorded["bits_per_column"]
     assert found.get("worst_block_db") == pytest.approx(recorded.get("worst_block_db"), abs=1e-6)

@@ -65,7 +65,7 @@ def cpp_parameters(text: str) -> Iterator[tuple[str, int]]:
 
 
 def functions(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Those of a file."""
+    """Functions of a file."""
     return (python_functions if path.suffix == ".py" else cpp_functions)(path.read_text())
 
 

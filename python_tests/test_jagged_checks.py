@@ -46,7 +46,7 @@ def _refused(make: Callable[[], object], message: str, error: type[Exception] = 
     ],
 )
 def test_offsets_of_rows(offsets: list[int], message: str, dtype: torch.dtype) -> None:
-    """Those that do not rise within the values."""
+    """Offsets that do not rise within the values are refused."""
     _refused(lambda: rk.JaggedTensor(IDS, torch.tensor(offsets, dtype=dtype)), message)
 
 

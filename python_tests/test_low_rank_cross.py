@@ -74,7 +74,7 @@ def test_starts_as_it_says() -> None:
 
 
 def test_names_and_shapes_of_the_parameters() -> None:
-    """Those of TorchRec's module."""
+    """Names and shapes are those of TorchRec's module."""
     shapes = {name: list(t.shape) for name, t in rk.LowRankCrossNet(6, 2, 4).state_dict().items()}
     assert shapes == {
         **{f"W_kernels.{i}": [6, 4] for i in range(2)},

@@ -66,7 +66,7 @@ def test_of_two_ways_to_load_a_row_one_is_taken() -> None:
 
 
 def test_resident_blocks() -> None:
-    """Those of NVIDIA's occupancy tables for compute capability 9.0 and blocks of 256 threads."""
+    """Blocks agree with NVIDIA's occupancy tables for compute capability 9.0 and blocks of 256 threads."""
 
     def blocks(registers: int, shared: int = 0) -> int:
         return machine_code.Kernel("", registers, 0, 0, shared, 0, None).blocks

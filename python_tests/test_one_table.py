@@ -209,7 +209,7 @@ def test_copies(kind: str) -> None:
 
 
 def test_ranks_of_a_state() -> None:
-    """Those that are no permutation are refused, and nothing is changed."""
+    """Ranks that are no permutation are refused, and nothing is changed."""
     module = _blocks()
     state = copy.deepcopy(module.state_dict())
     with pytest.raises(RuntimeError, match=r"ranks\[0\] = 99 must be in \[0, 20\); nothing was loaded"):

@@ -30,7 +30,8 @@ def greedy(tables: list, counts: dict, budget: int) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_slots_go_to_the_rows_that_earn_them(seed: int) -> None:
-    """Those with more uses for a byte than the first row that finds no room; the budget is used up but for a slot."""
+    """Slots go to rows with more uses per byte than the first row without room; the budget is used up but for a
+    slot."""
     draw = random.Random(seed)
     tables = [table(f"t{i}", draw.randint(1, 200), draw.choice([4, 16, 64])) for i in range(4)]
     generator = torch.Generator().manual_seed(seed)

@@ -50,7 +50,7 @@ def check(given: Given, backends: Backends = every_backend) -> None:
 
 @pytest.mark.parametrize(("slots", "more"), [(0, 0), (40, 0), (3_000, 0), (300, 1_600)])
 def test_stats_of_any_ranges(slots: int, more: int) -> None:
-    """Those that overlap, are empty, or end where int64 does; more than a block of a GPU has memory for."""
+    """Ranges may overlap, be empty, or end where int64 does, and be more than a block of a GPU has memory for."""
     most, draw = 2**63 - 1, random.Random(slots)
     tags = [draw.choice([-1, -7, 0, most, most - 1, *range(40)]) for _ in range(slots)]
     dirty = [draw.choice([0, 0, 1, 255]) for _ in tags]

@@ -36,7 +36,7 @@ CACHES = {"lru": LRU, "lfu": LFU, "none": NONE}
 
 
 def plain(c, i: int) -> list[torch.Tensor]:
-    """Nothing is announced."""
+    """Trains without announcing batches."""
     return [step(c, i)]
 
 

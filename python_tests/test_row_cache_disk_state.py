@@ -245,7 +245,7 @@ def train_with_checkpoints(folder: Path, last: int) -> None:
 
 
 def test_killed(tmp_path) -> None:
-    """Again and again while it trains: it goes on from its checkpoint, to the bits of a training without a stop."""
+    """A run that is killed again and again goes on from its checkpoint, to the bits of a training without a stop."""
     memory, wait, last = make(LRU, OPTIMIZERS[2]), random.Random(1), 4_000
     for _ in range(3):
         before = time_of(tmp_path / "state.pt")

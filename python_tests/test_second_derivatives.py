@@ -18,7 +18,7 @@ TWICE = ("scale_rows", "row_dot", "fake_quantize")
 
 
 def _outputs(op: str, args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """Those with a gradient."""
+    """Outputs with a gradient."""
     found = overload_of(op)(*args, **kwargs)
     return [t for t in (found if isinstance(found, tuple) else (found,)) if t.requires_grad]
 

@@ -116,7 +116,8 @@ def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
 
 
 def test_claims_of_sizes_measure_them():
-    """Those that have a number of times, half, or the same number in their words; of the published runs, they hold.
+    """Claims with a number of times, half, or "the same number" in their words measure sizes, and hold in published
+    runs.
 
     Runs of half or twice the parameters answer none of them, whatever they reach.
     """
@@ -188,7 +189,7 @@ def published(name: str) -> dict:
 
 
 def test_published_results_give_the_published_numbers():
-    """Those that docs/results.md has in words, computed there by hand."""
+    """Findings agree with the words of docs/results.md, computed there by hand."""
     dimensions, cache = published("dimensions_quality"), published("cache_quality")
     ahead = Auc("mixed8", ("dim2",))(dimensions)
     assert (ahead.value, ahead.low, ahead.high) == tuple(pytest.approx(v, abs=5e-5) for v in (0.0060, 0.0018, 0.0101))

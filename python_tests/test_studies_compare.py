@@ -211,7 +211,7 @@ def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, ca
 
 
 def test_options_of_one_model_reach_the_configurations_of_it():
-    """Those of other models in the same comparison ignore them."""
+    """Configurations of other models in the same comparison ignore them."""
     base = TrainConfig(cross_rank=8)
     plan = compare.plan(["a"], base, "1", "c", models="dlrm,dcnv2", given=["cross_rank"])
     assert {config.cross_rank for config in plan.configs.values()} == {8}

@@ -215,7 +215,7 @@ def test_history_is_the_last_50(tmp_path: Path) -> None:
 
 
 def test_batches(data: MovieLens) -> None:
-    """Those of any size, from anywhere, hold the rows in order, genres and histories as bags."""
+    """Batches of any size, from anywhere, hold the rows in order, genres and histories as bags."""
     rows, train = in_order()
     genre_of: dict[str, int] = {}
     for _, movie, _, _ in rows[:train]:

@@ -27,7 +27,7 @@ FEWER_ERRORS = (2, 15)
 
 # The registration of the Triton kernels; it ends when this object does.
 _triton: torch.library.Library | None = None
-#: Why the CUDA library is not in use; None while it is.
+#: Reason why the CUDA library is not in use; None while it is.
 cuda_unavailable: str | None = None
 
 

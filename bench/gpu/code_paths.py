@@ -141,5 +141,5 @@ def read(libraries: Sequence[str] = ()) -> dict[str, Paths] | None:
 
 
 def as_json(paths: dict[str, Paths], names: Iterable[str]) -> dict[str, dict[str, int]]:
-    """Those of ``names`` for a JSON file."""
+    """Paths of ``names`` for a JSON file."""
     return {name: dataclasses.asdict(paths[name]) for name in sorted(names)}

@@ -304,7 +304,7 @@ Make = Callable[[Tables, str], Implementation]
 #: Operations that an implementation is timed with, if not all. The forward and the step of "ops" are those of "ours",
 #: whose graphs hold them already.
 ONLY = {"ops": ("backward",)}
-#: Who is timed with Adam. The others' Adam is another one: published figures stand beside ours.
+#: Implementations that are timed with Adam. The others' Adam is another one: published figures stand beside ours.
 WITH_ADAM = ("ours", "ops")
 
 

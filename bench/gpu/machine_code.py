@@ -186,7 +186,7 @@ def loops(code: Sequence[Instruction], innermost: bool = False) -> Iterator[list
 
 
 def innermost_loops(code: Sequence[Instruction]) -> Iterator[list[Instruction]]:
-    """Those of ``loops`` that have no other in them."""
+    """The ``loops`` that contain no other."""
     return loops(code, innermost=True)
 
 

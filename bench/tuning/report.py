@@ -109,7 +109,7 @@ def _example(document: dict) -> list[str]:
 
 
 def tables(document: dict) -> str:
-    """Everything, for the terminal."""
+    """All tables, for the terminal."""
     found = [f"{heading}\n\n{curves(document, d)}" for d, heading in DIRECTIONS.items()]
     return "\n\n".join([*found, prices(document), errors(document)])
 
