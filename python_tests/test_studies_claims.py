@@ -116,8 +116,7 @@ def test_a_claim_is_of_the_sizes_that_it_speaks_of(fewer, most, holds):
 
 
 def test_claims_of_sizes_measure_them():
-    """Claims with a number of times, half, or "the same number" in their words measure sizes, and hold in published
-    runs.
+    """Claims with a number of times, half or "the same number" in their words measure sizes; published runs meet them.
 
     Runs of half or twice the parameters answer none of them, whatever they reach.
     """
