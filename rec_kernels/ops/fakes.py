@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def check_one_device(arguments: Iterable[object]) -> None:
-    """Fake kernels also answer calls with a meta tensor among others, and would return memory that nobody has written.
+    """Checks that all tensors, also in lists, are on one device: a fake kernel answers calls with one meta tensor, too.
 
     Lists of tensors are looked into.
 

@@ -15,5 +15,5 @@ T = TypeVar("T")
     reason="rk.table_layout checks lists of numbers in Python: make layouts outside of compiled code"
 )
 def make_layout(make: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """``make`` of these arguments."""
+    """Calls ``make`` with these arguments."""
     return make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""jagged_bucketize: the ids of a key-major batch, sorted out among the shards of row-wise sharded tables."""
+"""jagged_bucketize: the ids of a key-major batch, distributed to the shards of row-wise sharded tables."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def jagged_bucketize(
     strides: Sequence[int],
     weights: Tensor | None = None,
 ) -> Bucketized:
-    """Sorts the ids of a key-major batch out among shards that have so many rows of a table each.
+    """Distributes the ids of a key-major batch to shards with so many rows of a table each.
 
     Args:
         values: [N] ids, int32 or int64; those of feature f are in [0, block_sizes[f] * num_buckets).

@@ -1,4 +1,4 @@
-"""jagged_overlaps: rows that go on from one another, laid over each other."""
+"""jagged_overlaps: rows that continue one another, with their common ids stored once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ops = torch.ops.rec_kernels
 
 
 def jagged_overlaps(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Finds windows: a buffer that has once what a row has in common with the end of an earlier one.
+    """Finds windows: a buffer that stores ids once where a row begins with the end of an earlier one.
 
     A row goes on from an earlier one if it begins with the last ids of that one, 4 or more, as histories of one user's
     samples do, the later the sample the further. Only the rest of it is stored then. Rows come in the order of their

@@ -232,13 +232,13 @@ class Builder:
         self.output_dim = column
 
     def say_of_features(self, name: str, values: Sequence[bool] | None) -> None:
-        """``mean`` or ``frozen``, of features."""
+        """Writes ``mean`` or ``frozen``, which are given per feature, to the features' parts."""
         given = [False] * self.num_features if values is None else flags(values, self.num_features, name)
         for record in self.records:
             record[Column[name]] = int(given[record[Column.feature]])
 
     def place_cache(self, cache: CachePlaces | None) -> None:
-        """Places of rows in a row cache."""
+        """Writes the places of rows in a row cache."""
         check_kind(cache, CachePlaces, "cache")
         if cache is None:
             return
@@ -269,7 +269,7 @@ class Builder:
             record[Column.multiplied] = int(record[Column.row_offset] in multiplied)
 
     def order_by_row(self) -> None:
-        """``by_row``: the parts by their rows; those of empty tables, which occupy nothing, come first."""
+        """Writes ``by_row``: the parts ordered by their rows; empty tables, which occupy nothing, come first."""
 
         def key(i: int) -> tuple[bool, int, int]:
             return self.records[i][Column.num_embeddings] > 0, self.records[i][Column.row_offset], i
@@ -278,7 +278,7 @@ class Builder:
             record[Column.by_row] = part
 
     def sizes(self, widest: int | None, num_rows: int | None) -> list[int]:
-        """layout_sizes."""
+        """Returns ``layout_sizes``."""
         least = max(self.widths, default=0)
         wide = least if widest is None else integer(widest, "widest_feature")
         check(wide >= least, f"widest_feature = {wide} must be {least}, the most columns of a feature, or more")

@@ -31,7 +31,7 @@ _ARGUMENTS = {
 
 
 def check_cache_apart(records: Records, ways: int) -> None:
-    """Tables share their sets, and the memory of these, or have none in common."""
+    """Checks that tables share their sets and memory in the row cache wholly or not at all."""
 
     def extent(i: int) -> tuple[int, int, int, int, int]:
         r = records[i]
