@@ -11,19 +11,23 @@ CXX_SOURCES := $(shell find csrc bench examples -name '*.h' -o -name '*.cpp' -o 
 # Everything a requirements file asks for; without torch and the Triton it comes with when the system's is used.
 INSTALL = $(if $(SYSTEM_TORCH),cat requirements.txt $(1) | grep -vE '^(torch==|triton==|-r)' | $(PIP) install -q -r /dev/stdin,$(PIP) install -q -r $(or $(1),requirements.txt))
 
-# All tests: in JOBS processes, as many of them use one core, a file in one. With ARGS, in one, as pytest does.
+# The tests run in JOBS processes, as many of them use one core, a file in one. `make test` leaves out those marked
+# `full`, which `make test-all` adds. With ARGS, it runs whatever they name, in one process, as pytest does.
 JOBS ?= 2
 TRITON_3_6 := $(VENV)/triton-3.6.0
-WHOLE = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
+SPREAD = -n $(JOBS) --dist loadfile --no-loadscope-reorder --durations 10
 
-.PHONY: train test build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
+.PHONY: train test test-all build lint format docs bench wheel wheel-cuda sdist test-gpu bench-gpu first-light carry check-tools check-gpu clean again
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.built
 	$(PY) -m rec_kernels.dlrm train $(ARGS)
 
-test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built $(TRITON_3_6) lint
-	$(PY) -m pytest $(or $(ARGS),$(WHOLE))
+test: $(VENV)/.dev $(VENV)/.peers $(VENV)/.built lint
+	$(PY) -m pytest $(or $(ARGS),$(SPREAD) -m "not full")
+
+test-all: test $(TRITON_3_6)
+	$(PY) -m pytest $(SPREAD) -m full
 
 build: $(VENV)/.built
 

@@ -71,6 +71,7 @@ def test_files_that_ask_for_no_backend_are_left_out(monkeypatch: pytest.MonkeyPa
     assert [left_out(HERE / name) for name in names] == [True, True, False, False, False, True]
 
 
+@pytest.mark.full
 def test_the_option_reaches_the_tests() -> None:
     """Processes of pytest-xdist get the option, too; a wrong one ends pytest with its message."""
     command = [sys.executable, "-m", "pytest", "-q", "-n", "1", "-p", "no:cacheprovider", "--backends=cpu"]

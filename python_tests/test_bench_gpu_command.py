@@ -25,6 +25,7 @@ ENCODED = [f"trial-{format}" for format in cases.FORMATS]
 JAGGED = ["expand-20x16", "jagged-f2-b20-l3"]
 
 
+@pytest.mark.full
 def test_the_whole_command(tmp_path: Path) -> None:
     """A trial on the CPU in a process of its own, Triton's kernels interpreted."""
     output = tmp_path / "trial.json"

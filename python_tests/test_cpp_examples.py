@@ -19,7 +19,7 @@ from rec_kernels.testing import same_bits
 SOURCES = Path(__file__).parents[1] / "examples" / "cpp"
 LIBRARY = rk.build_info()["cpu_library"]
 MISSING = [tool for tool in ("cmake", "ninja", os.environ.get("CXX", "c++")) if shutil.which(tool) is None]
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}")
+pytestmark = [pytest.mark.full, pytest.mark.skipif(bool(MISSING), reason=f"no {', '.join(MISSING)}")]
 
 
 def run(*command: object) -> subprocess.CompletedProcess:

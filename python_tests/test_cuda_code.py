@@ -74,6 +74,7 @@ def functions() -> list[tuple[str, str]]:
     return list(zip(parts[1::2], parts[2::2], strict=True))
 
 
+@pytest.mark.full
 def test_rows_move_sixteen_bytes_at_a_time(functions) -> None:
     """Every row that a group has on its way is one 16-byte load per lane and block of columns; so is what it stores."""
     checked = 0
@@ -109,6 +110,7 @@ def most_loads_on_their_way(code: str) -> int:
     return most
 
 
+@pytest.mark.full
 def test_several_encoded_rows_are_on_their_way(functions) -> None:
     """A lane asks for all rows but the last that its group has on its way before it decodes the first of them."""
     row = {"Fp16": (1, 0), "Bf16": (1, 0), "Affine8": (1, 1), "Affine4": (1, 2)}  # loads of four columns, and of a row
@@ -171,6 +173,7 @@ UPDATES = {
 }
 
 
+@pytest.mark.full
 def test_lookups_stay_as_fast_as_they_were(functions, usage) -> None:
     """A change that needs more than its ceiling says so here, and in docs/results.md."""
     wanted = re.compile(r"11pool_kernel.*Li32ELi[124]ELb")
@@ -190,6 +193,7 @@ def test_no_lookup_spills(usage) -> None:
         assert k.stack == 0, k
 
 
+@pytest.mark.full
 def test_short_bags_are_taken_together(functions, usage) -> None:
     """Four rows of 16 or 8 bytes a lane in a round, and three blocks resident; of every width."""
     found = {}

@@ -131,7 +131,7 @@ def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp
     assert_same(outcome(run), whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
 def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data, data_dir, whole, tmp_path):
     run = tmp_path / "run"
     process = start(data_dir, tmp_path, "--checkpoint-every", "1")

@@ -173,7 +173,7 @@ def test_dimensions(dim: int, mean: bool) -> None:
     _check_update(case)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.full), True])
 def test_hot_row(weighted: bool) -> None:
     """A row with very many occurrences, of two features with different columns of the gradient."""
     case = make_case([(1, 3), (2, 20)], [0, 1, 0], [400, 300, 3, 4, 70, 0], weighted=weighted, seed=1)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from backends import cpu_backends
-from row_format_cases import BLOCKS, PLACE, ROUNDINGS, WAYS, arguments, finite_rows, not_finite_rows
+from row_format_cases import PLACE, ROUNDINGS, WAYS, arguments, finite_rows, not_finite_rows
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import metrics
@@ -133,22 +133,37 @@ def test_compiles_once(backend: str, rounding: str) -> None:
     assert counter.frame_count <= 2
 
 
-@pytest.mark.parametrize("format", rk.ROW_FORMATS)
-def test_traced_ops_compile(format: str) -> None:
+# One of each family's formats in every way: dtypes differ where a row is read and written, rules where a block's scale
+# is found. The other formats once; Inductor takes 2 s for each.
+FAMILIES = ("bf16", "int8", "mx6", "mxfp6_e3m2")
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype", "columns", "rule"),
+    [
+        *((format, torch.float32, 48, "floor") for format in FAMILIES),
+        *(pytest.param(format, torch.bfloat16, 33, "floor", marks=pytest.mark.full) for format in FAMILIES),
+        *(pytest.param(format, torch.float32, 48, "rceil", marks=pytest.mark.full) for format in ("mx6", "mxfp6_e3m2")),
+        *(
+            pytest.param(format, torch.float32, 48, "floor", marks=pytest.mark.full)
+            for format in rk.ROW_FORMATS
+            if format not in FAMILIES
+        ),
+    ],
+)
+def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule: str) -> None:
     """Torch's own ops in Inductor: the bits of the op, integers within a rounding of their last addition."""
     torch._dynamo.reset()
     compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True)
-    for dtype, columns in ((torch.float32, 48), (torch.bfloat16, 33)):
-        x = hard_rows(columns, dtype)
-        for rule in ("floor", "rceil") if format in BLOCKS else ("floor",):
-            found, expected = compiled(x, rule == "rceil"), encoded_and_decoded(x, format, "nearest", rule)
-            if not format.startswith("int"):
-                assert same_bits(found, expected)
-                continue
-            assert torch.equal(found.isnan(), expected.isnan())
-            most = x.float().abs().amax(1, keepdim=True).double()
-            distance = (found.double() - expected.double()).abs() / torch.finfo(dtype).eps
-            assert bool((expected.isnan() | (distance <= 4 * most)).all())
+    x = hard_rows(columns, dtype)
+    found, expected = compiled(x, rule == "rceil"), encoded_and_decoded(x, format, "nearest", rule)
+    if not format.startswith("int"):
+        assert same_bits(found, expected)
+        return
+    assert torch.equal(found.isnan(), expected.isnan())
+    most = x.float().abs().amax(1, keepdim=True).double()
+    distance = (found.double() - expected.double()).abs() / torch.finfo(dtype).eps
+    assert bool((expected.isnan() | (distance <= 4 * most)).all())
 
 
 @pytest.mark.parametrize("format", ["bf16", "fp16"])

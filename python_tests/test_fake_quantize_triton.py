@@ -99,7 +99,7 @@ def binades(columns: int) -> Tensor:
     return (sign + (exponent << 23) + mantissa).int().view(torch.float32)
 
 
-@pytest.mark.parametrize("columns", [1, 3, 16, 33, 100, 300])
+@pytest.mark.parametrize("columns", [1, 3, 16, 33, 100, pytest.param(300, marks=pytest.mark.full)])
 def test_every_way(columns: int) -> None:
     """Rows that are hard to encode, with and without NaN and Inf."""
     x = torch.cat([finite_rows(columns), not_finite_rows(columns)])

@@ -36,6 +36,7 @@ def fake_tools(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
 
 
+@pytest.mark.full
 def test_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commands, with a few cases in the emulator; that of "graphs" is the suite's with names of files."""
     os.environ.get("REC_KERNELS_TEST_LIBRARY") or build("rec_kernels_emulated")
@@ -191,6 +192,7 @@ def test_one_page_of_several_folders(tmp_path: Path) -> None:
     assert found["about"] == {"gpu": "one", "cpus": 4}
 
 
+@pytest.mark.full
 def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
     """Everything that a command has started ends with it, also what ignores a request to end."""
     stubborn = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)"
@@ -211,6 +213,7 @@ def test_a_limit_holds_for_the_whole_group(tmp_path: Path) -> None:
         pytest.fail(f"process {child} still runs")
 
 
+@pytest.mark.full
 def test_a_command_may_say_what_it_knows_before_it_ends(tmp_path: Path) -> None:
     """A command that is stopped may still report, as pytest does after Ctrl-C."""
     code = "import time\ntry:\n  time.sleep(60)\nexcept KeyboardInterrupt:\n  print('knows 7 things')"
@@ -235,6 +238,7 @@ def test_logs_stay_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(log.read_text()) < len(text) / 2
 
 
+@pytest.mark.full
 def test_a_test_that_hangs_or_breaks_the_gpu_costs_no_other(tmp_path: Path) -> None:
     """Its process ends, another one runs the remaining tests; a failure is printed at once."""
     (tmp_path / "test_some.py").write_text(

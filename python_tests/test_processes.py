@@ -139,7 +139,9 @@ if sys.argv[1] == "atexit":
 """
 
 
-@pytest.mark.parametrize("how", ["memory", "disk", "thread", "exit", "atexit"])
+@pytest.mark.parametrize(
+    "how", ["disk", "thread", *(pytest.param(how, marks=pytest.mark.full) for how in ("memory", "exit", "atexit"))]
+)
 def test_the_end_of_a_process(how: str, tmp_path) -> None:
     """A process with live collections, caches, graphs and threads ends silently with status 0."""
     if how == "disk" and rk.build_info()["host_library"] is None:

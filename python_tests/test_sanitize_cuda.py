@@ -143,6 +143,7 @@ def test_a_machine_without_the_tool_gets_a_message(
     assert "synccheck left out" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_wrong_offsets_and_ids_under_the_sanitizers() -> None:
     """No kernel reads or writes outside of a tensor, whatever the bags say; calls of other seeds than elsewhere."""
     command = [sys.executable, sanitize_cuda.__file__, "--fuzz", "300", "--seed", "1000"]

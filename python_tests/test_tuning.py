@@ -172,6 +172,7 @@ def test_errors_by_hand() -> None:
     assert model.errors(rows)["bag"]["step"] == pytest.approx(0.3)
 
 
+@pytest.mark.full
 @needs_compiler
 def test_quick_run(tmp_path: Path) -> None:
     """The command: every sweep measured, a model, and two pictures."""
