@@ -18,7 +18,7 @@ import torch
 
 import rec_kernels as rk
 
-#: Kernels that Nsight Compute looks at: names in csrc/cuda.
+#: Kernels that Nsight Compute looks at: names in csrc/*/cuda.
 KERNELS = ("pool_kernel", "finish_short_kernel")
 SECTIONS = ("SpeedOfLight", "LaunchStats", "Occupancy", "MemoryWorkloadAnalysis", "MemoryWorkloadAnalysis_Tables")
 SECTIONS += ("SchedulerStats", "WarpStateStats", "InstructionStats", "SourceCounters")

@@ -1,7 +1,7 @@
 """The backends that compute the same bits: CPU kernels of every instruction set, CUDA kernels emulated, and on a GPU.
 
-``cuda_emulated`` are the kernels of csrc/cuda compiled by the C++ compiler (csrc/emulator); the library is built when a
-test first asks for it. Their threads take turns in ascending, descending and random order: a race shows as other bits.
+``cuda_emulated`` are the kernels of csrc/*/cuda compiled by the C++ compiler (csrc/emulator); the library is built when
+a test first asks for it. Their threads take turns in ascending, descending and random order: races show as other bits.
 A copy of the tests without csrc beside it, as wheels/compatibility.py makes, tests the installed kernels only.
 `pytest --backends=cuda` leaves the other kinds out (conftest.py).
 """

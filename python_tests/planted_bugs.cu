@@ -1,5 +1,5 @@
 // One kernel per kind of bug that the emulator finds; test_emulator.py runs them.
-#include "core/vec.cuh"
+#include "core/cuda/vec.cuh"
 
 namespace rec_kernels {
 namespace {

@@ -59,14 +59,14 @@ def test_expected_rows_are_those_of_drawn_ids() -> None:
 
 
 def test_widths_are_those_of_the_kernels() -> None:
-    """with_widths of csrc/cuda/group.cuh."""
+    """with_widths of csrc/core/cuda/group.cuh."""
     assert [expected.widths(d) for d in (1, 16, 17, 64, 128, 129, 256, 512, 2000)] == [
         *((4, 1), (4, 1), (8, 1), (16, 1), (32, 1), (32, 2), (32, 2), (32, 4), (32, 4)),
     ]
 
 
 def test_short_bags_are_taken_together() -> None:
-    """The model's rule is that of are_short and launch_format in csrc/cuda/embedding_bag_pool.cu."""
+    """The model's rule is that of are_short and launch_format in csrc/embedding_bag/cuda/pool_table.cu."""
     of = {
         (dim, bag): expected.bags_together(cases.Workload("w", 1, 1, 9, dim, bag), "fp32")
         for dim, bag in ((16, 1), (16, 2), (20, 2), (128, 1), (128, 2), (128, 3), (129, 1), (126, 1), (256, 1))

@@ -229,10 +229,10 @@ WAITS = (
 )
 #: The functions that may: the sizes of a sparse gradient, of rows that are chosen.
 MAY_WAIT = {
-    ("csrc/core/launch.h", "copy_to_host", "cudaMemcpyAsync"),
-    ("csrc/core/launch.h", "copy_to_host", "cudaStreamSynchronize"),
-    ("csrc/cuda/embedding_bag_backward.cu", "sparse", "copy_to_host"),
-    ("csrc/cuda/jagged.cu", "place_rows", "copy_to_host"),
+    ("csrc/core/cuda/launch.h", "copy_to_host", "cudaMemcpyAsync"),
+    ("csrc/core/cuda/launch.h", "copy_to_host", "cudaStreamSynchronize"),
+    ("csrc/embedding_bag/cuda/backward.cu", "sparse", "copy_to_host"),
+    ("csrc/jagged/cuda/copy_rows.cu", "place_rows", "copy_to_host"),
 }
 
 
@@ -259,7 +259,9 @@ def _calls(code: str, names: str) -> list[tuple[str, str]]:
 
 def _device_sources() -> list[Path]:
     """Source files of librec_kernels_cuda.so."""
-    return [path for folder in ("cuda", "core", "ops", "optimizers") for path in (ROOT / "csrc" / folder).iterdir()]
+    rooms = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
+    files = [path for room in rooms for path in sorted((ROOT / "csrc" / room).rglob("*.*"))]
+    return [path for path in files if path.parent.name != "cpu"]
 
 
 def test_few_ops_wait_in_the_sources() -> None:
@@ -270,9 +272,9 @@ def test_few_ops_wait_in_the_sources() -> None:
 
 def test_a_total_is_not_read_back() -> None:
     """One that is given, of jagged_index_select, jagged_windows and jagged_permute."""
-    code = _code(ROOT / "csrc/cuda/jagged.cu")
+    code = _code(ROOT / "csrc/jagged/cuda/copy_rows.cu")
     assert re.search(r"if \(total\) s.total = \*total;\s+else copy_to_host\(", code)
-    assert "if (!total && names_each_once(" in _code(ROOT / "csrc/cuda/jagged_permute.cu")
+    assert "if (!total && names_each_once(" in _code(ROOT / "csrc/jagged/cuda/jagged_permute.cu")
 
 
 def test_waits_are_found() -> None:

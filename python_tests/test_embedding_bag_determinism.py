@@ -18,7 +18,7 @@ from embedding_bag_format_cases import EncodedCase, every_format_once
 from rec_kernels.testing import bag_lengths, use_threads
 
 CHUNK = 64  # of docs/numerics.md, "Row gradients"
-PIECE = 32768  # floats that a thread takes at a time, or more than that (csrc/cpu)
+PIECE = 32768  # floats that a thread takes at a time, or more than that (csrc/embedding_bag/cpu)
 
 
 def hot(call: Call) -> int:

@@ -73,7 +73,7 @@ def test_large_calls(bounds_check: str) -> None:
     call = BadCall(Sample(tables, features, lengths, bounds_check=bounds_check, optimizer="adam"))
     case, kinds = call.encoded.case, set()
     offsets, ids = case.offsets.clone(), case.values.clone()
-    assert ids.numel() * 8 > 4 * 32768  # floats: work for several threads (csrc/cpu)
+    assert ids.numel() * 8 > 4 * 32768  # floats: work for several threads (csrc/embedding_bag/cpu)
     for _ in range(25):
         case.offsets, case.values = offsets.clone(), ids.clone()
         for _ in range(r.randint(1, 3)):

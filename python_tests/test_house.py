@@ -20,13 +20,23 @@ SOURCES = [
 FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
 # Files that every op's stem has; not every op has CUDA and Triton kernels.
 LAYERS = (
-    "csrc/ops/{}.h",
-    "csrc/cpu/{}.cpp",
     "rec_kernels/ops/{}.py",
     "rec_kernels/reference/{}.py",
     "python_tests/test_{}.py",
     "bench/bench_{}.py",
 )
+CSRC = ROOT / "csrc"
+# The folders of csrc that ops are made of: each may include what comes before it.
+ROOMS = ("core", "rows", "embedding_bag", "row_cache", "jagged", "dense")
+# Includes that go up, (folder, header): lookups read what a cache holds and what jagged rows and samples share.
+UPWARD = {
+    ("core/cuda", "emulator/launch.h"),
+    ("embedding_bag/cpu", "dense/cpu/expand.h"),
+    ("embedding_bag/cpu", "jagged/cpu/jagged.h"),
+    ("embedding_bag/cpu", "row_cache/cpu/input.h"),
+    ("embedding_bag/cuda", "jagged/cuda/jagged.cuh"),
+    ("embedding_bag/cuda", "row_cache/cuda/row_cache.cuh"),
+}
 
 pytestmark = pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
 
@@ -108,33 +118,106 @@ def test_the_package_stands_alone() -> None:
     assert [p.name for p in (ROOT / "rec_kernels").rglob("*.py") if outside.search(p.read_text())] == []
 
 
+def contracts() -> list[Path]:
+    """The files that define ops: the schemas and checks of each, beside its header."""
+    return [p for room in ROOMS for p in sorted((CSRC / room).glob("*.cpp")) if "  define(" in p.read_text()]
+
+
 def test_one_stem_per_op() -> None:
-    """A file of csrc/ops that defines ops has its stem in every layer."""
-    stems = [p.stem for p in sorted((ROOT / "csrc/ops").glob("*.cpp")) if "  define(" in p.read_text()]
-    assert len(stems) > 10
-    expected = [layer.format(stem) for stem in stems for layer in LAYERS]
-    assert [name for name in expected if not (ROOT / name).exists()] == []
+    """A file of csrc that defines ops has its stem in every layer; on the CPU, its folder may have it."""
+    files = contracts()
+    assert len(files) > 10
+    expected = [ROOT / layer.format(p.stem) for p in files for layer in LAYERS] + [p.with_suffix(".h") for p in files]
+    expected += [p.parent / "cpu" / p.name for p in files if p.stem != p.parent.name]
+    assert [str(path.relative_to(ROOT)) for path in expected if not path.exists()] == []
 
 
 def test_kernels_are_of_a_stem() -> None:
-    """Files that register kernels begin with a stem of csrc/ops."""
-    stems = tuple(p.stem for p in (ROOT / "csrc/ops").glob("*.cpp"))
-    files = [p for p in (ROOT / "csrc").rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
-    assert [str(p.relative_to(ROOT)) for p in files if not p.stem.startswith((*stems, "library"))] == []
+    """Files that register kernels lie in cpu or cuda, and begin with an op's stem unless their folder is an op's."""
+    stems = tuple(p.stem for p in contracts())
+    rooms = [CSRC / room for room in ROOMS if room != "core"]  # core registers what the libraries say of themselves
+    files = [p for room in rooms for p in room.rglob("*.c*") if "STABLE_TORCH_LIBRARY_IMPL(" in p.read_text()]
+    assert len(files) > 20
+    assert {p.parent.name for p in files} == {"cpu", "cuda"}
+    strays = [p for p in files if not p.stem.startswith(stems) and p.parent.parent.name not in stems]
+    assert [str(p.relative_to(ROOT)) for p in strays] == []
+
+
+def includes() -> dict[str, list[str]]:
+    """Every file of csrc and the files of csrc that it includes, by their paths in csrc."""
+    texts = {str(p.relative_to(CSRC)): p.read_text() for p in SOURCES if p.is_relative_to(CSRC)}
+    named = {name: re.findall(r'^#include "([^"]+)"', text, re.MULTILINE) for name, text in texts.items()}
+    return {name: [header for header in found if header in texts] for name, found in named.items()}
+
+
+def goes_down(path: str, header: str) -> bool:
+    """Whether a file may include a header: of its folder's backend or none, and of an earlier folder or its own.
+
+    A backend may read the contract of any op.
+    """
+    room, backend = path.split("/")[0], path.split("/")[1]
+    other, others = header.split("/")[0], header.split("/")[1]
+    if room in ("host", "emulator"):
+        return other in (room, "core")
+    if other not in ROOMS or (others in ("cpu", "cuda") and others != backend):
+        return False
+    is_contract = others not in ("cpu", "cuda") and room not in ("core", "rows") and backend in ("cpu", "cuda")
+    return is_contract or ROOMS.index(other) <= ROOMS.index(room)
+
+
+def test_includes_go_down() -> None:
+    """Backend, contracts, rows, core; cpu never includes cuda, nor cuda cpu."""
+    assert goes_down("dense/cpu/a.cpp", "jagged/cpu/b.h")
+    assert goes_down("embedding_bag/cpu/a.cpp", "row_cache/b.h")
+    assert not goes_down("embedding_bag/cpu/a.cpp", "row_cache/cpu/b.h")
+    assert not goes_down("embedding_bag/a.h", "row_cache/b.h")
+    assert not goes_down("jagged/cpu/a.cpp", "jagged/cuda/b.cuh")
+    assert not goes_down("rows/a.h", "rows/cpu/b.h")
+    assert not goes_down("rows/cpu/a.h", "jagged/b.h")
+    assert not goes_down("core/a.h", "rows/b.h")
+    found = includes()
+    assert len(found) > 150
+    assert {name.split("/")[0] for name in found} == {*ROOMS, "emulator", "host", "portable"}
+    up = {(name, header) for name, headers in found.items() for header in headers if not goes_down(name, header)}
+    assert {(name.rpartition("/")[0], header) for name, header in up} == UPWARD
+
+
+def cycles(graph: dict[str, list[str]]) -> list[str]:
+    """Chains of includes that come back to where they began."""
+    found, done = [], set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        if name in above:
+            found.append(" -> ".join((*above[above.index(name) :], name)))
+        elif name not in done:
+            for header in graph[name]:
+                visit(header, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+    return found
+
+
+def test_no_include_cycles() -> None:
+    """#pragma once would hide one: what it leaves out depends on which file comes first."""
+    assert cycles({"a": ["b"], "b": ["c"], "c": ["b"]}) == ["b -> c -> b"]
+    assert cycles(includes()) == []
 
 
 def undefined(header: str, own: str) -> list[str]:
     """Names that a header declares at its left margin and its own file does not define."""
-    declared = re.findall(r"^(?:[\w:<>,*&]+ )+[*&]?(\w+)\([^;{}]*\)(?: const)?;", header, re.MULTILINE)
+    declared = re.findall(r"^(?:[\w:<>,*&]+ )+[*&]?((?!__)\w+)\([^;{}]*\)(?: const)?;", header, re.MULTILINE)
     return [name for name in declared if not re.search(rf"\b{name}\([^;{{}}]*\)(?: const)? \{{", own)]
 
 
 def test_headers_declare_their_own() -> None:
-    """A function that a header of csrc/cpu declares is defined in the file of its stem, which may end with _kernels."""
+    """A function that a header of a cpu folder declares is defined in the file of its stem, or in its kernels."""
     assert undefined("int f(int x);\nvoid g();\n", "int f(int x) {\n}\nint h() { return g(); }\n") == ["g"]
-    headers = sorted((ROOT / "csrc/cpu").glob("*.h"))
+    headers = sorted(CSRC.glob("*/cpu/*.h"))
     own = {
         h: "".join(f.read_text() for s in ("", "_kernels") if (f := h.with_name(f"{h.stem}{s}.cpp")).exists())
         for h in headers
     }
-    assert {h.name: names for h in headers if (names := undefined(h.read_text(), own[h]))} == {}
+    assert len(headers) > 30
+    assert {str(h.relative_to(CSRC)): names for h in headers if (names := undefined(h.read_text(), own[h]))} == {}

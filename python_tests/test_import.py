@@ -35,7 +35,7 @@ def test_slow_modules_are_left_out() -> None:
 def test_sources_newer_than_the_build_are_told(tmp_path: Path) -> None:
     """A checkout warns of newer sources; a wheel's folder does not, nor do files that no library is built from."""
     package = tmp_path / "rec_kernels"
-    for name in ("csrc/cpu/a.cpp", "csrc/core/b.h", "csrc/emulator/c.h", "rec_kernels/lib.so", "CMakeLists.txt"):
+    for name in ("csrc/rows/cpu/a.cpp", "csrc/core/b.h", "csrc/emulator/c.h", "rec_kernels/lib.so", "CMakeLists.txt"):
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()

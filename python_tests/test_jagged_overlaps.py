@@ -115,7 +115,7 @@ def test_rows_that_differ_in_one_id_spread_over_the_table(tmp_path: Path) -> Non
     """The search for a row looks at a constant number of slots, whichever of the last ids tells rows apart."""
     library = tmp_path / "probes.so"
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-shared", "-fPIC", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([*command, ROOT / "python_tests" / "last_ids_probes.cpp", "-o", library], check=True)
+    subprocess.run([*command, ROOT / "python_tests" / "suffix_table_probes.cpp", "-o", library], check=True)
     count = ctypes.CDLL(str(library)).slots_looked_at
     count.argtypes, count.restype = (ctypes.c_void_p, ctypes.c_int64), ctypes.c_int64
     rows = 1 << 12

@@ -19,7 +19,7 @@ import rec_kernels as rk
 
 
 def test_every_cuda_op_is_called_and_right() -> None:
-    """All ops that csrc/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
+    """All ops that csrc/*/cuda registers; the emulated kernels, in every order, have the CPU's bits."""
     emulated()
     wanted = ops_with_kernels("rec_kernels_emulated", "CPU")
     assert {"scale_rows", "embedding_bag.layout", "embedding_bag_backward_fused_.layout"} <= wanted

@@ -79,7 +79,7 @@ def _warn_of_changes() -> None:
 
 
 def keep_value_errors(path: str | Path) -> None:
-    """Wrong arguments of a library's ops are ValueErrors with torch 2.15, too (csrc/ops/errors.cpp has the reason).
+    """Wrong arguments of a library's ops are ValueErrors with torch 2.15, too (csrc/core/errors.cpp has the reason).
 
     Raises:
         ImportError: there is no ``_host``, which has the exception.

@@ -73,7 +73,7 @@ def reuse_of(w: Workload) -> Reuse:
 
 
 def widths(dim: int) -> tuple[int, int]:
-    """Lanes that take a row, and blocks of four columns that each keeps: with_widths of csrc/cuda/group.cuh."""
+    """Lanes that take a row, and blocks of four columns that each keeps: with_widths of csrc/core/cuda/group.cuh."""
     lanes = 4
     while lanes < WARP and 4 * lanes < dim:
         lanes *= 2
@@ -82,7 +82,7 @@ def widths(dim: int) -> tuple[int, int]:
 
 
 def bags_together(w: Workload, format: str) -> int:
-    """Number of bags that a group of lanes takes: are_short of csrc/cuda/embedding_bag_pool.cu."""
+    """Number of bags that a group of lanes takes: are_short of csrc/embedding_bag/cuda/pool_table.cu."""
     lanes, blocks = widths(w.dim)
     floats = format in ("fp32", "fp16", "bf16") and blocks == 1 and w.dim % 4 == 0
     return SHORT_BAGS if floats and w.bag <= min(lanes // SHORT_BAGS, 2) else 1

@@ -71,7 +71,7 @@ def of_kernels(kernels: Mapping[str, Paths]) -> dict[str, list[dict[str, object]
 
 def commit_of_kernels() -> str:
     """The last commit that changed the kernels, and whether they differ from it."""
-    files = ["--", "csrc", ":!csrc/cpu", ":!csrc/host", ":!csrc/emulator"]
+    files = ["--", "csrc", ":!csrc/*/cpu", ":!csrc/host", ":!csrc/emulator"]
     changed = report.output_of("git", "status", "--porcelain", *files)
     return report.output_of("git", "log", "-1", "--format=%h", *files) + (" and changes" if changed else "")
 

@@ -29,7 +29,7 @@ using OptionalTensor = std::optional<Tensor>;
 using Sizes = torch::headeronly::IntHeaderOnlyArrayRef;
 
 // Python sees std::out_of_range as IndexError, and what this throws as ValueError: a std::invalid_argument, or what
-// csrc/ops/errors.cpp was given for it.
+// csrc/core/errors.cpp was given for it.
 [[noreturn]] RK_EXPORT void throw_value_error(const std::string& message);
 
 template <class... Parts>

@@ -13,7 +13,7 @@
 #define __forceinline__ inline  // its code is compiled in less time than in place everywhere
 #define __restrict__ __restrict
 #define __launch_bounds__(...)
-// Static shared memory could not start as NaN for every block: kernels use shared_memory<T>() of core/launch.h.
+// Static shared memory could not start as NaN for every block: kernels use shared_memory<T>() of core/cuda/launch.h.
 #define __shared__ static_assert(false, "use shared_memory<T>()");
 
 struct Index3 {

@@ -1,7 +1,7 @@
-// core/launch.h for the emulator: the same names, for CPU tensors.
+// core/cuda/launch.h for the emulator: the same names, for CPU tensors.
 #pragma once
 
-#include "core/parallel.h"
+#include "core/cpu/parallel.h"
 #include "cuda_runtime.h"
 
 #define RK_CUDA_KEY CPU

@@ -29,7 +29,7 @@ struct EndWhereMade {
 };
 using Handle = std::unique_ptr<RowFile, EndWhereMade>;
 
-// For the libraries of ops, which have no Python in them: csrc/ops/errors.cpp.
+// For the libraries of ops, which have no Python in them: csrc/core/errors.cpp.
 [[noreturn]] void throw_value_error(const char* message) { throw py::value_error(message); }
 
 std::string file_path(const py::object& path) {

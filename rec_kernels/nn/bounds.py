@@ -137,7 +137,7 @@ class Reports:
 
 
 def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
-    """What the CPU would have raised (``throw_bad_position`` of csrc/ops/embedding_bag.cpp), and that it is late."""
+    """What the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), and that it is late."""
     if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
         return ValueError(text + _LATER)
     if position == BAD_LAYOUT:

@@ -1,6 +1,6 @@
 """embedding_bag: pooled lookups over one table or many, with torch gradients or an optimizer fused into the backward.
 
-The ops (schemas in csrc/ops/embedding_bag.cpp, contract in csrc/ops/embedding_bag.h, arguments in docs/ops.md):
+The ops (schemas and contract in csrc/embedding_bag/embedding_bag.cpp and .h, arguments in docs/ops.md):
 
 - ``embedding_bag``: lookup; torch gradients, dense or sparse, of ``weights`` and ``per_sample_weights``.
 - ``embedding_bag_tables``: the same; the gradient goes to the list ``tables``, views of ``weights``.

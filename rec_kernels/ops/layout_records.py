@@ -1,4 +1,4 @@
-"""The record of a part in a layout: csrc/ops/table_layout.h is the contract."""
+"""The record of a part in a layout: csrc/embedding_bag/table_layout.h is the contract."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAX_NOISY_ROWS = 2**44
 MAX_ELEMENTS = 2**59
 LARGEST = 2**63 - 1
 
-#: The columns of a layout: csrc/ops/table_layout.h, struct TablePart.
+#: The columns of a layout: csrc/embedding_bag/table_layout.h, struct TablePart.
 Column = IntEnum(
     "Column",
     "weight_offset row_offset num_embeddings table_rows embedding_dim column part_column table_id state_offset feature "

@@ -1,7 +1,7 @@
 """row_cache: some rows of encoded tables in FP32, in slots that the embedding_bag ops read and update.
 
-The ops (schemas in csrc/ops/row_cache.cpp, contract in csrc/ops/row_cache.h, arguments in docs/ops.md; what is cached
-when, and every bit of it, in docs/numerics.md):
+The ops (schemas and contract in csrc/row_cache/row_cache.cpp and .h, arguments in docs/ops.md; what is cached when, and
+every bit of it, in docs/numerics.md):
 
 - ``row_cache_lookup``: in which slot the row of each id is, or -1.
 - ``row_cache_insert_``: the same after the rows of a batch have been taken in, and others evicted for them.

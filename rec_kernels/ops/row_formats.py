@@ -1,6 +1,6 @@
 """Rows of floats as rows of bytes in a row format, and back. docs/numerics.md ("Row formats") has every bit.
 
-The ops (schemas in csrc/ops/row_formats.cpp, contract in csrc/ops/row_formats.h): ``quantize_rows``,
+The ops (schemas in csrc/rows/row_formats.cpp, contract in csrc/rows/row_formats.h): ``quantize_rows``,
 ``dequantize_rows``. Neither is differentiable.
 """
 

@@ -1,7 +1,7 @@
 """``table_layout``: where the tables of an embedding_bag call lie, and what becomes of their rows, as one value.
 
-csrc/ops/table_layout.h is the contract: a record for each part of a feature, and a short list of what the host must
-know. Nobody else writes records; the kernels check of them only what their safety needs.
+csrc/embedding_bag/table_layout.h is the contract: a record for each part of a feature, and a short list of what the
+host must know. Nobody else writes records; the kernels check of them only what their safety needs.
 """
 
 from __future__ import annotations

@@ -1,0 +1,57 @@
+// The instruction sets that are compiled in, and the one in use; the library of ops, of which other files are
+// fragments.
+#include "core/cpu/isa.h"
+
+#include <atomic>
+#include <string>
+
+#include "core/boxing.h"
+#include "core/stable.h"
+
+namespace rec_kernels {
+namespace {
+
+constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
+
+CpuIsa best_isa() {
+#if defined(__x86_64__)
+  // What x86-64-v4 adds to v3 (whose features every such machine has).
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2"))
+    return CpuIsa::v4;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2"))
+    return CpuIsa::v3;
+#endif
+  return CpuIsa::baseline;
+}
+
+std::atomic<CpuIsa>& current() {
+  static std::atomic<CpuIsa> isa{best_isa()};
+  return isa;
+}
+
+std::string get_cpu_isa() { return kIsaNames[static_cast<int>(cpu_isa())]; }
+
+// For tests and benchmarks: run the kernels of an older instruction set. Returns the one in use before.
+std::string set_cpu_isa(std::string name) {
+  for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
+    if (name == kIsaNames[i]) return kIsaNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];
+  throw_value_error(join("name must be an instruction set of this machine (up to \"",
+                         kIsaNames[static_cast<int>(best_isa())], "\"), got \"", name, "\""));
+}
+
+}  // namespace
+
+CpuIsa cpu_isa() { return current().load(std::memory_order_relaxed); }
+
+STABLE_TORCH_LIBRARY(RK_LIBRARY, m) {
+  define(m, "_get_cpu_isa() -> str");
+  define(m, "_set_cpu_isa(str name) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CompositeExplicitAutograd, m) {
+  implement<&get_cpu_isa>(m, "_get_cpu_isa");
+  implement<&set_cpu_isa>(m, "_set_cpu_isa");
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,377 @@
+// Registers of numbers as row formats see them (core/lanes.h): GCC and Clang vectors of the width of Vec, so that the
+// same text compiles for every instruction set; intrinsics only where the compilers find none by themselves.
+#pragma once
+
+#include <string.h>
+
+#include "core/cpu/simd.h"
+#include "core/lanes.h"
+#include "core/philox.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+constexpr int kLanes = Vec::kWidth;
+
+typedef float FloatLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t WordLanes __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IntLanes __attribute__((vector_size(4 * kLanes)));
+typedef uint64_t DoubleWords __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t ByteLanes __attribute__((vector_size(kLanes)));
+typedef uint8_t HalfByteLanes __attribute__((vector_size(kLanes / 2)));
+typedef uint16_t ShortLanes __attribute__((vector_size(2 * kLanes)));
+
+template <>
+struct LanesOf<FloatLanes> {
+  using Word = WordLanes;
+  RK_HOST_DEVICE static WordLanes bits(FloatLanes x) { return (WordLanes)x; }
+  RK_HOST_DEVICE static WordLanes to_word(FloatLanes whole) {
+    return (WordLanes) __builtin_convertvector(whole, IntLanes);
+  }
+  RK_HOST_DEVICE static WordLanes to_nearest_word(FloatLanes x) {
+#if defined(__AVX512F__)
+    return (WordLanes)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__)
+    return (WordLanes)_mm256_cvtps_epi32((__m256)x);
+#else
+    return (WordLanes)(x + 12582912.0f) - 0x4B400000u;
+#endif
+  }
+  RK_HOST_DEVICE static FloatLanes fused(FloatLanes a, FloatLanes b, FloatLanes c) {
+    return (FloatLanes)fused_multiply_add(Vec{a}, Vec{b}, Vec{c}).v;
+  }
+#if defined(__AVX512F__)
+  RK_HOST_DEVICE static WordLanes to_half(FloatLanes x) {
+    return (WordLanes)_mm512_cvtepu16_epi32(_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT));
+  }
+#elif RK_CONVERTS_HALVES
+  RK_HOST_DEVICE static WordLanes to_half(FloatLanes x) {
+    return (WordLanes)_mm256_cvtepu16_epi32(_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT));
+  }
+#endif
+  RK_HOST_DEVICE static FloatLanes larger(FloatLanes a, FloatLanes b) {
+    return (FloatLanes)RK_ISA::larger(Vec{a}, Vec{b}).v;
+  }
+  RK_HOST_DEVICE static FloatLanes smaller(FloatLanes a, FloatLanes b) {
+    return (FloatLanes)RK_ISA::smaller(Vec{a}, Vec{b}).v;
+  }
+};
+
+template <>
+struct LanesOf<WordLanes> {
+  using Float = FloatLanes;
+  RK_HOST_DEVICE static FloatLanes number(WordLanes bits) { return (FloatLanes)bits; }
+  RK_HOST_DEVICE static FloatLanes to_float(WordLanes word) {
+    return __builtin_convertvector((IntLanes)word, FloatLanes);
+  }
+#if defined(__AVX512F__)
+  RK_HOST_DEVICE static FloatLanes from_half(WordLanes bits) {
+    return (FloatLanes)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)bits));
+  }
+#elif RK_CONVERTS_HALVES
+  RK_HOST_DEVICE static FloatLanes from_half(WordLanes bits) {
+    const auto words = (__m256i)bits;
+    return (FloatLanes)_mm256_cvtph_ps(
+        _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+  }
+#endif
+};
+
+template <class V>
+RK_HOST_DEVICE V load_as(const void* p) {
+  V v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+template <class V>
+RK_HOST_DEVICE void store_as(void* p, V v) {
+  memcpy(p, &v, sizeof v);
+}
+
+// GCC widens and narrows by way of memory. Codes that are stored are below 2^8 or 2^16.
+#if defined(__AVX512F__)
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) { return (WordLanes)_mm512_cvtepu8_epi32(load_as<__m128i>(p)); }
+RK_HOST_DEVICE WordLanes load_shorts(const uint8_t* p) { return (WordLanes)_mm512_cvtepu16_epi32(load_as<__m256i>(p)); }
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) { store_as(p, _mm512_cvtepi32_epi8((__m512i)v)); }
+RK_HOST_DEVICE void store_shorts(uint8_t* p, WordLanes v) { store_as(p, _mm512_cvtepi32_epi16((__m512i)v)); }
+#elif defined(__AVX2__)
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) {
+  return (WordLanes)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(load_as<int64_t>(p)));
+}
+RK_HOST_DEVICE WordLanes load_shorts(const uint8_t* p) { return (WordLanes)_mm256_cvtepu16_epi32(load_as<__m128i>(p)); }
+RK_HOST_DEVICE __m128i shorts_of(WordLanes v) {
+  const auto words = (__m256i)v;
+  return _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+}
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) {
+  const __m128i shorts = shorts_of(v);
+  store_as(p, _mm_cvtsi128_si64(_mm_packus_epi16(shorts, shorts)));
+}
+RK_HOST_DEVICE void store_shorts(uint8_t* p, WordLanes v) { store_as(p, shorts_of(v)); }
+#else
+RK_HOST_DEVICE WordLanes load_bytes(const uint8_t* p) {
+  return __builtin_convertvector(load_as<ByteLanes>(p), WordLanes);
+}
+RK_HOST_DEVICE WordLanes load_shorts(const uint8_t* p) {
+  return __builtin_convertvector(load_as<ShortLanes>(p), WordLanes);
+}
+RK_HOST_DEVICE void store_bytes(uint8_t* p, WordLanes v) { store_as(p, __builtin_convertvector(v, ByteLanes)); }
+RK_HOST_DEVICE void store_shorts(uint8_t* p, WordLanes v) { store_as(p, __builtin_convertvector(v, ShortLanes)); }
+#endif
+
+// first, first + step, first + 2 * step, ... in 64-bit lanes.
+RK_HOST_DEVICE DoubleWords double_word_ramp(uint64_t step) {
+  DoubleWords ramp;
+  for (int i = 0; i < kLanes / 2; ++i) ramp[i] = step * static_cast<uint64_t>(i);
+  return ramp;
+}
+RK_HOST_DEVICE WordLanes word_ramp() {
+  WordLanes ramp;
+  for (int i = 0; i < kLanes; ++i) ramp[i] = static_cast<uint32_t>(i);
+  return ramp;
+}
+
+// kBits of `packed` for each lane, low bits first; kBits <= 4, so that a register takes at most 64.
+template <int kBits>
+RK_HOST_DEVICE WordLanes unpack(uint64_t packed) {
+  constexpr uint64_t kMask = (uint64_t{1} << kBits) - 1;
+  if constexpr (kBits * kLanes <= 32)
+    return ((WordLanes{} + static_cast<uint32_t>(packed)) >> (word_ramp() * uint32_t{kBits})) & uint32_t{kMask};
+#if defined(__AVX512F__)
+  const auto two = (DoubleWords)_mm512_cvtepu8_epi64(_mm_cvtsi64_si128(static_cast<int64_t>(packed)));
+#else
+  const DoubleWords two = (DoubleWords{} + packed) >> double_word_ramp(2 * kBits);
+#endif
+  return (WordLanes)((two | two << (32 - kBits)) & (DoubleWords{} + (kMask << 32 | kMask)));
+}
+
+#if defined(__AVX512F__)
+RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
+  return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm512_cvtepi64_epi8((__m512i)v)));
+}
+#elif defined(__AVX2__)
+RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
+  const __m128i low = _mm256_castsi256_si128((__m256i)v), high = _mm256_extracti128_si256((__m256i)v, 1);
+  const __m128i words =
+      _mm_castps_si128(_mm_shuffle_ps(_mm_castsi128_ps(low), _mm_castsi128_ps(high), _MM_SHUFFLE(2, 0, 2, 0)));
+  const __m128i each = _mm_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  return static_cast<uint64_t>(_mm_cvtsi128_si64(_mm_shuffle_epi8(words, each)));
+}
+#else
+RK_HOST_DEVICE uint64_t low_bytes(DoubleWords v) {
+  const auto bytes = __builtin_convertvector(v, HalfByteLanes);
+  uint64_t packed = 0;
+  memcpy(&packed, &bytes, sizeof bytes);
+  return packed;
+}
+#endif
+
+// The reverse: every lane below 2^kBits.
+template <int kBits>
+RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
+#if defined(__AVX512F__)
+  if constexpr (kBits == 1) return _mm512_test_epi32_mask((__m512i)codes, (__m512i)codes);
+#elif defined(__AVX2__)
+  if constexpr (kBits == 1)
+    return static_cast<uint64_t>(_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_slli_epi32((__m256i)codes, 31))));
+#endif
+  const DoubleWords pairs = (DoubleWords)codes;
+  uint64_t packed = low_bytes(pairs | (pairs >> (32 - kBits)));
+  if constexpr (kBits < 4) {  // bytes hold two codes each: bring neighbours together, then pairs of them, ...
+    constexpr uint64_t kShort = (uint64_t{1} << 4 * kBits) - 1, kWord = (uint64_t{1} << 8 * kBits) - 1;
+    packed = (packed | packed >> (8 - 2 * kBits)) & (0x0001000100010001u * kShort);
+    packed = (packed | packed >> (16 - 4 * kBits)) & (0x0000000100000001u * kWord);
+    packed = (packed | packed >> (32 - 8 * kBits)) & ((uint64_t{1} << 16 * kBits) - 1);
+  }
+  return packed;
+}
+
+// For each pair of lanes one of two words, by the pair's bit, low bits first.
+RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_t if_set) {
+  const WordLanes own = (WordLanes{} + bits) >> (word_ramp() >> 1);
+#if defined(__AVX512F__)
+  const __m512i table = _mm512_set1_epi64(static_cast<int64_t>(uint64_t{if_set} << 32 | if_clear));
+  return (WordLanes)_mm512_permutexvar_epi32((__m512i)own, table);
+#elif defined(__AVX2__)
+  const __m256i table = _mm256_set1_epi64x(static_cast<int64_t>(uint64_t{if_set} << 32 | if_clear));
+  return (WordLanes)_mm256_permutevar8x32_epi32(table, (__m256i)own);
+#else
+  return (own & 1u) != 0u ? WordLanes{} + if_set : WordLanes{} + if_clear;
+#endif
+}
+
+// Four registers of codes of 8 or 4 bits at p.
+template <int kBits>
+RK_HOST_DEVICE void store_four(uint8_t* p, const WordLanes* v) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_packus_epi32((__m512i)v[0], (__m512i)v[1]);
+  const __m512i second = _mm512_packus_epi32((__m512i)v[2], (__m512i)v[3]);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __m512i bytes = _mm512_permutexvar_epi32(order, _mm512_packus_epi16(first, second));
+  if constexpr (kBits == 8) return store_as(p, bytes);
+  store_as(p, _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(bytes, _mm512_set1_epi16(0x1001))));
+#elif defined(__AVX2__)
+  const __m256i first = _mm256_packus_epi32((__m256i)v[0], (__m256i)v[1]);
+  const __m256i second = _mm256_packus_epi32((__m256i)v[2], (__m256i)v[3]);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(first, second), order);
+  if constexpr (kBits == 8) return store_as(p, bytes);
+  const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x1001));
+  store_as(p, _mm_packus_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (kBits == 8) store_bytes(p + i * kLanes, v[i]);
+    else store_as(p + i * kLanes / 2, static_cast<uint16_t>(pack<4>(v[i])));
+  }
+#endif
+}
+
+// Each lane's neighbour in its pair: lanes 1, 0, 3, 2, ...
+RK_HOST_DEVICE WordLanes swap_pairs(WordLanes x) {
+  const DoubleWords two = (DoubleWords)x;
+  return (WordLanes)((two << 32) | (two >> 32));
+}
+
+RK_HOST_DEVICE WordLanes larger_word(WordLanes a, WordLanes b) { return a > b ? a : b; }
+
+// Whether a comparison holds in some lane.
+RK_HOST_DEVICE bool any_lane(IntLanes mask) {
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  bool any = false;
+  for (int i = 0; i < kLanes; ++i) any |= mask[i] != 0;
+  return any;
+#endif
+}
+
+// Each lane's partner at a distance of kWidth lanes, a power of two.
+template <int kWidth, class V>
+RK_HOST_DEVICE V swap_lanes(V x) {
+  WordLanes from;
+  for (int i = 0; i < kLanes; ++i) from[i] = static_cast<uint32_t>(i ^ kWidth);
+  return __builtin_shuffle(x, from);
+}
+
+// choose(a, b), which does not depend on their order, over all lanes: in every lane of the result.
+template <int kWidth = kLanes / 2, class V, class Choose>
+RK_HOST_DEVICE V reduce_lanes(V x, const Choose& choose) {
+  x = choose(x, swap_lanes<kWidth>(x));
+  if constexpr (kWidth > 1) return reduce_lanes<kWidth / 2>(x, choose);
+  else return x;
+}
+
+RK_HOST_DEVICE uint32_t largest_lane(WordLanes x) {
+  return reduce_lanes(x, [](WordLanes a, WordLanes b) { return larger_word(a, b); })[0];
+}
+
+// The products of the low halves of 64-bit lanes.
+RK_HOST_DEVICE DoubleWords multiply_low_halves(DoubleWords a, DoubleWords b) {
+#if defined(__AVX512F__)
+  return (DoubleWords)_mm512_mul_epu32((__m512i)a, (__m512i)b);
+#elif defined(__AVX2__)
+  return (DoubleWords)_mm256_mul_epu32((__m256i)a, (__m256i)b);
+#elif defined(__SSE2__)
+  return (DoubleWords)_mm_mul_epu32((__m128i)a, (__m128i)b);
+#else
+  return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu);
+#endif
+}
+
+RK_HOST_DEVICE DoubleWords xor_three(DoubleWords a, DoubleWords b, DoubleWords c) {
+#if defined(__AVX512F__)
+  return (DoubleWords)_mm512_ternarylogic_epi64((__m512i)a, (__m512i)b, (__m512i)c, 0x96);
+#else
+  return a ^ b ^ c;
+#endif
+}
+
+// a0 b0 a1 b1 ...: the lower and the upper halves of two registers, woven lane by lane.
+RK_HOST_DEVICE void weave(DoubleWords a, DoubleWords b, DoubleWords* lower, DoubleWords* upper) {
+  DoubleWords low, high;
+  constexpr int kHalf = kLanes / 4, kAll = kLanes / 2;
+  for (int i = 0; i < kAll; ++i) {
+    low[i] = static_cast<uint64_t>(i / 2 + i % 2 * kAll);
+    high[i] = static_cast<uint64_t>(kHalf + i / 2 + i % 2 * kAll);
+  }
+  *lower = __builtin_shuffle(a, b, low);
+  *upper = __builtin_shuffle(a, b, high);
+}
+
+// Philox of core/philox.h for several counters: each word in the low half of a 64-bit lane, where a product is what the
+// next round wants. What is left in the high halves is never read.
+struct WidePhilox {
+  DoubleWords word[4];
+
+  RK_HOST_DEVICE void round(uint64_t key0, uint64_t key1) {
+    const DoubleWords p0 = multiply_low_halves(word[0], DoubleWords{} + uint64_t{kPhiloxM0});
+    const DoubleWords p1 = multiply_low_halves(word[2], DoubleWords{} + uint64_t{kPhiloxM1});
+    word[0] = xor_three(p1 >> 32, word[1], DoubleWords{} + key0);
+    word[2] = xor_three(p0 >> 32, word[3], DoubleWords{} + key1);
+    word[1] = p1;
+    word[3] = p0;
+  }
+  // The words of 2 * kLanes columns.
+  RK_HOST_DEVICE void store(uint32_t* out) const {
+    const DoubleWords first = (word[0] & 0xFFFFFFFFu) | (word[1] << 32);
+    const DoubleWords second = (word[2] & 0xFFFFFFFFu) | (word[3] << 32);
+    DoubleWords low, high;
+    weave(first, second, &low, &high);
+    store_as(out, low);
+    store_as(out + kLanes, high);
+  }
+};
+
+// Columns that a WidePhilox has the words of.
+constexpr int kDrawn = 2 * kLanes;
+
+// The words of all streams' counters. A round waits for the one before it: several streams fill the time.
+template <int kStreams>
+RK_HOST_DEVICE void draw_streams(const Noise& n, WidePhilox* streams, uint32_t* out) {
+  uint32_t key0 = n.seed_low, key1 = n.seed_high;
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    for (int i = 0; i < kStreams; ++i) streams[i].round(key0, key1);
+    key0 += kPhiloxW0;
+    key1 += kPhiloxW1;
+  }
+  for (int i = 0; i < kStreams; ++i) streams[i].store(out + i * kDrawn);
+}
+
+// The words of kStreams * kDrawn columns of a row, from column 4 * first_block on.
+template <int kStreams>
+RK_HOST_DEVICE void draw_columns(const Noise& n, int64_t row, uint32_t first_block, uint32_t* out) {
+  const PhiloxWords first = noise_counters(n, row, first_block);
+  const DoubleWords zero = {}, low = zero + uint64_t{first.word[1]}, at = zero + uint64_t{first.word[2]},
+                    step = zero + uint64_t{n.step};
+  WidePhilox streams[kStreams];
+  for (int i = 0; i < kStreams; ++i)
+    streams[i] = {
+        {double_word_ramp(1) + uint64_t{first.word[0] + static_cast<uint32_t>(i * kDrawn / 4)}, low, at, step}};
+  draw_streams<kStreams>(n, streams, out);
+}
+
+// The words of the first `columns` columns of kStreams * kDrawn / columns rows, one row after the other.
+template <int kStreams>
+RK_HOST_DEVICE void draw_rows(const Noise& n, const int64_t* rows, int columns, uint32_t* out) {
+  constexpr int kCounters = kStreams * kDrawn / 4;
+  uint64_t block[kCounters], low[kCounters], at[kCounters];
+  for (int i = 0, row = 0; i < kCounters; ++row)
+    for (int b = 0; b < columns / 4; ++b, ++i) {
+      const PhiloxWords counters = noise_counters(n, rows[row], static_cast<uint32_t>(b));
+      block[i] = counters.word[0];
+      low[i] = counters.word[1];
+      at[i] = counters.word[2];
+    }
+  WidePhilox streams[kStreams];
+  for (int i = 0; i < kStreams; ++i) {
+    const int first = i * kDrawn / 4;
+    streams[i] = {{load_as<DoubleWords>(block + first), load_as<DoubleWords>(low + first),
+                   load_as<DoubleWords>(at + first), DoubleWords{} + uint64_t{n.step}}};
+  }
+  draw_streams<kStreams>(n, streams, out);
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,138 @@
+// How lanes share a bag or a row.
+#pragma once
+
+#include <type_traits>
+
+#include "core/cuda/vec.cuh"
+#include "core/cuda/warp.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+constexpr int kThreads = 256;
+
+// A group of G neighbouring lanes of a warp that works on one bag or row. Lane l of it takes columns 4l .. 4l+3 of
+// every block of 4G columns.
+template <int G>
+struct Group {
+  int lane;       // in the group
+  unsigned mask;  // of its lanes in the warp
+
+  __device__ __forceinline__ Group() {
+    const int in_warp = threadIdx.x % kWarpSize;
+    lane = in_warp % G;
+    mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
+  }
+  // Of the warp's groups.
+  __device__ __forceinline__ static int in_warp() { return static_cast<int>(threadIdx.x) % kWarpSize / G; }
+  __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
+  __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
+  // x of lane `from` of the group.
+  template <class T>
+  __device__ __forceinline__ T broadcast(T x, int from) const {
+    return __shfl_sync(mask, x, from, G);
+  }
+  // Of addresses in global memory, which nothing else tells the compiler of what comes from another lane.
+  template <class T>
+  __device__ __forceinline__ T* broadcast(T* x, int from) const {
+    return static_cast<T*>(
+        __cvta_global_to_generic(static_cast<size_t>(broadcast(reinterpret_cast<intptr_t>(x), from))));
+  }
+  // Bit l: what lane l of the group says.
+  __device__ __forceinline__ unsigned ballot(bool x) const {
+    return (__ballot_sync(mask, x) & mask) >> (threadIdx.x % kWarpSize - lane);
+  }
+};
+
+}  // namespace RK_ISA
+
+// Blocks of kThreads for `items` groups of `lanes`, at most `most`.
+inline dim3 at_most(int64_t most, int64_t items, int lanes) {
+  const int64_t blocks = ceil_div(items * lanes, kThreads);
+  return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
+}
+
+// As many as the items need, or a few times what the GPU holds: groups go on in a grid stride, and a block that has
+// little to do makes room for another. The start of a block is not paid for items that turn out to be nothing.
+inline dim3 blocks_for(int64_t items, int lanes) {
+  constexpr int64_t kRounds = 4;
+  const int64_t most = kRounds * ceil_div(resident_threads(), kThreads);
+  return at_most(most < kMostBlocks ? most : kMostBlocks, items, lanes);
+}
+
+// As many as the items need, where each is a bag: long, and longer or shorter than the next. The GPU starts a block
+// where one has ended, which no stride over bags evens out as well.
+inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
+
+// Lanes for rows of `columns` floats, four to a lane.
+inline int lanes_for(int64_t columns) {
+  int lanes = 1;
+  while (lanes < kWarpSize && lanes * 4 < columns) lanes *= 2;
+  return lanes;
+}
+
+// Calls body(std::integral_constant<int, G>) with G = lanes, a power of two up to a warp.
+template <class Body>
+void with_lanes(int lanes, const Body& body) {
+  switch (lanes) {
+    case 1:
+    case 2:
+    case 4:
+      return body(std::integral_constant<int, 4>());
+    case 8:
+      return body(std::integral_constant<int, 8>());
+    case 16:
+      return body(std::integral_constant<int, 16>());
+    default:
+      return body(std::integral_constant<int, 32>());
+  }
+}
+
+// Blocks of 4 * 32 columns that a warp keeps in registers; it goes through a wider row's input again for the next ones.
+constexpr int kMaxBlocks = 4;
+
+// Calls body(G, kBlocks), integral constants: how many lanes take a row of at most max_dim columns, and how many blocks
+// of 4 * G columns they keep.
+template <class Body>
+void with_widths(int64_t max_dim, const Body& body) {
+  with_lanes(lanes_for(max_dim), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    const int64_t blocks = ceil_div(max_dim, 4 * G);
+    using std::integral_constant;
+    if constexpr (G < kWarpSize) {
+      body(group, integral_constant<int, 1>());
+    } else {
+      if (blocks == 1) body(group, integral_constant<int, 1>());
+      else if (blocks == 2) body(group, integral_constant<int, 2>());
+      else body(group, integral_constant<int, kMaxBlocks>());
+    }
+  });
+}
+
+// What bounds a kernel's columns 0, kBlocks * 4 * G, ...: with fewer blocks than the most, which with_widths() chooses
+// by the widest row, there is only the first, and the compiler knows it.
+template <int kBlocks>
+__device__ __forceinline__ int64_t columns_behind(int64_t D) {
+  return kBlocks == kMaxBlocks ? D : 1;
+}
+// Whether a row of D columns has more of them than a group keeps at once. Where that cannot be, the compiler leaves out
+// what happens then, and the registers that it takes.
+template <int G, int kBlocks>
+__device__ __forceinline__ bool is_wider(int64_t D) {
+  return kBlocks == kMaxBlocks && D > kBlocks * 4 * G;
+}
+
+// Lanes for the short rows of formats, which a warp would leave mostly idle.
+constexpr int kFewLanes = 8;
+
+// The same with fewer kernels, for encoded rows: those that neither fit in few lanes nor in a warp's registers are
+// taken block by block.
+template <class Body>
+void with_few_widths(int64_t max_dim, const Body& body) {
+  using std::integral_constant;
+  if (max_dim <= 4 * kFewLanes) body(integral_constant<int, kFewLanes>(), integral_constant<int, 1>());
+  else if (max_dim <= 4 * kWarpSize) body(integral_constant<int, kWarpSize>(), integral_constant<int, 1>());
+  else body(integral_constant<int, kWarpSize>(), integral_constant<int, kMaxBlocks>());
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,87 @@
+// The one way to start a CUDA kernel: launch(kernel, grid, block, shared_bytes, stream, arguments...).
+#pragma once
+
+#if defined(RK_EMULATED)
+#include "emulator/launch.h"
+#else
+
+#include <cuda_runtime.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/stable/accelerator.h>
+
+#include <atomic>
+
+#include "core/stable.h"
+
+// The dispatch key that kernels in csrc/*/cuda register for.
+#define RK_CUDA_KEY CUDA
+
+namespace rec_kernels {
+
+// Blocks of a grid, at most; kernels take more work than that in a grid stride.
+constexpr int64_t kMostBlocks = int64_t{1} << 20;
+
+// Threads that the current GPU holds at once; each GPU is asked in the first call for it.
+inline int64_t resident_threads() {
+  constexpr int kKnown = 64;
+  static std::atomic<int64_t> known[kKnown];
+  int device = 0, processors = 0, each = 0;
+  STD_CUDA_CHECK(cudaGetDevice(&device));
+  if (device < kKnown && known[device] > 0) return known[device];
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device));
+  STD_CUDA_CHECK(cudaDeviceGetAttribute(&each, cudaDevAttrMaxThreadsPerMultiProcessor, device));
+  const int64_t threads = int64_t{processors} * each;
+  if (device < kKnown) known[device] = threads;
+  return threads;
+}
+
+// Makes the tensor's GPU current and gives torch's current stream on it, for the scope of a kernel's launches.
+class OnDeviceOf {
+ public:
+  explicit OnDeviceOf(const Tensor& t) : guard_(t.get_device_index()) {
+    void* stream = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    stream_ = static_cast<cudaStream_t>(stream);
+  }
+  cudaStream_t stream() const { return stream_; }
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  cudaStream_t stream_;
+};
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Arguments&... arguments) {
+  kernel<<<grid, block, shared_bytes, stream>>>(static_cast<Parameters>(arguments)...);
+  STD_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// Waits for the stream: not for what runs in every step.
+inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t stream) {
+  STD_CUDA_CHECK(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToHost, stream));
+  STD_CUDA_CHECK(cudaStreamSynchronize(stream));
+}
+
+// Where the current GPU finds memory of the host; null if that is not pinned.
+inline void* mapped_address(void* p) {
+  cudaPointerAttributes found{};
+  STD_CUDA_CHECK(cudaPointerGetAttributes(&found, p));
+  return found.type == cudaMemoryTypeUnregistered ? nullptr : found.devicePointer;
+}
+
+#if defined(__CUDACC__)
+// The block's shared memory, of as many bytes as launch() was given.
+template <class T>
+__device__ T* shared_memory() {
+  extern __shared__ __align__(16) unsigned char bytes[];
+  return reinterpret_cast<T*>(bytes);
+}
+
+// The emulator checks here what a GPU would fault on.
+__device__ __forceinline__ void check_alignment(const void*, size_t) {}
+#endif
+
+}  // namespace rec_kernels
+
+#endif

@@ -1,0 +1,39 @@
+// Sums within a warp, in the order of docs/numerics.md.
+#pragma once
+
+#include "core/cuda/vec.cuh"
+#include "core/host_device.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+// The xor butterfly 16, 8, 4, 2, 1 over the warp's lanes; every lane gets the sum.
+__device__ __forceinline__ float warp_butterfly_sum(float t) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) t += __shfl_xor_sync(kFullWarp, t, distance);
+  return t;
+}
+
+// sum over c of g[c] * x[c] ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128. read(c): x[c .. c+3].
+template <class Read>
+__device__ __forceinline__ float warp_dot(const float* g, int64_t columns, int lane, const Read& read) {
+  const bool aligned = rows_aligned(g, columns);
+  float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  for (int64_t c = 4 * lane; c < columns; c += 4 * kWarpSize) {
+    const Vec4 a = load_columns(g, c, columns, aligned), x = read(c);
+    for (int j = 0; j < 4; ++j)
+      if (c + j < columns) s[j] = fused_multiply_add(a.v[j], x.v[j], s[j]);
+  }
+  return warp_butterfly_sum((s[0] + s[1]) + (s[2] + s[3]));
+}
+
+// The same of two rows of floats.
+__device__ __forceinline__ float warp_row_dot(const float* a, const float* b, int64_t columns, int lane) {
+  const bool aligned = rows_aligned(b, columns);
+  return warp_dot(a, columns, lane, [&](int64_t c) { return load_columns(b, c, columns, aligned); });
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

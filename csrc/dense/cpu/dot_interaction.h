@@ -1,0 +1,39 @@
+// Plain-pointer kernels of dot_interaction, one table per instruction set (core/cpu/isa.h).
+#pragma once
+
+#include <cstdint>
+
+#include "core/cpu/isa.h"
+
+namespace rec_kernels {
+
+struct InteractionShape {
+  int64_t F, D;
+  bool self_interaction;
+};
+
+// Samples, one after the other at these strides; the numbers of each are contiguous: dense [D], sparse [F, D] and the
+// result, or its gradient, [D + pairs].
+template <class Float>
+struct InteractionRows {
+  Float* dense;
+  int64_t dense_stride;
+  Float* sparse;
+  int64_t sparse_stride;
+  bool far = false;  // further samples follow, and no cache holds them: they are asked for
+};
+
+struct DotInteractionKernels {
+  // Floats of scratch memory that a forward needs, and then a backward.
+  int64_t (*forward_scratch)(const InteractionShape& shape);
+  void (*forward)(const InteractionShape& shape, const InteractionRows<const float>& in, float* out, int64_t out_stride,
+                  int64_t samples, float* scratch);
+  int64_t (*backward_scratch)(const InteractionShape& shape);
+  void (*backward)(const InteractionShape& shape, const InteractionRows<const float>& in, const float* grad,
+                   int64_t grad_stride, const InteractionRows<float>& out, int64_t samples, float* scratch);
+
+  template <CpuIsa>
+  static const DotInteractionKernels table;
+};
+
+}  // namespace rec_kernels

@@ -1,0 +1,99 @@
+// Products of matrices that are small enough to lie in the first cache, within one sample.
+//
+// A tile of sums stays in registers while its terms go by: each term loads a few registers of the right matrix and
+// multiplies them by single numbers of the left one.
+#pragma once
+
+#include "core/cpu/simd.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// So many numbers in whole registers.
+RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, Vec::kWidth) * Vec::kWidth; }
+
+// out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum takes its terms in ascending order,
+// sum = fmaf(left, right, sum), from +0 on.
+struct SmallProduct {
+  const float* left;  // element [r, t] is left[r * down + t * across]
+  int64_t down, across;
+  const float* right;  // whole registers: what lies behind the last column is read, too
+  int64_t right_stride;
+  int64_t terms;
+  float *first, *others;  // rows 0, and 1, 2, ... of the result
+  int64_t out_stride;
+};
+
+// The widest tile, in registers across, and its rows for each width: its sums and operands fill the registers there
+// are, and enough sums are on their way at once.
+#if defined(__AVX512F__)
+constexpr int kProductAcross = 4;
+constexpr int kProductDown[] = {0, 14, 10, 8, 6};
+#else
+constexpr int kProductAcross = 2;
+constexpr int kProductDown[] = {0, 8, 6};
+#endif
+
+// Where a tile lies in the result: its first row and column, and the lanes of its last register.
+struct ProductPlace {
+  int64_t row, column;
+  int lanes;
+};
+
+// kPacked: left's rows are neighbours, down is 1.
+template <int N, int kRows, bool kPacked>
+void product_tile(const SmallProduct& p, ProductPlace at) {
+  constexpr int W = Vec::kWidth;
+  Vec sum[kRows][N], operand[N];
+  for (int r = 0; r < kRows; ++r)
+    for (int n = 0; n < N; ++n) sum[r][n] = Vec::broadcast(0.0f);
+  const float *left = p.left + at.row * p.down, *right = p.right + at.column;
+  for (int64_t t = 0; t < p.terms; ++t, left += p.across, right += p.right_stride) {
+    for (int n = 0; n < N; ++n) operand[n] = Vec::load(right + n * W);
+    for (int r = 0; r < kRows; ++r) {
+      const Vec factor = Vec::broadcast(left[kPacked ? r : r * p.down]);
+      for (int n = 0; n < N; ++n) sum[r][n] = fused_multiply_add(factor, operand[n], sum[r][n]);
+    }
+  }
+  float* next = p.others + at.row * p.out_stride + at.column;  // of row at.row + 1
+  float* to = at.row == 0 ? p.first + at.column : next - p.out_stride;
+  for (int r = 0; r < kRows; ++r, to = next, next += p.out_stride) {
+    for (int n = 0; n < N - 1; ++n) sum[r][n].store(to + n * W);
+    if (at.lanes == W) sum[r][N - 1].store(to + (N - 1) * W);
+    else sum[r][N - 1].store_partial(to + (N - 1) * W, at.lanes);
+  }
+}
+
+template <int N, int kRows, bool kPacked>
+RK_HOST_DEVICE void product_rows(const SmallProduct& p, ProductPlace at, int64_t rows) {
+  if constexpr (kRows > 1) {
+    if (rows < kRows) return product_rows<N, kRows - 1, kPacked>(p, at, rows);
+  }
+  product_tile<N, kRows, kPacked>(p, at);
+}
+
+// All rows of some columns, in tiles of about equal height.
+template <int N, bool kPacked>
+RK_HOST_DEVICE void product_columns(const SmallProduct& p, ProductPlace at, int registers, int64_t rows) {
+  if constexpr (N > 1) {
+    if (registers < N) return product_columns<N - 1, kPacked>(p, at, registers, rows);
+  }
+  constexpr int kMost = kProductDown[N];
+  const int64_t each = ceil_div(rows, ceil_div(rows, kMost));
+  for (; at.row < rows; at.row += each)
+    product_rows<N, kMost, kPacked>(p, at, rows - at.row < each ? rows - at.row : each);
+}
+
+inline void multiply(const SmallProduct& p, int64_t rows, int64_t columns) {
+  constexpr int64_t kColumns = kProductAcross * Vec::kWidth;
+  for (int64_t c = 0; c < columns; c += kColumns) {
+    const int64_t here = columns - c < kColumns ? columns - c : kColumns;
+    const int registers = static_cast<int>(ceil_div(here, Vec::kWidth));
+    const int lanes = static_cast<int>(here) - (registers - 1) * Vec::kWidth;
+    if (p.down == 1) product_columns<kProductAcross, true>(p, {0, c, lanes}, registers, rows);
+    else product_columns<kProductAcross, false>(p, {0, c, lanes}, registers, rows);
+  }
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,362 @@
+// Backward of embedding_bag on the CPU: sort the occurrences by row, sum each row's gradient in the order of
+// docs/numerics.md, then store it (dense, sparse) or update the row once (fused optimizers).
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "core/boxing.h"
+#include "core/cpu/parallel.h"
+#include "embedding_bag/cpu/shared_rows.h"
+#include "embedding_bag/cpu/sort.h"
+#include "row_cache/cpu/input.h"
+
+namespace rec_kernels {
+namespace {
+
+// Floats of gradient read per piece of work.
+constexpr int64_t kPieceFloats = 16384;
+
+// Chunk sums of the runs that are longer than a chunk, level by level until at most kChunk remain of each.
+class LongRuns {
+ public:
+  LongRuns(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim)
+      : args_(args), max_dim_(max_dim) {
+    for (const TableRuns& table : tables)
+      for (int64_t r = 0; r < table.num_runs; ++r) {
+        const int64_t start = table.starts[r], count = table.starts[r + 1] - start;
+        if (count <= kChunk) continue;
+        runs_.push_back({table.first_run + r, nullptr, count});
+        origins_.push_back({&table, start});
+      }
+    while (sum_level()) continue;
+  }
+
+  const std::vector<LongRun>& runs() const { return runs_; }
+
+ private:
+  struct Origin {
+    const TableRuns* table;
+    int64_t first;  // sorted occurrence
+  };
+
+  // Replaces the terms of every run that has more than kChunk by their chunk sums; false when there was none.
+  bool sum_level() {
+    std::vector<ChunkSum> chunks;
+    int64_t floats = 0;
+    for (size_t i = 0; i < runs_.size(); ++i)
+      if (runs_[i].count > kChunk) floats += ceil_div(runs_[i].count, kChunk) * dim_of(origins_[i]);
+    if (floats == 0) return false;
+    buffers_.emplace_back(floats);
+    float* out = buffers_.back().get();
+    for (size_t i = 0; i < runs_.size(); ++i) {
+      LongRun& run = runs_[i];
+      if (run.count <= kChunk) continue;
+      const int64_t n = ceil_div(run.count, kChunk), D = dim_of(origins_[i]);
+      for (int64_t c = 0, done = 0; c < n; ++c, done += kChunk)
+        chunks.push_back({origins_[i].table, origins_[i].first + done, run.partials ? run.partials + done * D : nullptr,
+                          std::min(kChunk, run.count - done), out + c * D});
+      run.partials = out;
+      run.count = n;
+      out += n * D;
+    }
+    sum(chunks);
+    return true;
+  }
+
+  void sum(const std::vector<ChunkSum>& chunks) const {
+    const auto sum_chunks = kernels<EmbeddingBagBackwardKernels>().sum_chunks;
+    const int64_t total = static_cast<int64_t>(chunks.size()), piece = 1 + kPieceFloats / (kChunk * max_dim_);
+    const int64_t workers = workers_for(total, piece), floats = scratch_factors(args_.product_dim);
+    const Scratch<float> scratch(workers * floats);
+    parallel_pieces(total, piece, workers, [&](int64_t begin, int64_t end, int64_t worker) {
+      sum_chunks(args_, chunks.data(), scratch.get() + worker * floats, begin, end);
+    });
+  }
+
+  static int64_t dim_of(const Origin& o) { return o.table->part->embedding_dim; }
+
+  RunArgs args_;
+  int64_t max_dim_;
+  std::vector<LongRun> runs_;
+  std::vector<Origin> origins_;  // of each run
+  std::vector<Scratch<float>> buffers_;
+};
+
+// Runs [begin, end) of a table.
+struct Piece {
+  const TableRuns* table;
+  int64_t begin, end;
+};
+
+int64_t cost_of(const TableRuns& t, int64_t begin, int64_t end) {
+  return (t.starts[end] - t.starts[begin]) * t.part->embedding_dim + (end - begin) * 16;
+}
+
+// All runs, in pieces of about equal cost (in floats).
+std::vector<Piece> cut(const std::vector<TableRuns>& tables, int64_t* workers) {
+  int64_t total = 0;
+  for (const TableRuns& t : tables) total += cost_of(t, 0, t.num_runs);
+  *workers = workers_for(1 + total / kPieceFloats, 1);
+  const int64_t most = 1 + total / pieces_for(total, kPieceFloats, *workers);
+  std::vector<Piece> pieces;
+  for (const TableRuns& t : tables) {
+    const int64_t n = ceil_div(cost_of(t, 0, t.num_runs), most);
+    for (int64_t i = 0; i < n; ++i) pieces.push_back({&t, t.num_runs * i / n, t.num_runs * (i + 1) / n});
+  }
+  return pieces;
+}
+
+// Gradients of products are of rows as they were. Of the tables that are multiplied with each other, all but one are
+// summed before any row is updated, the smaller ones; that one is then finished like any table, and these at the end.
+// Makes the `sums` of those, and owns their memory; sums of long runs are elsewhere.
+class ProductSums {
+ public:
+  ProductSums(const RunArgs& args, const BagInput& in, const Occurrences& o, std::vector<TableRuns>* tables)
+      : args_(args) {
+    const std::vector<bool> at_once = finished_at_once(in, o, *tables);
+    int64_t floats = 0;
+    for (size_t t = 0; t < tables->size(); ++t)
+      if (!at_once[t]) floats += (*tables)[t].num_runs * (*tables)[t].part->embedding_dim;
+    if (floats == 0) return;
+    memory_ = Scratch<float>(floats);
+    float* sums = memory_.get();
+    std::vector<TableRuns> rest;
+    for (size_t t = 0; t < tables->size(); ++t) {
+      TableRuns& table = (*tables)[t];
+      if (at_once[t]) {
+        rest.push_back(table);
+        continue;
+      }
+      table.sums = sums;
+      sums += table.num_runs * table.part->embedding_dim;
+      summed_.push_back(table);
+    }
+    tables->swap(rest);
+    sum();
+  }
+
+  // The tables that are finished at the end.
+  const std::vector<TableRuns>& tables() const { return summed_; }
+
+ private:
+  // The largest first, each unless it is multiplied with one that is already among them.
+  static std::vector<bool> finished_at_once(const BagInput& in, const Occurrences& o,
+                                            const std::vector<TableRuns>& tables) {
+    std::vector<size_t> order(tables.size());
+    for (size_t t = 0; t < order.size(); ++t) order[t] = t;
+    const auto size = [&](size_t t) { return tables[t].num_runs * tables[t].part->embedding_dim; };
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return size(a) > size(b); });
+    std::vector<bool> at_once(tables.size(), true), taken(static_cast<size_t>(in.num_features), false);
+    for (const size_t t : order) {
+      if (!tables[t].multiplied) continue;
+      for (const bool sets : {false, true})
+        for (int64_t p = 0; p < in.num_parts && at_once[t]; ++p) {
+          if (o.part_tables[static_cast<size_t>(p)] != static_cast<int64_t>(t)) continue;
+          if (in.parts[p].combine != Combine::kMult) continue;
+          const auto feature = static_cast<size_t>(in.parts[p].number);
+          if (sets) taken[feature] = true;
+          else at_once[t] = !taken[feature];
+        }
+    }
+    return at_once;
+  }
+
+  void sum() const {
+    int64_t workers = 1;
+    const std::vector<Piece> pieces = cut(summed_, &workers);
+    const int64_t floats = scratch_factors(args_.product_dim);
+    const Scratch<float> scratch(workers * floats);
+    const auto sum_runs = kernels<EmbeddingBagBackwardKernels>().sum_runs;
+    parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
+      const Piece& p = pieces[static_cast<size_t>(i)];
+      sum_runs(args_, *p.table, scratch.get() + worker * floats, p.begin, p.end);
+    });
+  }
+
+  RunArgs args_;
+  Scratch<float> memory_;
+  std::vector<TableRuns> summed_;
+};
+
+void finish_tables(const RunArgs& args, const std::vector<TableRuns>& tables, int64_t max_dim, const RowTarget& target,
+                   FinishRuns finish) {
+  int64_t workers = 1;
+  const std::vector<Piece> pieces = cut(tables, &workers);
+  const int64_t floats = scratch_floats(max_dim) + scratch_factors(args.product_dim);
+  const Scratch<float> scratch(workers * floats);
+  parallel_pieces(static_cast<int64_t>(pieces.size()), 1, workers, [&](int64_t i, int64_t, int64_t worker) {
+    const Piece& p = pieces[static_cast<size_t>(i)];
+    finish(args, target, *p.table, scratch.get() + worker * floats, p.begin, p.end);
+  });
+}
+
+// Sums every run and hands it to `finish` (of EmbeddingBagBackwardKernels) with `target`.
+void finish_all(const BagInput& in, const Occurrences& o, const Tensor& grad, const uint8_t* weights,
+                float inverse_scale, const RowTarget& target, FinishRuns finish) {
+  RunArgs args{in.bags,
+               in.parts.get(),
+               weights,
+               o.entries.get(),
+               o.payload_bits,
+               in.bags.num_bags ? in.bags.offset(0) : 0,
+               o.bag_of.get(),
+               o.coefficients.get(),
+               grad.const_data_ptr<float>(),
+               in.output_dim,
+               nullptr,
+               0,
+               inverse_scale,
+               0};
+  for (const TableRuns& t : o.tables)
+    if (t.multiplied) args.product_dim = std::max(args.product_dim, t.part->embedding_dim);
+  const LongRuns long_runs(args, o.tables, in.max_dim);
+  args.long_runs = long_runs.runs().data();
+  args.num_long_runs = static_cast<int64_t>(long_runs.runs().size());
+  if (args.product_dim == 0) return finish_tables(args, o.tables, in.max_dim, target, finish);
+  std::vector<TableRuns> tables = o.tables;
+  const ProductSums sums(args, in, o, &tables);
+  finish_tables(args, tables, in.max_dim, target, finish);
+  finish_tables(args, sums.tables(), in.max_dim, target, finish);
+}
+
+// The gradients of the bags that samples share, where the input then says that they are.
+SharedRows sum_shared(const Tensor& grad, BagInput* in) {
+  SharedRows shared(*in, sizeof(float));
+  shared.sum(grad.const_data_ptr<float>());
+  in->bags.shared_rows = shared.rows();
+  return shared;
+}
+
+// The input of a gradient of float32 tables in `weights`.
+BagInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
+  BagInput in = read_bags(bags, layout, limits_of(layout, weights));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return in;
+}
+
+BagInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
+  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return in;
+}
+
+// `rows`: of the tables, which products need; or null.
+Tensor dense(const Tensor& grad_in, Sizes shape, const uint8_t* rows, BagInput in) {
+  const Tensor grad = as_contiguous(grad_in);
+  const SharedRows shared = sum_shared(grad, &in);
+  const Occurrences o = sort_occurrences(in, grad);
+  Tensor out = new_zeros(grad, shape, ScalarType::Float);
+  RowTarget target{};
+  target.weights = static_cast<uint8_t*>(out.mutable_data_ptr());
+  finish_all(in, o, grad, rows, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  return out;
+}
+
+std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, const uint8_t* weights, BagInput in) {
+  const Tensor grad = as_contiguous(grad_in);
+  const SharedRows shared = sum_shared(grad, &in);
+  const Occurrences o = sort_occurrences(in, grad);
+  Tensor rows = new_tensor(grad, {o.num_runs}, ScalarType::Long);
+  Tensor row_grads = new_tensor(grad, {o.num_floats}, ScalarType::Float);
+  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
+  for (int64_t p = 0; p < in.num_parts; ++p)
+    row_counts.mutable_data_ptr<int64_t>()[p] =
+        o.tables[static_cast<size_t>(o.part_tables[static_cast<size_t>(p)])].num_runs;
+  RowTarget target{};
+  target.weights = static_cast<uint8_t*>(row_grads.mutable_data_ptr());
+  target.rows = rows.mutable_data_ptr<int64_t>();
+  finish_all(in, o, grad, weights, 1.0f, target, kernels<EmbeddingBagBackwardKernels>().store);
+  return {rows, row_grads, row_counts};
+}
+
+const uint8_t* rows_of(const Tensor& weights) { return static_cast<const uint8_t*>(weights.const_data_ptr()); }
+
+Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  return dense(grad, weights.sizes(), rows_of(weights), read_gradient(grad, weights, bags));
+}
+
+Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& weights_shape,
+                               const OneTableBags& bags) {
+  return dense(grad, {weights_shape.data(), weights_shape.size()}, nullptr, read_gradient(grad, weights_shape, bags));
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
+                                                   const BagArguments& bags) {
+  return sparse(grad, rows_of(weights), read_gradient(grad, weights, bags));
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad,
+                                                            const std::vector<int64_t>& weights_shape,
+                                                            const OneTableBags& bags) {
+  return sparse(grad, nullptr, read_gradient(grad, weights_shape, bags));
+}
+
+FinishRuns kernel_of(Optimizer optimizer) {
+  const EmbeddingBagBackwardKernels& k = kernels<EmbeddingBagBackwardKernels>();
+  if (is_elementwise(optimizer)) return k.elementwise;
+  return optimizer == Optimizer::kSgd ? k.sgd : k.rowwise_adagrad;
+}
+
+// The numbers in an update's tensors, which nobody can look at on a GPU.
+void check_step_and_lr(const Tensor& step, const Tensor& lr) {
+  const float rate = *lr.const_data_ptr<float>();
+  check_value(std::isfinite(rate), "lr = ", rate, " must be finite");
+  const int64_t updates = *step.const_data_ptr<int64_t>();
+  check_value(updates >= 0, "step = ", updates, " must be at least 0, the number of updates so far");
+}
+
+void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                    const Tensor& grad_in, const BagArguments& bags, const UpdateArguments& fused,
+                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    const CachedRows& cached, const OptionalTensor& cache_dirty) {
+  const Tensor& values = bags.values;
+  Update update = read_update(values, sum, step, lr, fused, grad_scale);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
+  update.records = layout.parts;
+  check_weights(weights, values, layout);
+  const CacheArguments arguments{cached.rows, cached.tags, cached.marks, cache_dirty};
+  const bool has_cache = check_cache(arguments, layout, values, CacheUse::kUpdate);
+  BagInput in = read_bags(bags, layout, limits_of(layout, weights, update, has_cache ? &arguments : nullptr));
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+  check_row_state(update, in.num_rows);
+  check_step_and_lr(step, lr);
+  const int64_t next_step = advanced(step, "step");
+  const CacheInput cache = has_cache ? read_cache(arguments, in) : CacheInput{};
+  const OptionalTensor& cache_slots = cached.slots;
+  if (cache_slots) check_slots_of_ids(*cache_slots, values);
+  const float* overflow = optional_scalar(found_inf, values, "found_inf");
+  const int64_t* found = in.raises ? optional_status(status, values) : nullptr;
+  if ((overflow && *overflow != 0.0f) || (found && *found != kNoBadPosition)) return;
+
+  const KeepDenormals guard;  // also for what is computed once: eps, 1 / scale
+  const Tensor grad = as_contiguous(grad_in);
+  const int64_t* before = cache_slots ? cache_slots->const_data_ptr<int64_t>() : nullptr;
+  const SharedRows shared = sum_shared(grad, &in);
+  const Occurrences o = sort_occurrences(in, grad, {cache.view, before});
+  RowTarget target{};
+  target.weights = static_cast<uint8_t*>(weights.mutable_data_ptr());
+  target.update = update;
+  target.cache = cache.view;
+  target.rounding = {make_noise(update.seed ? *update.seed : 0, *update.step), update.stochastic};
+  finish_all(in, o, grad, target.weights, inverse_of(update.grad_scale), target, kernel_of(update.optimizer));
+  *step.mutable_data_ptr<int64_t>() = next_step;
+  if (!fused.beta_powers) return;
+  const BetaPowers powers = update.powers();
+  fused.beta_powers->mutable_data_ptr<float>()[0] = powers.first;
+  fused.beta_powers->mutable_data_ptr<float>()[1] = powers.second;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
+  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
+}
+
+}  // namespace rec_kernels

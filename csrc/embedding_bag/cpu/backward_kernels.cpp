@@ -1,0 +1,340 @@
+// Backward of embedding_bag. Compiled once per instruction set: no torch header and no std template here.
+//
+// Occurrences arrive sorted by row. A row's terms are summed in registers, column block by column block, into a scratch
+// row that stays in the first-level cache; then the target (gradient or optimizer) reads it once. Rows to come are
+// announced a few runs ahead so that their memory is on its way.
+#include "embedding_bag/cpu/gradient_sums.h"
+#include "embedding_bag/cpu/pool_composed.h"
+#include "embedding_bag/cpu/targets.h"
+#include "rows/cpu/statistics.h"
+#include "rows/optimizers/rowwise_adagrad.h"
+#include "rows/optimizers/sgd.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+namespace {
+
+// Not inlined, as sum_products: where it stands costs nothing, its copies take long to compile.
+__attribute__((noinline)) void sum_terms(const Terms& terms, int64_t D, float* out) {
+  for_blocks(D, SumInto{terms, out});
+}
+
+void sum_scaled(const Terms& terms, int64_t D, float inverse_scale, float* out) {
+  sum_terms(terms, D, out);
+  if (inverse_scale != 1.0f)
+    for (int64_t c = 0; c < D; ++c) out[c] *= inverse_scale;
+}
+
+// Up to kChunk terms of a multiplied table: gradients, and what they are multiplied by.
+struct Products {
+  const float* rows[kChunk];
+  const float* factors[kChunk];
+  float coefficients[kChunk];
+  int64_t count;
+  bool far;  // no cache holds the factors
+};
+
+// out = the sum of terms begin .. end - 1, of which those to come are fetched. A coefficient of 1 changes no bit.
+struct SumProducts {
+  const Products& t;
+  int64_t begin, end;
+  float* out;
+
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void block(int64_t column, int tail) const {
+    Vec sum[NV];
+    for (int64_t i = begin; i < end; ++i) {
+      if (i + kAhead < t.count) prefetch_bytes(t.rows[i + kAhead] + column, NV * W * 4);
+      Vec g[NV], factor[NV];
+      load_row<NV, kTail>(t.rows[i] + column, tail, g);
+      load_row<NV, kTail>(t.factors[i] + column, tail, factor);
+      const Vec c = Vec::broadcast(t.coefficients[i]);
+      for (int v = 0; v < NV; ++v) {
+        const Vec product = g[v] * factor[v];
+        sum[v] = i == begin ? c * product : fused_multiply_add(c, product, sum[v]);
+      }
+    }
+    store_columns<NV, kTail>(sum, out + column, tail);
+  }
+};
+
+__attribute__((noinline)) void sum_products(const SumProducts& sum, int64_t D) { for_blocks(D, sum); }
+
+// Sums over a multiplied table. `scratch` is scratch_factors(D) floats; there is none for other tables.
+class ProductRuns {
+ public:
+  ProductRuns(const RunArgs& a, const TableRuns& table, float* scratch)
+      : a_(a), table_(table), D_(table.part->embedding_dim) {
+    if (!table.multiplied) return;
+    ones_ = scratch;
+    held_ = ones_ + D_;
+    rows_ = held_ + D_;
+    for (int64_t c = 0; c < D_; ++c) ones_[c] = 1.0f;
+  }
+
+  // Occurrences [first, first + count) of the sorted list, count <= kChunk.
+  void sum(int64_t first, int64_t count, float* out) {
+    take(first, count);
+    sum_products({t_, 0, count, out}, D_);
+  }
+  // Run r, which is not long. Runs are asked for in ascending order, and taken together as far as they fit.
+  void sum_run(int64_t r, int64_t end, float* out) {
+    if (r >= last_run_) {
+      last_run_ = r + 1;
+      while (last_run_ < end && table_.starts[last_run_ + 1] - table_.starts[r] <= kChunk) ++last_run_;
+      first_ = table_.starts[r];
+      take(first_, table_.starts[last_run_] - first_);
+    }
+    sum_products({t_, table_.starts[r] - first_, table_.starts[r + 1] - first_, out}, D_);
+  }
+
+ private:
+  void take(int64_t first, int64_t count) {
+    t_.count = count;
+    t_.far = false;
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t payload = payload_of(a_, first + i);
+      const BagPlace place = place_of(a_, table_, bag_of(a_, payload));
+      t_.rows[i] = place.gradient;
+      t_.factors[i] = ones_;
+      t_.coefficients[i] = a_.coefficients ? a_.coefficients[payload] : 1.0f;
+      if (place.part->combine == Combine::kMult) multiply(*place.part, a_.bags.id(a_.first_id + payload), i);
+    }
+    for (int64_t i = 0; t_.far && i < count; ++i) prefetch_bytes(t_.factors[i], D_ * 4);
+    for (int64_t i = 0; i < count && i < kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
+  }
+  // By the rows of the id's other parts. A second one needs the product with the first in memory.
+  void multiply(const Part& own, int64_t id, int64_t i) {
+    const int64_t first = a_.bags.first_part(own.number), count = a_.bags.first_part(own.number + 1) - first;
+    const Part* parts = a_.parts + first;
+    float* row = rows_ + i * D_;
+    if (count > 2) {
+      multiply_by_others(parts, count, &own, a_.weights, id, t_.rows[i], held_, row);
+      t_.rows[i] = row;
+      return;
+    }
+    const Part& other = parts[parts == &own ? 1 : 0];
+    t_.factors[i] = row_of_part(other, a_.weights, id, row);
+    t_.far = t_.far || is_far(other);
+  }
+
+  const RunArgs& a_;
+  const TableRuns& table_;
+  int64_t D_;
+  float *ones_ = nullptr, *held_ = nullptr, *rows_ = nullptr;  // [D], [D], [kChunk, D]
+  int64_t first_ = 0, last_run_ = 0;
+  Products t_;
+};
+
+// Of a multiplied table.
+void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  ProductRuns runs(a, table, scratch);
+  for (int64_t r = begin; r < end; ++r)
+    if (table.starts[r + 1] - table.starts[r] <= kChunk)
+      runs.sum_run(r, end, table.sums + r * table.part->embedding_dim);
+}
+
+// Chunks [begin, end), all of one table, of occurrences.
+void sum_chunks_of_table(const RunArgs& a, const ChunkSum* chunks, int64_t begin, int64_t end) {
+  const TableRuns& table = *chunks[begin].table;
+  TermsInOrder terms(a, table, chunks[end - 1].first + chunks[end - 1].count);
+  for (int64_t i = begin; i < end; ++i)
+    sum_terms(terms.take(chunks[i].first, chunks[i].count), table.part->embedding_dim, chunks[i].out);
+}
+
+void sum_chunks(const RunArgs& a, const ChunkSum* chunks, float* scratch, int64_t begin, int64_t end) {
+  TermsOfPartials terms;
+  for (int64_t i = begin, next; i < end; i = next) {
+    const ChunkSum& c = chunks[i];
+    const int64_t D = c.table->part->embedding_dim;
+    next = i + 1;
+    if (c.partials) {
+      sum_terms(terms.take(c.partials, c.count, D), D, c.out);
+    } else if (c.table->multiplied) {
+      ProductRuns(a, *c.table, scratch).sum(c.first, c.count, c.out);
+    } else {
+      while (next < end && chunks[next].table == c.table && !chunks[next].partials) ++next;
+      sum_chunks_of_table(a, chunks, i, next);
+    }
+  }
+}
+
+// for_blocks of a row that fits in the registers: sum, statistic and target without touching memory between.
+template <class Target>
+struct FinishNarrow {
+  Target& target;
+  const Terms& terms;
+  int64_t row, run;
+  float inverse_scale;
+
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void block(int64_t column, int tail) const {
+    Vec g[NV];
+    sum_columns<NV, kTail>(terms, column, tail, g);
+    if (inverse_scale != 1.0f)
+      for (int v = 0; v < NV; ++v) g[v] = g[v] * Vec::broadcast(inverse_scale);
+    // Zero times an infinite coefficient has made the absent lanes NaN.
+    if (kTail && Target::kNeedsMeanSquare) g[NV - 1] = g[NV - 1].first(tail);
+    const float mean_square =
+        Target::kNeedsMeanSquare ? square_sum<NV>(g, target.D) / static_cast<float>(target.D) : 0.0f;
+    Target::template put<NV, kTail>(target.open(row, run, mean_square), column, g, tail);
+    target.close(row);
+  }
+};
+
+// for_blocks of a wide row: from the scratch row, summed before, to the target.
+template <class Target, class Row>
+struct PutFrom {
+  const float* scratch;
+  const Row& row;
+
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE void block(int64_t column, int tail) const {
+    Vec g[NV];
+    load_row<NV, kTail>(scratch + column, tail, g);
+    Target::template put<NV, kTail>(row, column, g, tail);
+  }
+};
+
+template <class Target>
+void finish_wide(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
+  const int64_t D = target.D;
+  sum_scaled(terms, D, inverse_scale, scratch);
+  const float mean_square = Target::kNeedsMeanSquare ? row_dot(scratch, scratch, D) / static_cast<float>(D) : 0.0f;
+  const auto opened = target.open(row, run, mean_square);
+  for_blocks(D, PutFrom<Target, decltype(opened)>{scratch, opened});
+  target.close(row);
+}
+
+template <class Target>
+void finish_row(Target& target, const Terms& terms, int64_t row, int64_t run, float inverse_scale, float* scratch) {
+  if (target.takes_whole_rows()) {
+    sum_scaled(terms, target.D, inverse_scale, scratch);
+    target.update(row, scratch);
+    return;
+  }
+  if constexpr (!Target::kElementwise) {
+    if (target.D <= kBlock) for_blocks(target.D, FinishNarrow<Target>{target, terms, row, run, inverse_scale});
+    else finish_wide(target, terms, row, run, inverse_scale, scratch);
+  }
+}
+
+// The first long run at or behind `run`, which counts over all tables.
+const LongRun* first_long_run(const RunArgs& a, int64_t run) {
+  int64_t low = 0, high = a.num_long_runs;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (a.long_runs[middle].run < run) low = middle + 1;
+    else high = middle;
+  }
+  return a.long_runs + low;
+}
+
+// Runs [begin, end) of a table in order. The memory of rows to come is fetched kAhead runs before their turn.
+template <class Target>
+void finish_runs(const RunArgs& a, Target target, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const int64_t D = target.D;
+  for (int64_t r = begin; r < end && r < begin + 2 * kAhead; ++r) target.announce(key_of(a, table.starts[r]));
+  for (int64_t r = begin; r < end && r < begin + kAhead; ++r) target.prefetch(key_of(a, table.starts[r]));
+  const LongRun* next_long = first_long_run(a, table.first_run + begin);
+  ProductRuns products(a, table, scratch + scratch_floats(D));
+  TermsInOrder in_order(a, table, table.starts[end]);
+  TermsOfPartials of_partials;
+  const auto terms_of = [&](int64_t r, int64_t start, int64_t count) {
+    if (count > kChunk) {
+      ++next_long;
+      return of_partials.take(next_long[-1].partials, next_long[-1].count, D);
+    }
+    if (table.sums) return of_partials.take(table.sums + r * D, 1, D);
+    if (!table.multiplied) return in_order.take(start, count);
+    float* sum = scratch + scratch_floats(D) + scratch_factors(D) - D;
+    products.sum_run(r, end, sum);
+    return of_partials.take(sum, 1, D);
+  };
+  for (int64_t r = begin; r < end; ++r) {
+    if (r + 2 * kAhead < end) target.announce(key_of(a, table.starts[r + 2 * kAhead]));
+    if (r + kAhead < end) target.prefetch(key_of(a, table.starts[r + kAhead]));
+    const int64_t start = table.starts[r], row = target.select(key_of(a, start));
+    finish_row(target, terms_of(r, start, table.starts[r + 1] - start), row, r, a.inverse_scale, scratch);
+  }
+  target.flush();
+}
+
+// Gradients that are returned: dense, a row's at its place in the table's, or sparse, beside the number of their row.
+void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  const Part& f = *table.part;
+  StoredGradients target{f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset), nullptr};
+  if (t.rows) {
+    target.gradients = reinterpret_cast<float*>(t.weights) + table.first_float;
+    target.rows = t.rows + table.first_run;
+  }
+  finish_runs(a, target, table, scratch, begin, end);
+}
+
+// Of the table's first row; null stays null.
+float* state_of(const RowTarget& t, const TableRuns& table) {
+  return t.update.state.sum ? t.update.state.sum + table.part->row_offset : nullptr;
+}
+
+// Whether the table's rows are floats where they lie, and none of them may be in a cache.
+bool is_plain(const RunArgs& a, const RowTarget& t, const Part& f) {
+  const bool cached = t.cache.tags && t.cache.places[&f - a.parts].sets > 0;
+  return f.format == RowFormat::kFp32 && !cached;
+}
+FloatRows float_rows(const RowTarget& t, const Part& f) {
+  return {f.embedding_dim, reinterpret_cast<float*>(t.weights + f.weight_offset)};
+}
+KeptRows kept_rows(const RunArgs& a, const RowTarget& t, const Part& f, float* scratch) {
+  return {f, t, &f - a.parts, scratch + scratch_held(f.embedding_dim)};
+}
+
+template <class Optimizer>
+void update(const RunArgs& a, const RowTarget& t, const Optimizer& optimizer, const TableRuns& table, float* scratch,
+            int64_t begin, int64_t end) {
+  const Part& f = *table.part;
+  const int64_t D = f.embedding_dim;
+  const float* sum = state_of(t, table);
+  if (is_plain(a, t, f))
+    finish_runs(a, UpdateTarget<Optimizer, FloatRows>{D, optimizer, t.update, sum, float_rows(t, f)}, table, scratch,
+                begin, end);
+  else
+    finish_runs(a, UpdateTarget<Optimizer, KeptRows>{D, optimizer, t.update, sum, kept_rows(a, t, f, scratch)}, table,
+                scratch, begin, end);
+}
+
+void sgd(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
+  update(a, t, Sgd{*t.update.lr}, table, scratch, begin, end);
+}
+
+void rowwise_adagrad(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
+                     int64_t end) {
+  update(a, t, RowwiseAdagrad{*t.update.lr, t.update.eps, state_of(t, table)}, table, scratch, begin, end);
+}
+
+void elementwise(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* scratch, int64_t begin,
+                 int64_t end) {
+  const Part& f = *table.part;
+  const int64_t D = f.embedding_dim, first = t.update.records[table.part - a.parts].state_offset;
+  const Elementwise o = elementwise_of(t.update);
+  OptimizerState state = t.update.state;
+  if (state.sum) state.sum = state.moment(state.sum, first);
+  if (state.exp_avg) state.exp_avg = state.moment(state.exp_avg, first);
+  if (o.needs_mean_square()) state.exp_avg_sq += f.row_offset;
+  else if (state.exp_avg_sq) state.exp_avg_sq = state.moment(state.exp_avg_sq, first);
+  const MomentRows moments{D, state, t, f.shard, scratch + scratch_moments(D)};
+  if (is_plain(a, t, f))
+    finish_runs(a, ElementwiseTarget<FloatRows>{D, o, t.update.gradient_step, moments, float_rows(t, f)}, table,
+                scratch, begin, end);
+  else
+    finish_runs(a, ElementwiseTarget<KeptRows>{D, o, t.update.gradient_step, moments, kept_rows(a, t, f, scratch)},
+                table, scratch, begin, end);
+}
+
+}  // namespace
+}  // namespace RK_ISA
+
+template <>
+const EmbeddingBagBackwardKernels EmbeddingBagBackwardKernels::table<CpuIsa::RK_ISA> = {
+    RK_ISA::sum_chunks, RK_ISA::sum_runs, RK_ISA::store, RK_ISA::sgd, RK_ISA::rowwise_adagrad, RK_ISA::elementwise};
+
+}  // namespace rec_kernels

@@ -1,0 +1,42 @@
+// What lookups and the gradient of per_sample_weights know of bags.
+#pragma once
+
+#include "embedding_bag/cpu/forward.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// The row of an id that is out of range or padding: as a padding_idx, it is left out.
+constexpr int64_t kLeftOut = -2;
+
+// Ids between a row's prefetch and its use: about 8 KiB of rows in flight covers DRAM latency at D = 128; more evicts
+// them again from the first-level cache before they are used.
+RK_HOST_DEVICE int64_t prefetch_distance(int64_t row_bytes) {
+  const int64_t rows = 8192 / row_bytes;
+  return rows < 8 ? 8 : (rows > 64 ? 64 : rows);
+}
+
+inline bool offsets_good(const Bags& bags, int64_t begin, int64_t end, Bounds* bounds) {
+  const int64_t bad = bags.bad_offset(begin, end);
+  if (bad < bounds->position) bounds->position = bad;
+  return bad == kNoBadPosition;
+}
+
+// body(parts of a feature, how many, its bags [from, to))
+template <class Body>
+void by_feature(const Bags& bags, const Part* parts, int64_t begin, int64_t end, const Body& body) {
+  while (begin < end) {
+    const int64_t feature = bags.feature_of(begin), next = bags.first_bag(feature + 1);
+    const int64_t stop = next < end ? next : end, part = bags.first_part(feature);
+    body(parts + part, bags.first_part(feature + 1) - part, begin, stop);
+    begin = stop;
+  }
+}
+
+RK_HOST_DEVICE void note_bad(Bounds* bounds, int64_t position) {
+  if (position < bounds->position) bounds->position = position;
+  ++bounds->skipped;
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,31 @@
+// Plain-pointer forward kernels of embedding_bag, one table of them per instruction set (core/cpu/isa.h), and the
+// structs that the driver (embedding_bag.cpp) fills for them.
+#pragma once
+
+#include "core/cpu/isa.h"
+#include "embedding_bag/bags.h"
+
+namespace rec_kernels {
+
+// What one worker found out of range. `position` as in BadPosition (embedding_bag/embedding_bag.h), the smallest.
+struct Bounds {
+  int64_t position = kNoBadPosition;
+  int64_t skipped = 0;
+};
+
+struct PoolArgs : Lookup {
+  const Part* parts;
+  const TablePart* records;  // of the parts; null: one table without a layout
+};
+
+struct EmbeddingBagKernels {
+  // Pools bags [begin, end) of all F * B.
+  void (*pool)(const PoolArgs&, int64_t begin, int64_t end, Bounds*);
+  // out[i] = gradient of per_sample_weights[i] for the ids of bags [begin, end).
+  void (*weight_gradient)(const PoolArgs&, const float* grad, float* out, int64_t begin, int64_t end, Bounds*);
+
+  template <CpuIsa>
+  static const EmbeddingBagKernels table;
+};
+
+}  // namespace rec_kernels

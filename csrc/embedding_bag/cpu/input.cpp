@@ -1,0 +1,157 @@
+#include "embedding_bag/cpu/input.h"
+
+#include <algorithm>
+
+#include "jagged/cpu/jagged.h"
+
+namespace rec_kernels {
+namespace {
+
+// Whether part i is the only one of its feature.
+bool is_alone(const Layout& layout, int64_t i) {
+  const int64_t f = layout.parts[i].feature;
+  return part_start(layout.parts, f + 1, layout.sizes, layout.num_parts) - layout.parts[f].part_start == 1;
+}
+
+// `own_rows`: every bag has a row of the output, whose columns start with the feature's.
+std::unique_ptr<Part[]> read_parts(const Layout& layout, const LayoutLimits& limits, bool own_rows) {
+  std::unique_ptr<Part[]> parts(new Part[static_cast<size_t>(layout.num_parts)]);
+  for (int64_t i = 0; i < layout.num_parts; ++i) {
+    const LayoutFault fault = fault_of(layout.parts, i, layout.sizes, limits);
+    if (fault != LayoutFault::kNone) throw_layout_fault(layout, limits, i, fault);
+  }
+  for (int64_t i = 0; i < layout.num_parts; ++i) {
+    parts[i] = Part::of(layout.parts[i], is_alone(layout, i));
+    if (own_rows) parts[i].output_offset = layout.parts[i].part_column;
+  }
+  return parts;
+}
+
+void check_bag_starts(const Bags& b) {
+  const int64_t* starts = b.starts;
+  check_value(starts[0] == 0, "bag_starts[0] = ", starts[0], " must be 0");
+  for (int64_t f = 1; f <= b.num_features; ++f)
+    check_value(starts[f] >= starts[f - 1], "bag_starts[", f, "] = ", starts[f], " is below the one before it, ",
+                starts[f - 1]);
+  check_value(starts[b.num_features] == b.num_bags, "bag_starts[", b.num_features, "] = ", starts[b.num_features],
+              " must be ", b.num_bags, ", the number of bags that offsets describe");
+}
+
+// Of features in groups, whose bags samples share, and of the others.
+void check_shared_bags(const BagInput& in) {
+  const Bags& b = in.bags;
+  std::vector<int64_t> first_of(static_cast<size_t>(in.inverse->size(0)), -1);
+  const auto count = [&](int64_t f) { return b.starts[f + 1] - b.starts[f]; };
+  for (int64_t f = 0; f < b.num_features; ++f) {
+    const int64_t group = b.groups[f];
+    if (group < 0) {
+      check_value(count(f) == b.batch, "bag_starts: feature ", f, " has ", count(f), " bags, and must have ", b.batch,
+                  ", one for each sample of inverse: it is in no group");
+      continue;
+    }
+    int64_t& first = first_of[static_cast<size_t>(group)];
+    check_value(count(f) <= b.batch, "bag_starts: feature ", f, " has ", count(f), " bags, and inverse only ", b.batch,
+                " samples that could have them");
+    check_value(first < 0 || count(f) == count(first), "bag_starts: feature ", f, " has ", count(f), " bags, and must ",
+                "have as many as feature ", first, ", ", first < 0 ? 0 : count(first), ": both are in group ", group);
+    if (first < 0) first = f;
+  }
+  const auto* inverse = in.inverse->const_data_ptr<int64_t>();
+  for (size_t g = 0; g < first_of.size(); ++g) {
+    if (first_of[g] < 0) continue;
+    const int64_t* numbers = inverse + static_cast<int64_t>(g) * b.batch;
+    const int64_t limit = count(first_of[g]);
+    const int64_t i = first_bad(b.batch, [numbers, limit](int64_t at) { return is_outside(numbers[at], limit); });
+    if (i != kNoBadPosition)
+      throw std::out_of_range(join("inverse[", g, ", ", i, "] = ", numbers[i], " is out of range: it must be in [0, ",
+                                   limit, "), the bags of feature ", first_of[g], ", which is in group ", g));
+  }
+}
+
+// Raises what is wrong with the one offset of a call without bags, which no kernel reads.
+void check_only_offset(const BagInput& in) {
+  if (in.bags.num_bags > 0) return;
+  Bounds bounds;
+  bounds.position = in.bags.bad_offset(0, 0);
+  in.raise(bounds);
+}
+
+}  // namespace
+
+BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits) {
+  check_bags(bags, layout);
+  const bool own_rows = bags.have_own_rows();
+  const LayoutSizes& sizes = layout.sizes;
+  BagInput in{as_contiguous(bags.values),
+              as_contiguous(bags.offsets),
+              as_contiguous(bags.per_sample_weights),
+              read_parts(layout, limits, own_rows),
+              layout.parts,
+              sizes.num_features,
+              layout.num_parts,
+              sizes.num_rows,
+              own_rows ? sizes.widest_feature : sizes.output_dim,
+              sizes.max_embedding_dim,
+              (sizes.flags & kMultiplies) != 0,
+              sizes.cache_ways,
+              Bags{},
+              parse_bag_options(bags.padding_idx, bags.bounds_check).raise,
+              as_contiguous(bags.inverse)};
+  in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
+                                   bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
+                      layout);
+  if (in.bags.starts) check_bag_starts(in.bags);
+  if (bags.groups) {
+    in.bags.groups = bags.groups->data();
+    check_shared_bags(in);
+  }
+  check_only_offset(in);
+  return in;
+}
+
+BagInput read_bags(const OneTableBags& bags, const Part& table) {
+  check_bags(bags);
+  BagInput in{as_contiguous(bags.values),
+              as_contiguous(bags.offsets),
+              as_contiguous(bags.per_sample_weights),
+              std::make_unique<Part[]>(1),
+              nullptr,
+              1,
+              1,
+              table.num_embeddings,
+              table.embedding_dim,
+              table.embedding_dim,
+              false,
+              0,
+              Bags{},
+              parse_bag_options(bags.padding_idx, bags.bounds_check).raise,
+              std::nullopt};
+  in.parts[0] = table;
+  in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
+                                   bags.padding_idx, bags.bounds_check});
+  check_only_offset(in);
+  return in;
+}
+
+void BagInput::raise(const Bounds& bounds) const {
+  const int64_t position = bounds.position;
+  if (position == kNoBadPosition) return;
+  if (position < 0) {
+    // Every worker stops at a bad offset of its own: name the first of all.
+    const int64_t first = bags.bad_offset(0, bags.num_bags), i = -1 - first, bag = i > 0 ? i - 1 : 0;
+    const int64_t feature = bags.num_bags ? bags.feature_of(bag) : 0;
+    throw_bad_position(
+        {first, feature, bag - bags.first_bag(feature), bags.offset(i), bags.num_ids, i > 0 ? bags.offset(i - 1) : 0});
+  }
+  if (!raises) return;
+  int64_t low = 0, high = bags.num_bags;  // the last bag that starts at or before the position
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (bags.offset(middle) <= position ? low : high) = middle;
+  }
+  const int64_t feature = bags.feature_of(low);
+  throw_bad_position({position, feature, low - bags.first_bag(feature), bags.id(position),
+                      parts[bags.first_part(feature)].id_limit, 0});
+}
+
+}  // namespace rec_kernels

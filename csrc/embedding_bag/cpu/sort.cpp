@@ -1,0 +1,302 @@
+#include "embedding_bag/cpu/sort.h"
+
+#include <algorithm>
+
+#include "core/cpu/parallel.h"
+#include "core/cpu/radix_sort.h"
+
+namespace rec_kernels {
+namespace {
+
+// A table with fewer occurrences is sorted by one thread: meeting others several times costs more.
+constexpr int64_t kAlone = 32768;
+
+bool same_table(const Part& a, const Part& b) {
+  return a.row_offset == b.row_offset && a.weight_offset == b.weight_offset && a.num_embeddings == b.num_embeddings &&
+         a.embedding_dim == b.embedding_dim && a.format == b.format && a.shard == b.shard;
+}
+
+// The parts that read a table, and its slice of the entries.
+struct Table {
+  int64_t first, last;  // of Plan::parts
+  int64_t begin, count;
+};
+
+// The parts in the order of their tables, and the tables.
+struct Plan {
+  std::vector<int64_t> parts;
+  std::vector<Table> tables;
+};
+
+// The parts by their rows.
+std::vector<int64_t> parts_by_row(const BagInput& in) {
+  std::vector<int64_t> sorted(static_cast<size_t>(in.num_parts));
+  for (int64_t i = 0; i < in.num_parts; ++i) sorted[static_cast<size_t>(i)] = in.records ? in.records[i].by_row : i;
+  return sorted;
+}
+
+Plan plan_tables(const BagInput& in) {
+  Plan plan{parts_by_row(in), {}};
+  int64_t entry = 0;
+  for (int64_t i = 0; i < in.num_parts; ++i) {
+    const int64_t p = plan.parts[static_cast<size_t>(i)], f = in.parts[p].number;
+    if (i == 0 || !same_table(in.parts[p], in.parts[plan.parts[static_cast<size_t>(i - 1)]]))
+      plan.tables.push_back({i, i, entry, 0});
+    Table& table = plan.tables.back();
+    const int64_t count =
+        in.parts[p].frozen ? 0 : in.bags.offset(in.bags.first_bag(f + 1)) - in.bags.offset(in.bags.first_bag(f));
+    table.last = i + 1;
+    table.count += count;
+    entry += count;
+  }
+  return plan;
+}
+
+// Ids between the prefetch of a slot's tag and its use.
+constexpr int64_t kAhead = 16;
+
+// Writes, sorts and cuts into runs the occurrences of one table at a time.
+class TableSorter {
+ public:
+  TableSorter(const BagInput& in, const Plan& plan, const CachedKeys& cached, Occurrences* out)
+      : in_(in), plan_(plan), cached_(cached), out_(*out) {
+    out_.entries = Scratch<uint64_t>(out_.count);
+    out_.other = Scratch<uint64_t>(out_.count + static_cast<int64_t>(plan.tables.size()));
+    base_ = in.bags.num_bags ? in.bags.offset(0) : 0;
+  }
+
+  // Returns the first bad position.
+  int64_t sort(int64_t number, int64_t workers) const {
+    const Table& table = plan_.tables[static_cast<size_t>(number)];
+    const Part& first = part(table.first);
+    const int64_t keys = cached_.slots_of(part_of(first)) + first.num_embeddings;
+    const RowSort sort(table.count, bit_width(static_cast<uint64_t>(keys)), out_.payload_bits);
+    uint64_t *sorted = out_.entries.get() + table.begin, *other = out_.other.get() + table.begin + number;
+    Bounds bounds;
+    write(table, sort.first_buffer(sorted, other), workers, &bounds);
+    if (bounds.position < 0) return bounds.position;  // of an offset: the entries make no sense
+    sort.sort(sorted, other, workers);
+    TableRuns& runs = out_.tables[static_cast<size_t>(number)];
+    auto* starts = reinterpret_cast<int64_t*>(other);  // one more than there are entries
+    runs.part = &first;
+    runs.starts = starts;
+    runs.first_bag = in_.bags.first_bag(first.number);
+    runs.num_bags = in_.bags.first_bag(first.number + 1) - runs.first_bag;
+    for (int64_t place = table.first; place < table.last; ++place)
+      runs.multiplied = runs.multiplied || part(place).combine == Combine::kMult;
+    runs.num_runs = find_runs(sorted, table.count - bounds.skipped, out_.payload_bits, table.begin, starts, workers);
+    return bounds.position;
+  }
+
+ private:
+  int64_t part_of(const Part& f) const { return &f - in_.parts.get(); }
+  const Part& part(int64_t place) const { return in_.parts[plan_.parts[static_cast<size_t>(place)]]; }
+
+  void write(const Table& table, uint64_t* entries, int64_t workers, Bounds* all) const {
+    for (int64_t place = table.first; place < table.last; ++place) {
+      const int64_t f = part(place).number, first_bag = in_.bags.first_bag(f);
+      const int64_t B = in_.bags.first_bag(f + 1) - first_bag;
+      if (part(place).frozen) {
+        all->position = std::min(all->position, in_.bags.bad_offset(first_bag, first_bag + B));
+        continue;
+      }
+      const int64_t first = in_.bags.offset(first_bag), last = in_.bags.offset(first_bag + B);
+      std::vector<Bounds> bounds(static_cast<size_t>(workers));
+      parallel_pieces(B, ceil_div(B, 8 * workers), workers, [&](int64_t begin, int64_t end, int64_t worker) {
+        write_bags(first_bag + begin, first_bag + end, part(place), {entries, first, last},
+                   &bounds[static_cast<size_t>(worker)]);
+      });
+      for (const Bounds& b : bounds) {
+        all->position = std::min(all->position, b.position);
+        all->skipped += b.skipped;
+      }
+      entries += last - first;
+    }
+  }
+
+  // Where the entries of a feature go: that of position i of [first, last) to at[i - first].
+  struct Destination {
+    uint64_t* at;
+    int64_t first, last;
+  };
+
+  void write_bags(int64_t begin, int64_t end, const Part& f, Destination entries, Bounds* bounds) const {
+    // Entries are written where the offsets say: none may lead out of the feature's own.
+    const bool inside = in_.bags.offset(begin) >= entries.first && in_.bags.offset(end) <= entries.last;
+    const int64_t bad_offset = inside ? in_.bags.bad_offset(begin, end) : -1 - begin;
+    if (bad_offset != kNoBadPosition) {
+      bounds->position = std::min(bounds->position, bad_offset);
+      return;
+    }
+    // Once for a feature: another part may be another thread's.
+    if (out_.bag_of && &f == in_.parts.get() + in_.bags.first_part(f.number)) {
+      write_bags_of_ids(begin, end);
+      if (out_.coefficients) write_coefficients(begin, end, f);
+    }
+    if (in_.bags.ids64) write_entries(static_cast<const int64_t*>(in_.bags.ids), begin, end, f, entries, bounds);
+    else write_entries(static_cast<const int32_t*>(in_.bags.ids), begin, end, f, entries, bounds);
+  }
+
+  template <class Id>
+  void write_entries(const Id* ids, int64_t begin, int64_t end, const Part& part, Destination entries,
+                     Bounds* bounds) const {
+    const int64_t rows = part.num_embeddings;
+    if (cached_.slots_of(part_of(part)) == 0) {
+      if (!part.partitioned)
+        return write_keys(ids, begin, end, part, rows, entries, bounds, [](int64_t id, int64_t) { return id; });
+      const Part f = part;
+      return write_keys(ids, begin, end, part, rows, entries, bounds, [f](int64_t id, int64_t) { return f.row(id); });
+    }
+    const CachePlace place = cached_.cache.places[part_of(part)];
+    const CacheView cache = cached_.cache;
+    const Part f = part;
+    const int64_t num_slots = cached_.slots_of(part_of(part)), last = entries.last;
+    const int64_t* before = cached_.before;
+    write_keys(ids, begin, end, part, num_slots + rows, entries, bounds, [=](int64_t id, int64_t i) {
+      if (before && i + kAhead < last && before[i + kAhead] >= 0) __builtin_prefetch(cache.tags + before[i + kAhead]);
+      const int64_t slot = cache.slot_of(place, f.row_offset + f.row(id), before ? before[i] : -1);
+      return slot >= 0 ? slot - place.first * cache.ways : num_slots + f.row(id);
+    });
+  }
+
+  // key(id, position) is below num_keys, with which what is left out sorts behind every key.
+  template <class Id, class Key>
+  void write_keys(const Id* ids, int64_t begin, int64_t end, const Part& f, int64_t num_keys, Destination entries,
+                  Bounds* bounds, const Key& key) const {
+    const Bags bags = in_.bags;  // copies, which the stores below cannot change
+    const int64_t limit = f.id_limit, padding = bags.padding_idx;
+    const int64_t base = base_;
+    const int bits = out_.payload_bits;
+    const bool by_bag = !out_.bag_of, check = bags.check_ids;
+    Bounds found = *bounds;
+    for (int64_t bag = begin, start = bags.offset(begin); bag < end; ++bag) {
+      const int64_t stop = bags.offset(bag + 1);
+      for (int64_t i = start; i < stop; ++i) {
+        const int64_t id = static_cast<int64_t>(ids[i]);
+        const bool in_range = !check || static_cast<uint64_t>(id) < static_cast<uint64_t>(limit);
+        int64_t own = num_keys;
+        if (__builtin_expect(in_range && id != padding, 1)) {
+          own = key(id, i);
+        } else {
+          if (!in_range) found.position = std::min(found.position, i);
+          ++found.skipped;
+        }
+        entries.at[i - entries.first] =
+            static_cast<uint64_t>(own) << bits | static_cast<uint64_t>(by_bag ? bag : i - base);
+      }
+      start = stop;
+    }
+    *bounds = found;
+  }
+
+  void write_bags_of_ids(int64_t begin, int64_t end) const {
+    for (int64_t bag = begin; bag < end; ++bag)
+      for (int64_t i = in_.bags.offset(bag); i < in_.bags.offset(bag + 1); ++i)
+        out_.bag_of[i - base_] = static_cast<uint32_t>(bag);
+  }
+
+  void write_coefficients(int64_t begin, int64_t end, const Part& f) const {
+    const Bags& bags = in_.bags;
+    for (int64_t bag = begin; bag < end; ++bag) {
+      const int64_t start = bags.offset(bag), stop = bags.offset(bag + 1);
+      int64_t counted = 0;
+      for (int64_t i = start; i < stop; ++i) {
+        const int64_t id = bags.id(i);
+        counted += bags.in_range(id, f) && id != bags.padding_idx;
+      }
+      const float each = f.mean && counted ? 1.0f / static_cast<float>(counted) : 1.0f;
+      for (int64_t i = start; i < stop; ++i)
+        out_.coefficients[i - base_] = bags.per_sample_weights ? bags.per_sample_weights[i] * each : each;
+    }
+  }
+
+  const BagInput& in_;
+  const Plan& plan_;
+  const CachedKeys& cached_;
+  Occurrences& out_;
+  int64_t base_;
+};
+
+// How an occurrence's bag and coefficient are found from its entry; `ids`: of all bags.
+void choose_payload(const BagInput& in, const CachedKeys& cached, int64_t ids, Occurrences* out) {
+  bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
+  int64_t most_rows = 0;
+  for (int64_t p = 0; p < in.num_parts; ++p) {
+    weighted = weighted || in.parts[p].mean;
+    multiplied = multiplied || in.parts[p].combine == Combine::kMult;
+    most_rows = std::max(most_rows, cached.slots_of(p) + in.parts[p].num_embeddings);
+  }
+  const bool by_id = weighted || multiplied;
+  const int64_t payloads = std::max(by_id ? ids : in.bags.num_bags, int64_t{1});
+  out->payload_bits = bit_width(static_cast<uint64_t>(payloads));
+  check_value(out->payload_bits + bit_width(static_cast<uint64_t>(most_rows)) <= 64, "too many rows (", most_rows,
+              ") and ids (", ids, ") for one call: their numbers must fit in 64 bits together");
+  if (by_id) out->bag_of = Scratch<uint32_t>(ids);
+  if (weighted) out->coefficients = Scratch<float>(ids);
+}
+
+// Tables that would keep one thread busy while the others wait are sorted by all threads together, the rest one to a
+// thread, the longest first.
+int64_t sort_tables(const Plan& plan, int64_t count, const TableSorter& sorter) {
+  std::vector<int64_t> order(plan.tables.size());
+  for (size_t t = 0; t < order.size(); ++t) order[t] = static_cast<int64_t>(t);
+  const auto size = [&](int64_t t) { return plan.tables[static_cast<size_t>(t)].count; };
+  std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return size(a) > size(b); });
+
+  const int64_t workers = workers_for(count, kAlone / 4), tables = static_cast<int64_t>(order.size());
+  int64_t bad = kNoBadPosition, together = 0;
+  for (; workers > 1 && together < tables; ++together) {
+    const int64_t t = order[static_cast<size_t>(together)];
+    if (size(t) < kAlone || size(t) * workers <= count) break;
+    bad = std::min(bad, sorter.sort(t, workers));
+  }
+  std::vector<int64_t> found(static_cast<size_t>(workers), kNoBadPosition);
+  const int64_t alone = tables - together;
+  parallel_pieces(alone, 1, std::min(workers, std::max(alone, int64_t{1})), [&](int64_t i, int64_t, int64_t worker) {
+    int64_t& first = found[static_cast<size_t>(worker)];
+    first = std::min(first, sorter.sort(order[static_cast<size_t>(together + i)], 1));
+  });
+  return std::min(bad, *std::min_element(found.begin(), found.end()));
+}
+
+// kNoBadPosition, or -1 - i when feature f does not start and end (offsets[i]) among the ids, in this order. What lies
+// between is checked where it is read.
+int64_t bad_boundary(const Bags& bags, int64_t f) {
+  const int64_t first = bags.first_bag(f), last = bags.first_bag(f + 1);
+  const int64_t start = bags.offset(first), stop = bags.offset(last);
+  if (start < 0 || start > bags.num_ids) return -1 - first;
+  return stop < start || stop > bags.num_ids ? -1 - last : kNoBadPosition;
+}
+
+}  // namespace
+
+Occurrences sort_occurrences(const BagInput& in, const Tensor& grad, const CachedKeys& cached) {
+  Bounds bounds;
+  for (int64_t f = 0; f < in.num_features && bounds.position == kNoBadPosition; ++f)
+    bounds.position = bad_boundary(in.bags, f);
+  in.raise(bounds);
+  Occurrences out;
+  const Plan plan = plan_tables(in);
+  for (const Table& t : plan.tables) out.count += t.count;
+  choose_payload(in, cached, in.bags.num_bags ? in.bags.offset(in.bags.num_bags) - in.bags.offset(0) : 0, &out);
+  out.tables.resize(plan.tables.size());
+  bounds.position = sort_tables(plan, out.count, TableSorter(in, plan, cached, &out));
+  in.raise(bounds);
+  out.part_tables.resize(static_cast<size_t>(in.num_parts));
+  for (size_t t = 0; t < plan.tables.size(); ++t) {
+    TableRuns& table = out.tables[t];
+    const Part& f = *table.part;
+    if (table.num_bags > 0)
+      table.gradients =
+          in.bags.row_of(table.first_bag, f.number, grad.const_data_ptr<float>(), in.output_dim) + f.output_offset;
+    table.first_run = out.num_runs;
+    table.first_float = out.num_floats;
+    out.num_runs += table.num_runs;
+    out.num_floats += table.num_runs * f.embedding_dim;
+    for (int64_t i = plan.tables[t].first; i < plan.tables[t].last; ++i)
+      out.part_tables[static_cast<size_t>(plan.parts[static_cast<size_t>(i)])] = static_cast<int64_t>(t);
+  }
+  return out;
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,154 @@
+#include "embedding_bag/cpu/sum_rows.h"
+
+#include <algorithm>
+#include <atomic>
+#include <numeric>
+#include <vector>
+
+#include "core/cpu/parallel.h"
+#include "dense/cpu/expand.h"
+#include "embedding_bag/cpu/backward.h"
+#include "jagged/cpu/jagged.h"
+
+namespace rec_kernels {
+namespace {
+
+// Numbers that are worth a worker: it reads all of them, and waits for memory where one of its own rows is touched.
+constexpr int64_t kNumbersPerWorker = 1 << 15;
+
+template <class Integer>
+bool rises(const Integer* numbers, int64_t count, int64_t workers) {
+  std::atomic<bool> so_far{true};
+  parallel_workers(workers, [&](int64_t w) {
+    bool here = true;
+    for (int64_t i = std::max<int64_t>(count * w / workers, 1), end = count * (w + 1) / workers; i < end; ++i)
+      here &= numbers[i] >= numbers[i - 1];
+    if (!here) so_far.store(false, std::memory_order_relaxed);
+  });
+  return so_far.load(std::memory_order_relaxed);
+}
+
+// Where the runs of numbers that rise begin.
+template <class Integer>
+void starts_of_runs(const Integer* numbers, int64_t count, int64_t rows, int64_t workers, int64_t* starts) {
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t begin = count * w / workers, end = count * (w + 1) / workers;
+    for (int64_t i = begin; i < end; ++i)
+      for (int64_t u = i == 0 ? 0 : int64_t{numbers[i - 1]} + 1; u <= int64_t{numbers[i]}; ++u) starts[u] = i;
+  });
+  std::fill(starts + (count == 0 ? 0 : int64_t{numbers[count - 1]} + 1), starts + rows + 1, count);
+}
+
+// A counting sort, which is stable. Samples of a clustered batch need none. A worker has a range of the rows.
+template <class Integer>
+RowOrder sort_by_row(const Integer* numbers, int64_t count, int64_t rows) {
+  RowOrder out{Scratch<int64_t>(rows + 2), {}};
+  int64_t* starts = out.starts.get();
+  const int64_t workers = std::min(workers_for(count, kNumbersPerWorker), std::max<int64_t>(rows, 1));
+  if (rises(numbers, count, workers)) {
+    starts_of_runs(numbers, count, rows, workers, starts);
+    return out;
+  }
+  out.order = Scratch<int64_t>(count);
+  std::vector<int64_t> first_places(static_cast<size_t>(workers) + 1);  // of a range
+  const auto first_row = [&](int64_t w) { return rows * w / workers; };
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t first = first_row(w), end = first_row(w + 1);
+    int64_t own = 0;
+    std::fill(starts + first + 2, starts + end + 2, int64_t{0});
+    for (int64_t i = 0; i < count; ++i) {
+      if (numbers[i] < first || numbers[i] >= end) continue;
+      ++starts[int64_t{numbers[i]} + 2];
+      ++own;
+    }
+    first_places[static_cast<size_t>(w) + 1] = own;
+  });
+  std::partial_sum(first_places.begin(), first_places.end(), first_places.begin());
+  starts[0] = 0;
+  // starts[u + 1] is where the next number u goes, in the end where the next row begins; starts[u + 2] was its count.
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t first = first_row(w), end = first_row(w + 1);
+    starts[first + 1] = first_places[static_cast<size_t>(w)];
+    for (int64_t u = first + 1; u < end; ++u) starts[u + 1] += starts[u];
+    for (int64_t i = 0; i < count; ++i)
+      if (numbers[i] >= first && numbers[i] < end) out.order[starts[int64_t{numbers[i]} + 1]++] = i;
+  });
+  return out;
+}
+
+// Chunks of rows that have more than one, numbered through: row longs[k] has those from first[k] on.
+struct LongRows {
+  std::vector<int64_t> rows, first{0};
+
+  int64_t row_of(int64_t chunk) const {
+    return std::upper_bound(first.begin(), first.end(), chunk) - first.begin() - 1;
+  }
+};
+
+LongRows long_rows(const int64_t* starts, int64_t rows) {
+  LongRows out;
+  for (int64_t u = 0; u < rows; ++u) {
+    const int64_t count = starts[u + 1] - starts[u];
+    if (count <= kChunk) continue;
+    out.rows.push_back(u);
+    out.first.push_back(out.first.back() + ceil_div(count, kChunk));
+  }
+  return out;
+}
+
+// Sums `count` chunk sums by the same rule, in place: a chunk's sum lands on one that has been read.
+void sum_sums(float* sums, int64_t count, int64_t columns, float* out) {
+  const auto sum = kernels<ExpandKernels>().sum_rows;
+  for (; count > kChunk; count = ceil_div(count, kChunk))
+    for (int64_t i = 0; i < count; i += kChunk)
+      sum(sums + i * columns, nullptr, std::min(kChunk, count - i), columns, columns, sums + i / kChunk * columns);
+  sum(sums, nullptr, count, columns, columns, out);
+}
+
+}  // namespace
+
+RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows) {
+  return numbers.wide ? sort_by_row(static_cast<const int64_t*>(numbers.data), count, rows)
+                      : sort_by_row(static_cast<const int32_t*>(numbers.data), count, rows);
+}
+
+void sum_rows(const float* grad, int64_t grad_stride, const RowOrder& sorted, int64_t rows, int64_t columns, float* out,
+              int64_t out_stride) {
+  const int64_t* starts = sorted.starts.get();
+  const LongRows longs = long_rows(starts, rows);
+  const auto kernel = kernels<ExpandKernels>().sum_rows;
+  const auto sum = [&](int64_t place, int64_t count, float* to) {
+    const int64_t* order = sorted.of(place);
+    kernel(order ? grad : grad + place * grad_stride, order, count, columns, grad_stride, to);
+  };
+  const int64_t chunks = longs.first.back(), row_bytes = 4 * columns;
+  Scratch<float> sums(chunks * columns);
+  const int64_t few = 1 + kFewBytes / (kChunk * row_bytes);
+  parallel_pieces(chunks, few, workers_for(chunks, few), [&](int64_t begin, int64_t end, int64_t) {
+    for (int64_t c = begin; c < end; ++c) {
+      const int64_t k = longs.row_of(c), u = longs.rows[static_cast<size_t>(k)];
+      const int64_t place = starts[u] + (c - longs.first[static_cast<size_t>(k)]) * kChunk;
+      sum(place, std::min(kChunk, starts[u + 1] - place), sums.get() + c * columns);
+    }
+  });
+  const int64_t bytes = (starts[rows] + rows) * row_bytes, workers = workers_for(1 + bytes / kFewBytes, 1);
+  const int64_t piece = 1 + rows / pieces_for(bytes, kFewBytes, workers);
+  parallel_pieces(rows, piece, workers, [&](int64_t begin, int64_t end, int64_t) {
+    auto next = std::lower_bound(longs.rows.begin(), longs.rows.end(), begin) - longs.rows.begin();
+    for (int64_t u = begin; u < end; ++u) {
+      float* to = out + u * out_stride;
+      const int64_t count = starts[u + 1] - starts[u];
+      if (count == 0) {
+        std::fill_n(to, columns, 0.0f);
+      } else if (count <= kChunk) {
+        sum(starts[u], count, to);
+      } else {
+        const int64_t first = longs.first[static_cast<size_t>(next)];
+        const int64_t last = longs.first[static_cast<size_t>(++next)];
+        sum_sums(sums.get() + first * columns, last - first, columns, to);
+      }
+    }
+  });
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,309 @@
+// What becomes of the rows' gradients: stored, or an update of the rows.
+#pragma once
+
+#include "embedding_bag/cpu/backward.h"
+#include "rows/cpu/blocks.h"
+#include "rows/cpu/row_formats.h"
+#include "rows/cpu/statistics.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Runs between a row's prefetch and its update.
+constexpr int64_t kAhead = 8;
+
+// A target is what becomes of a row's gradient, for the rows of one table. announce(key) comes long before its run, and
+// prefetch(key) kAhead runs before. open(row, run, mean of g^2) starts a row;
+// put<NV, kTail>(...) takes its columns block by block, close(row) ends it; flush() ends the last one.
+struct StoredGradients {
+  static constexpr bool kElementwise = false, kNeedsMeanSquare = false;
+  int64_t D;
+  float* gradients;  // of the table: dense ones by row, sparse ones by run
+  int64_t* rows;     // of the table's runs; null for dense gradients
+
+  static void announce(int64_t) {}
+  void prefetch(int64_t) const {}
+  static int64_t select(int64_t key) { return key; }
+  float* open(int64_t row, int64_t run, float) const {
+    if (!rows) return gradients + row * D;
+    rows[run] = row;
+    return gradients + run * D;
+  }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE static void put(float* row, int64_t column, const Vec* g, int tail) {
+    store_columns<NV, kTail>(g, row + column, tail);
+  }
+  void close(int64_t) {}
+  void flush() {}
+  static bool takes_whole_rows() { return false; }
+  void update(int64_t, float*) const {}
+};
+
+// Clips the gradient g of a row w, and adds the decay that goes through it.
+inline void take_step(const GradientStep& step, const float* w, int64_t D, float* g) {
+  const GradientStep own = step;  // no store to g changes it
+  RowStep row(own);
+  const auto clip = [&] {
+    for (int64_t c = 0; c < D; ++c) g[c] = row.clipped(g[c]);
+  };
+  if (own.clips_norm()) {
+    clip();
+    row.clip_norm(row_dot(g, g, D));
+  }
+  if (own.clip_value < __builtin_inff() || row.factor != 1.0f) clip();
+  if (row.adds_decay()) add_scaled(own.weight_decay, w, D, g);
+}
+
+// Rows to be updated, of a table whose rows are floats and in no cache: their number is what sorts runs. open(row)
+// gives the row as floats, which close(row) takes back; flush() when all are done.
+struct FloatRows {
+  int64_t D;
+  float* weights;  // of the table
+
+  static int64_t row_of(int64_t key) { return key; }
+  static void announce(int64_t) {}
+  static void select(int64_t) {}
+  void prefetch(int64_t row) const { prefetch_bytes(weights + row * D, D * 4); }
+  RK_HOST_DEVICE float* open(int64_t row) const { return weights + row * D; }
+  void close(int64_t) {}
+  void flush() {}
+};
+
+// Rows of a format: decoded into scratch memory and encoded from there, several at a time.
+struct EncodedRows {
+  int64_t D;
+  int64_t row_bytes;
+  RowFormatKernels::Decode decode;
+  RowFormatKernels::EncodeRows encode;
+  RowRounding rounding;
+  uint8_t* rows;  // of the table
+  float* held;    // rows that wait to be encoded
+  int64_t numbers[kRowsHeld];
+  int64_t count = 0;
+
+  EncodedRows(const Part& f, const RowTarget& t, float* held)
+      : D(f.embedding_dim),
+        row_bytes(f.row_bytes),
+        rounding(t.rounding),
+        rows(t.weights + f.weight_offset),
+        held(held) {
+    const RowFormatKernels& k = RowFormatKernels::table<CpuIsa::RK_ISA>;
+    const auto format = static_cast<int>(f.format);
+    decode = k.decode[format];
+    encode = (t.update.stochastic ? k.stochastic : k.nearest)[format];
+    rounding.noise.shard = f.shard;
+  }
+  void prefetch(int64_t row) const { prefetch_bytes(rows + row * row_bytes, row_bytes); }
+  RK_HOST_DEVICE float* open(int64_t row) const {
+    float* own = held + count * D;
+    decode(rows + row * row_bytes, D, own);
+    return own;
+  }
+  void close(int64_t row) {
+    numbers[count++] = row;
+    if (count == rows_held(D)) flush();
+  }
+  void flush() {
+    if (count == 0) return;
+    encode(held, count, D, rounding, {rows, 0, numbers});
+    count = 0;
+  }
+};
+
+// Rows of a table that has a format, or of which some are in a row cache, and are updated there. Without a cache there
+// are no slots, and keys are rows.
+class KeptRows {
+ public:
+  KeptRows(const Part& f, const RowTarget& t, int64_t part, float* held)
+      : rows_(f, t, held), cache_(t.cache), first_row_(f.row_offset), D_(f.embedding_dim) {
+    if (!t.cache.tags) return;
+    const auto& place = t.cache.places[part];
+    first_slot_ = place.first * t.cache.ways;
+    num_slots_ = place.sets * t.cache.ways;
+    slots_ = t.cache.rows + (place.offset + first_slot_ * D_);
+  }
+
+  // Keys are as in sort.h.
+  int64_t row_of(int64_t key) const {
+    return key < num_slots_ ? cache_.tags[first_slot_ + key] - first_row_ : key - num_slots_;
+  }
+  // Whose state is asked for follows from the tag.
+  void announce(int64_t key) const {
+    if (key < num_slots_) prefetch_line(cache_.tags + first_slot_ + key);
+  }
+  void prefetch(int64_t key) const {
+    if (key < num_slots_) prefetch_bytes(slots_ + key * D_, D_ * 4);
+    else rows_.prefetch(key - num_slots_);
+  }
+  void select(int64_t key) { key_ = key; }
+  RK_HOST_DEVICE float* open(int64_t row) const { return key_ < num_slots_ ? slots_ + key_ * D_ : rows_.open(row); }
+  void close(int64_t row) {
+    if (key_ < num_slots_) cache_.dirty[first_slot_ + key_] = 1;
+    else rows_.close(row);
+  }
+  void flush() { rows_.flush(); }
+
+ private:
+  EncodedRows rows_;
+  CacheView cache_;
+  int64_t first_row_, D_, first_slot_ = 0, num_slots_ = 0;
+  float* slots_ = nullptr;  // the table's first
+  int64_t key_ = 0;         // of the row at hand
+};
+
+// An optimizer that only scales the gradient, by one factor for the row.
+template <class Optimizer, class Rows>
+struct UpdateTarget {
+  static constexpr bool kNeedsMeanSquare = Optimizer::kNeedsMeanSquare;
+  static constexpr bool kElementwise = false;
+  int64_t D;
+  Optimizer optimizer;
+  Update how;
+  const float* sum;  // of the table
+  Rows rows;
+
+  struct Row {
+    float* weights;
+    float factor;
+  };
+  void announce(int64_t key) const { rows.announce(key); }
+  void prefetch(int64_t key) const {
+    rows.prefetch(key);
+    if (kNeedsMeanSquare) prefetch_line(sum + rows.row_of(key));
+  }
+  int64_t select(int64_t key) {
+    rows.select(key);
+    return rows.row_of(key);
+  }
+  RK_HOST_DEVICE Row open(int64_t row, int64_t, float mean_square) const {
+    return {rows.open(row), optimizer.prepare(row, mean_square)};
+  }
+  template <int NV, bool kTail>
+  RK_HOST_DEVICE static void put(const Row& row, int64_t column, const Vec* g, int tail) {
+    Vec w[NV];
+    load_row<NV, kTail>(row.weights + column, tail, w);
+    const Vec factor = Vec::broadcast(row.factor);
+    for (int v = 0; v < NV; ++v) w[v] = Optimizer::update(w[v], g[v], factor);
+    store_columns<NV, kTail>(w, row.weights + column, tail);
+  }
+  void close(int64_t row) { rows.close(row); }
+  void flush() { rows.flush(); }
+
+  // A step between the gradient and the optimizer has the row's gradient g [D] in memory, and overwrites it.
+  bool takes_whole_rows() const { return how.gradient_step.is_active(); }
+  void update(int64_t row, float* g) {
+    float* w = rows.open(row);
+    take_step(how.gradient_step, w, D, g);
+    const float mean_square = kNeedsMeanSquare ? row_dot(g, g, D) / static_cast<float>(D) : 0.0f;
+    const float factor = optimizer.prepare(row, mean_square);
+    if (how.shrinks_weights) add_scaled(how.shrinkage(), w, D, w);
+    add_scaled(factor, g, D, w);
+    rows.close(row);
+  }
+};
+
+// State for every element of a table's rows. open() gives a row's as floats, which close() takes back.
+struct MomentRows {
+  int64_t D;
+  OptimizerState state;  // of the table
+  bool stochastic;
+  RowRounding rounding;
+  float* held;  // [2, D] for rows that are not floats
+
+  MomentRows(int64_t D, const OptimizerState& state, const RowTarget& t, const TableShard& shard, float* held)
+      : D(D), state(state), stochastic(t.update.stochastic), rounding(t.rounding), held(held) {
+    rounding.noise.shard = shard;
+  }
+  void prefetch(int64_t row, bool second_by_row) const {
+    const auto ask = [&](float* moments) {
+      if (moments) prefetch_bytes(state.moment(moments, row * D), D * state.moment_bytes());
+    };
+    ask(state.sum);
+    ask(state.exp_avg);
+    if (second_by_row) prefetch_line(state.exp_avg_sq + row);
+    else ask(state.exp_avg_sq);
+  }
+  // `stream` is that of the moments' noise.
+  float* open(float* moments, uint32_t stream, int64_t row) const {
+    if (!moments || !state.bf16) return moments ? moments + row * D : nullptr;
+    float* own = held + (stream - kFirstMomentStream) * D;
+    kernels().decode[static_cast<int>(RowFormat::kBf16)](place(moments, row), D, own);
+    return own;
+  }
+  void close(float* moments, uint32_t stream, int64_t row) const {
+    if (!moments || !state.bf16) return;
+    RowRounding how = rounding;
+    how.noise.stream = stream;
+    const auto encode = (stochastic ? kernels().stochastic : kernels().nearest)[static_cast<int>(RowFormat::kBf16)];
+    encode(held + (stream - kFirstMomentStream) * D, 1, D, how, {place(moments, row), row, nullptr});
+  }
+
+ private:
+  static const RowFormatKernels& kernels() { return RowFormatKernels::table<CpuIsa::RK_ISA>; }
+  uint8_t* place(float* moments, int64_t row) const {
+    return reinterpret_cast<uint8_t*>(state.moment(moments, row * D));
+  }
+};
+
+// An optimizer with state for every element: from the row's gradient in memory.
+template <class Rows>
+struct ElementwiseTarget {
+  static constexpr bool kElementwise = true;
+  int64_t D;
+  Elementwise optimizer;
+  GradientStep step;
+  MomentRows moments;
+  Rows rows;
+
+  void announce(int64_t key) const { rows.announce(key); }
+  void prefetch(int64_t key) const {
+    rows.prefetch(key);
+    moments.prefetch(rows.row_of(key), optimizer.needs_mean_square());
+  }
+  int64_t select(int64_t key) {
+    rows.select(key);
+    return rows.row_of(key);
+  }
+
+  static bool takes_whole_rows() { return true; }
+  // g [D] is overwritten.
+  void update(int64_t row, float* g) {
+    float* w = rows.open(row);
+    if (step.is_active()) take_step(step, w, D, g);
+    const ElementwiseRegisters<Vec> in_registers(optimizer, row_divisor(row, g),
+                                                 [](float x) { return Vec::broadcast(x); });
+    const OptimizerState& state = moments.state;
+    float* const all_first = optimizer.has_first() ? state.exp_avg : nullptr;
+    float* const all_second = optimizer.has_second() ? (state.sum ? state.sum : state.exp_avg_sq) : nullptr;
+    float* const first = moments.open(all_first, kFirstMomentStream, row);
+    float* const second = moments.open(all_second, kSecondMomentStream, row);
+    const bool at_once = !optimizer.needs_norms(), decays = step.decays_weights();
+    const Vec factor = Vec::broadcast(-optimizer.lr), decay = Vec::broadcast(step.weight_decay);
+    for_vectors(D, [&](int64_t c, int n) {
+      Vec m = first ? load_vector(first + c, n) : Vec{}, v = second ? load_vector(second + c, n) : Vec{};
+      Vec r = in_registers.direction(optimizer.kind, load_vector(g + c, n), &m, &v);
+      if (first) store_vector(m, first + c, n);
+      if (second) store_vector(v, second + c, n);
+      const Vec weights = load_vector(w + c, n);
+      if (decays) r = fused_multiply_add(decay, weights, r);
+      if (at_once) store_vector(fused_multiply_add(factor, r, weights), w + c, n);
+      else store_vector(r, g + c, n);
+    });
+    if (!at_once) add_scaled(optimizer.trusted(row_dot(w, w, D), row_dot(g, g, D)), g, D, w);
+    moments.close(all_first, kFirstMomentStream, row);
+    moments.close(all_second, kSecondMomentStream, row);
+    rows.close(row);
+  }
+  void flush() { rows.flush(); }
+
+ private:
+  float row_divisor(int64_t row, const float* g) const {
+    if (!optimizer.needs_mean_square()) return 1.0f;
+    float* second = moments.state.exp_avg_sq + row;
+    *second = optimizer.row_moment(*second, row_dot(g, g, D) / static_cast<float>(D));
+    return optimizer.row_divisor(*second);
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

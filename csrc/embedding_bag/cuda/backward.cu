@@ -1,0 +1,339 @@
+// Backward of embedding_bag: each row's gradient summed once, in the order of docs/numerics.md, then stored (dense,
+// sparse) or used at once to update the row (fused optimizers). No float atomics, no row is written twice.
+#include "core/boxing.h"
+#include "core/cuda/device_algorithms.h"
+#include "embedding_bag/cuda/shared_rows.cuh"
+#include "embedding_bag/cuda/targets_elementwise.cuh"
+#include "row_cache/cuda/row_cache.cuh"
+#include "rows/optimizers/rowwise_adagrad.h"
+#include "rows/optimizers/sgd.h"
+
+namespace rec_kernels {
+namespace {
+
+struct DenseTarget {
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
+  float* gradient;
+
+  __device__ static bool needs_mean_square() { return false; }
+  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ float open(const Part&, int64_t, int64_t, float) const { return 0.0f; }
+  __device__ float* place(const Part& f, int64_t row, int64_t) const {
+    return gradient + f.weight_offset / 4 + (row - f.row_offset) * f.embedding_dim;
+  }
+  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
+  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
+  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
+};
+
+struct SparseTarget {
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = false;
+  int64_t* rows;               // of each run
+  const int64_t* first_float;  // of each run
+  float* gradients;
+
+  __device__ float open(const Part& f, int64_t row, int64_t run, float) const {
+    rows[run] = row - f.row_offset;
+    return 0.0f;
+  }
+  __device__ static bool needs_mean_square() { return false; }
+  __device__ void expect(const Part&, int64_t, int) const {}
+  __device__ float* place(const Part&, int64_t, int64_t run) const { return gradients + first_float[run]; }
+  __device__ static Vec4 read(const Part&, int64_t, int64_t) { return {}; }
+  __device__ static Vec4 old(const float*, int64_t, int64_t, bool) { return {}; }
+  __device__ static Vec4 updated(const Vec4&, const Vec4& g, float) { return g; }
+};
+
+template <class Optimizer>
+struct UpdateTarget {
+  static constexpr bool kElementwise = false, kEncodes = false, kUpdates = true;
+  RowUpdate u;
+
+  // The row and its state come from memory, after several reads in a row of what to sum: ask for them first.
+  __device__ void expect(const Part& f, int64_t row, int lane) const {
+    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) prefetch(place(f, row, 0) + c);
+    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
+  }
+  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
+    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
+  }
+  __device__ float* place(const Part& f, int64_t row, int64_t) const {
+    return reinterpret_cast<float*>(u.weights + f.weight_offset) + (row - f.row_offset) * f.embedding_dim;
+  }
+  __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
+    const float* w = place(f, row, 0);
+    return load_columns(w, c, f.embedding_dim, rows_aligned(w, f.embedding_dim));
+  }
+  __device__ static Vec4 old(const float* row, int64_t c, int64_t D, bool aligned) {
+    return load_columns(row, c, D, aligned);
+  }
+  __device__ Vec4 updated(Vec4 w, const Vec4& g, float factor) const {
+    if (u.shrinks_weights) w = u.shrunk(w);
+    for (int j = 0; j < 4; ++j) w.v[j] = Optimizer::update(w.v[j], g.v[j], factor);
+    return w;
+  }
+};
+
+__global__ void advance_step_kernel(Skip skip, Update update, int64_t* step, BetaPowers* powers) {
+  if (skip.now()) return;
+  ++*step;
+  if (powers) *powers = update.powers();
+}
+
+SumArgs sum_args(const BagInput& in, const SortedOccurrences& o, const Tensor& grad, const Tensor& weights,
+                 const float* grad_scale, const Skip& skip) {
+  const auto* rows = in.multiplies ? on_gpu(weights, in.values) : nullptr;
+  return {o.runs,  in.parts, rows,    0, in.bags,     grad.const_data_ptr<float>(), in.output_dim, grad_scale, skip,
+          nullptr, nullptr,  nullptr, 0, CachedRuns{}};
+}
+
+// The sums of chunks, which finishing starts from; owns their memory.
+struct ChunkSums {
+  Tensor partials, next, owners;
+};
+
+ChunkSums sum_chunks(const BagInput& in, SumArgs* args, const Tensor& like, cudaStream_t stream) {
+  const int64_t rows = args->runs.most_runs > kChunk || in.multiplies ? args->runs.most_chunks : 0;
+  ChunkSums sums{new_tensor(like, {rows * in.max_dim}, ScalarType::Float),
+                 new_tensor(like, {(rows / kChunksPerNext + 1) * in.max_dim}, ScalarType::Float),
+                 new_tensor(like, {rows * 4}, ScalarType::Byte)};
+  args->partials = sums.partials.mutable_data_ptr<float>();
+  args->next_partials = sums.next.mutable_data_ptr<float>();
+  args->owners = static_cast<uint32_t*>(sums.owners.mutable_data_ptr());
+  args->max_dim = in.max_dim;
+  if (rows == 0) return sums;
+  with_widths(in.max_dim, [&](auto group, auto blocks) {
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    launch(sum_chunks_kernel<G, kBlocks>, blocks_for(args->runs.most_chunks, G), dim3(kThreads), 0, stream, *args);
+  });
+  for (args->format = 0; args->format < in.parts.num_formats && in.multiplies; ++args->format)
+    launch_product_sums(*args, stream);
+  args->format = 0;
+  return sums;
+}
+
+template <class Target>
+void finish_floats(const SumArgs& args, const Target& target, cudaStream_t stream) {
+  with_widths(args.max_dim, [&](auto group, auto blocks) {
+    launch_finish<decltype(group)::value, decltype(blocks)::value>(args, target, stream);
+  });
+}
+
+// Of calls whose tables are floats.
+template <class Target>
+void finish_all(const BagInput& in, SumArgs args, const Target& target, const Tensor& like, cudaStream_t stream) {
+  if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
+  const ChunkSums sums = sum_chunks(in, &args, like, stream);
+  finish_floats(args, target, stream);
+}
+
+// The rows of one format, or those in slots, which are floats.
+void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
+  if (is_elementwise(update.optimizer)) finish_floats(args, ElementwiseTarget<UpdateTarget<Sgd>>{{update}}, stream);
+  else if (update.optimizer == Optimizer::kSgd) finish_floats(args, UpdateTarget<Sgd>{update}, stream);
+  else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
+}
+
+// Where a run's row is in the cache, which is changed there.
+__global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
+  if (a.skip.now()) return;
+  for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
+    const CachePlace place = place_of(cache, a.parts, part_of_run(a.runs, a.bags, run));
+    const auto row = static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]);
+    const int64_t slot = place.sets ? cache.view().slot_of(place, row) : -1;
+    slots[run] = slot;
+    if (slot >= 0) cache.dirty[slot] = 1;
+  }
+}
+
+void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheTensors& cache, const Tensor& like,
+                cudaStream_t stream) {
+  if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
+  const ChunkSums sums = sum_chunks(in, &args, like, stream);
+  const Tensor slots = new_tensor(like, {cache.tags ? args.runs.most_runs : 0}, ScalarType::Long);
+  if (cache.tags) {
+    launch(slots_of_runs_kernel, blocks_for(args.runs.most_runs, 1), dim3(kThreads), 0, stream, args, cache,
+           slots.mutable_data_ptr<int64_t>());
+    args.cache = {slots.const_data_ptr<int64_t>(), false};
+  }
+  for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
+    if (in.parts.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, stream);
+    else update_floats(args, update, stream);
+  }
+  if (!cache.tags) return;
+  args.cache.hot = true;
+  update.weights = reinterpret_cast<uint8_t*>(cache.rows);
+  update_floats(args, update, stream);
+}
+
+// The gradients of the bags that samples share, where the input then says that they are.
+SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cudaStream_t stream) {
+  SharedRows shared(*in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
+  shared.sum(grad.const_data_ptr<float>());
+  in->bags.shared_rows = shared.rows();
+  return shared;
+}
+
+// What a gradient is of: float32 tables in `weights` with a layout, or one table of a shape.
+struct GradientInput {
+  BagInput in;
+  LayoutLimits limits;
+  const Tensor& weights;  // read where rows are multiplied
+};
+
+GradientInput read_gradient(const Tensor& grad, const Tensor& weights, const BagArguments& bags, cudaStream_t stream) {
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_trainable(layout);
+  check_weights(weights, bags.values, layout);
+  check_same_device(grad, bags.values, "grad", "values");
+  BagInput in = read_bags(bags, layout, stream);
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  const LayoutLimits limits = limits_of(in, weights);
+  return {std::move(in), limits, weights};
+}
+
+GradientInput read_gradient(const Tensor& grad, const std::vector<int64_t>& weights_shape, const OneTableBags& bags) {
+  check_same_device(grad, bags.values, "grad", "values");
+  BagInput in = read_bags(bags, read_one_table(weights_shape, parse_pooling(bags.pooling)));
+  check_gradient(grad, bags.values, in.bags.output_rows(), in.output_dim);
+  return {std::move(in), {}, grad};
+}
+
+Tensor dense(const Tensor& grad_in, Sizes shape, GradientInput of, cudaStream_t stream) {
+  const Tensor grad = as_contiguous(grad_in), status = new_status(of.in, of.limits, grad, stream);
+  const SharedRows shared = sum_shared(grad, status, &of.in, stream);
+  const SortedOccurrences o = sort_occurrences(of.in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  Tensor out = new_zeros(grad, shape, ScalarType::Float);
+  const Skip skip{nullptr, status.const_data_ptr<int64_t>(), nullptr, false};
+  finish_all(of.in, sum_args(of.in, o, grad, of.weights, nullptr, skip), DenseTarget{out.mutable_data_ptr<float>()},
+             grad, stream);
+  return out;
+}
+
+Tensor backward_dense(const Tensor& grad, const Tensor& weights, const BagArguments& bags) {
+  const OnDeviceOf device(bags.values);
+  return dense(grad, weights.sizes(), read_gradient(grad, weights, bags, device.stream()), device.stream());
+}
+
+Tensor backward_dense_of_table(const Tensor& grad, const std::vector<int64_t>& shape, const OneTableBags& bags) {
+  const OnDeviceOf device(bags.values);
+  return dense(grad, {shape.data(), shape.size()}, read_gradient(grad, shape, bags), device.stream());
+}
+
+// Columns of each run, and behind the last run nothing; of bad bags nothing either.
+__global__ void __launch_bounds__(kThreads) run_dims_kernel(SumArgs a, const int64_t* status, int64_t* dims) {
+  const int64_t runs = *status < 0 ? 0 : *a.runs.num_runs;
+  for (int64_t r = Group<1>::first(); r <= a.runs.most_runs; r += Group<1>::stride())
+    dims[r] = r < runs ? a.parts[part_of_run(a.runs, a.bags, r)].embedding_dim : 0;
+}
+
+// Runs whose row is below `row`.
+__device__ int64_t runs_below(const Runs& runs, int64_t row) {
+  int64_t low = 0, high = *runs.num_runs;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (static_cast<int64_t>(runs.keys[runs.starts[middle]]) < row) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// What the host has to know of a sparse gradient.
+struct SparseSizes {
+  int64_t status, runs, floats;
+};
+
+// counts: the runs of each part. `dims`: of all runs together.
+__global__ void __launch_bounds__(kThreads) row_counts_kernel(SumArgs a, const int64_t* status, const int64_t* dims,
+                                                              int64_t parts, int64_t* counts, SparseSizes* sizes) {
+  if (Group<1>::first() == 0) *sizes = {*status, *a.runs.num_runs, *dims};
+  if (*status < 0) return;
+  for (int64_t p = Group<1>::first(); p < parts; p += Group<1>::stride()) {
+    const Part table = a.parts[p];
+    counts[p] = runs_below(a.runs, table.row_offset + table.num_embeddings) - runs_below(a.runs, table.row_offset);
+  }
+}
+
+std::tuple<Tensor, Tensor, Tensor> sparse(const Tensor& grad_in, GradientInput of, cudaStream_t stream) {
+  BagInput& in = of.in;
+  const Tensor grad = as_contiguous(grad_in), status = new_status(in, of.limits, grad, stream);
+  const SharedRows shared = sum_shared(grad, status, &in, stream);
+  const SortedOccurrences o = sort_occurrences(in, status.mutable_data_ptr<int64_t>(), grad, stream);
+  const SumArgs args = sum_args(in, o, grad, of.weights, nullptr, {});
+  const int64_t most = o.runs.most_runs, *noted = status.const_data_ptr<int64_t>();
+  Tensor dims = new_tensor(grad, {most + 1}, ScalarType::Long), first = new_tensor(grad, {most + 1}, ScalarType::Long);
+  launch(run_dims_kernel, blocks_for(most + 1, 1), dim3(kThreads), 0, stream, args, noted,
+         dims.mutable_data_ptr<int64_t>());
+  exclusive_sum(dims.const_data_ptr<int64_t>(), first.mutable_data_ptr<int64_t>(), most + 1, grad, stream);
+  Tensor row_counts = new_tensor(grad, {in.num_parts}, ScalarType::Long);
+  const Tensor told = new_tensor(grad, {sizeof(SparseSizes)}, ScalarType::Byte);
+  auto* on_device = static_cast<SparseSizes*>(told.mutable_data_ptr());
+  launch(row_counts_kernel, blocks_for(in.num_parts, 1), dim3(kThreads), 0, stream, args, noted,
+         first.const_data_ptr<int64_t>() + most, in.num_parts, row_counts.mutable_data_ptr<int64_t>(), on_device);
+  // The shape of a sparse gradient is data: this waits for the GPU, once.
+  SparseSizes sizes{};
+  copy_to_host(&sizes, on_device, sizeof sizes, stream);
+  check_value(sizes.status >= 0, "the layout, the offsets or inverse are not valid");
+  Tensor rows = new_tensor(grad, {sizes.runs}, ScalarType::Long);
+  Tensor row_grads = new_tensor(grad, {sizes.floats}, ScalarType::Float);
+  const SparseTarget target{rows.mutable_data_ptr<int64_t>(), first.const_data_ptr<int64_t>(),
+                            row_grads.mutable_data_ptr<float>()};
+  finish_all(in, args, target, grad, stream);
+  return {rows, row_grads, row_counts};
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse(const Tensor& grad, const Tensor& weights,
+                                                   const BagArguments& bags) {
+  const OnDeviceOf device(bags.values);
+  return sparse(grad, read_gradient(grad, weights, bags, device.stream()), device.stream());
+}
+
+std::tuple<Tensor, Tensor, Tensor> backward_sparse_of_table(const Tensor& grad, const std::vector<int64_t>& shape,
+                                                            const OneTableBags& bags) {
+  const OnDeviceOf device(bags.values);
+  return sparse(grad, read_gradient(grad, shape, bags), device.stream());
+}
+
+void backward_fused(const Tensor& weights, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                    const Tensor& grad_in, const BagArguments& bags, const UpdateArguments& fused,
+                    const OptionalTensor& status, const OptionalTensor& grad_scale, const OptionalTensor& found_inf,
+                    const CachedRows& cached, const OptionalTensor& cache_dirty) {
+  const Tensor& values = bags.values;
+  RowUpdate update{read_update(values, sum, step, lr, fused, grad_scale), nullptr};
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, values);
+  update.records = layout.parts;
+  check_weights(weights, values, layout);
+  const OnDeviceOf device(values);
+  const cudaStream_t stream = device.stream();
+  BagInput in = read_bags(bags, layout, stream);
+  check_gradient(grad_in, values, in.bags.output_rows(), in.output_dim);
+  check_row_state(update, in.num_rows);
+  const float* overflow = optional_scalar(found_inf, values, "found_inf");
+  const CacheTensors cache = read_cache({cached.rows, cached.tags, cached.marks, cache_dirty}, layout, values);
+  if (cached.slots) check_slots_of_ids(*cached.slots, values);
+  LayoutLimits limits = limits_of(in, weights, cache);
+  limits.state_elements = update.state_elements;
+  const Tensor grad = as_contiguous(grad_in), own_status = new_status(in, limits, grad, stream);
+  const SharedRows shared = sum_shared(grad, own_status, &in, stream);
+  const SortedOccurrences o = sort_occurrences(in, own_status.mutable_data_ptr<int64_t>(), grad, stream);
+  const Skip skip{optional_status(status, values), own_status.const_data_ptr<int64_t>(), overflow, in.raises};
+  const SumArgs args = sum_args(in, o, grad, weights, update.grad_scale, skip);
+  update.weights = on_gpu(weights, values);
+  update_all(in, args, update, cache, grad, stream);
+  auto* powers = fused.beta_powers ? static_cast<BetaPowers*>(fused.beta_powers->mutable_data_ptr()) : nullptr;
+  launch(advance_step_kernel, dim3(1), dim3(1), 0, stream, skip, static_cast<const Update&>(update),
+         step.mutable_data_ptr<int64_t>(), powers);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
+  implement<&backward_dense>(m, "embedding_bag_backward_dense.layout");
+  implement<&backward_dense_of_table>(m, "embedding_bag_backward_dense.table");
+  implement<&backward_sparse>(m, "embedding_bag_backward_sparse.layout");
+  implement<&backward_sparse_of_table>(m, "embedding_bag_backward_sparse.table");
+  implement<&backward_fused>(m, "embedding_bag_backward_fused_.layout");
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,329 @@
+// How a run's gradient is summed and finished: the kernels of the backward of embedding_bag, for any target.
+//
+// A group of lanes takes a row (a run of sorted occurrences), a lane four neighbouring columns. Rows with more than
+// kChunk occurrences spread over the machine chunk by chunk first. Bytes moved: the gradient of every occurrence read,
+// every touched row and its state read and written once.
+#pragma once
+
+#include "embedding_bag/cuda/sort.cuh"
+#include "embedding_bag/update.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Blocks that look for long runs among the chunks: several for every multiprocessor of a large GPU.
+constexpr int64_t kLongRunBlocks = kMostBlocks < 1024 ? kMostBlocks : 1024;
+
+// The columns of a row of floats; g holds their gradient, which gradient(column, last, read) makes block by block where
+// a row is wider, read(c) being columns c .. c+3 of its weights.
+template <int G, int kBlocks, class Target, class Gradient>
+__device__ __forceinline__ void put_row(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
+                                        const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
+  constexpr int64_t kWidth = kBlocks * 4 * G;
+  const int64_t D = f.embedding_dim;
+  float* out = target.place(f, row, run);
+  const bool aligned = rows_aligned(out, D);
+  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+    if (is_wider<G, kBlocks>(D)) gradient(column, true, [&](int64_t c) { return load_columns(out, c, D, aligned); });
+    // All of them on their way before the first is written: behind a store no load is moved up.
+    Vec4 w[kBlocks];
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) w[k] = target.old(out, column + (k * G + group.lane) * 4, D, aligned);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+      store_columns(out, column + (k * G + group.lane) * 4, D, aligned, target.updated(w[k], g[k], factor));
+  }
+}
+
+template <int G, int kBlocks, class Target, class Gradient>
+__device__ __forceinline__ void put(const Target& target, const Part& f, int64_t row, int64_t run, float factor,
+                                    const Group<G>& group, Vec4 (&g)[kBlocks], const Gradient& gradient) {
+  if constexpr (Target::kEncodes) target.put_row(f, row, factor, group, g, gradient);
+  else put_row(target, f, row, run, factor, group, g, gradient);
+}
+
+// The sum of a row's squares ("Row statistics"): lane l owns partials 4l .. 4l+3 of 128.
+template <int G>
+struct SquareSum {
+  const Group<G>& group;
+  float partial[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  template <int kBlocks>
+  __device__ __forceinline__ void add(int64_t column, int64_t D, const Vec4 (&x)[kBlocks]) {
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j)
+        if (column + (k * G + group.lane) * 4 + j < D)
+          partial[j] = fused_multiply_add(x[k].v[j], x[k].v[j], partial[j]);
+  }
+  __device__ __forceinline__ float total() const {
+    float sum = (partial[0] + partial[1]) + (partial[2] + partial[3]);
+    for (int distance = G / 2; distance > 0; distance /= 2) sum += __shfl_xor_sync(group.mask, sum, distance, G);
+    return sum;
+  }
+};
+
+// The step between a row's gradient and the optimizer (rows/optimizers/clipping_and_decay.h): nothing for gradients
+// that are stored.
+template <class Target, bool = Target::kUpdates>
+struct StepOf {
+  __device__ explicit StepOf(const Target&) {}
+  __device__ static bool clips_norm() { return false; }
+  __device__ void clip(float) {}
+  template <class Group, class Columns, class Read>
+  __device__ void take(int64_t, int64_t, const Group&, Columns&, const Read&) const {}
+};
+
+template <class Target>
+struct StepOf<Target, true> {
+  RowStep row;
+
+  __device__ __forceinline__ explicit StepOf(const Target& target) : row(target.u.gradient_step) {}
+  __device__ __forceinline__ bool clips_norm() const { return row.step.clips_norm(); }
+  __device__ __forceinline__ void clip(float square_sum) { row.clip_norm(square_sum); }
+
+  // Of the columns from `column` on: the clipped gradient and, when the norm is known, the decay through it.
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void take(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                       const Read& read) const {
+    if (!row.step.is_active()) return;
+    for (int k = 0; k < kBlocks; ++k)
+      for (int j = 0; j < 4; ++j) g[k].v[j] = row.clipped(g[k].v[j]);
+    if (row.adds_decay()) add_weights(column, D, group, g, read);
+  }
+  // The decay of an optimizer that turns gradients into directions.
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void decay_direction(int64_t column, int64_t D, const Group<G>& group, Vec4 (&r)[kBlocks],
+                                                  const Read& read) const {
+    if (row.step.decays_weights()) add_weights(column, D, group, r, read);
+  }
+
+ private:
+  template <int G, int kBlocks, class Read>
+  __device__ __forceinline__ void add_weights(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                              const Read& read) const {
+    for (int k = 0; k < kBlocks; ++k) {
+      const int64_t c = column + (k * G + group.lane) * 4;
+      if (c >= D) continue;
+      const Vec4 w = read(c);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = row.decayed(g[k].v[j], w.v[j]);
+    }
+  }
+};
+
+// Sums a row's gradient and gives it to the target.
+template <int G, int kBlocks, class Target, class Sum>
+__device__ __forceinline__ void finish_row(const SumArgs& a, const Target& target, const Group<G>& group, int64_t part,
+                                           const Part& f, int64_t row, int64_t run, const Sum& sum) {
+  constexpr int64_t kWidth = kBlocks * 4 * G;
+  const int64_t D = f.embedding_dim;
+  const float inverse = inverse_of(a.grad_scale);
+  target.expect(f, row, group.lane);
+  if constexpr (Target::kElementwise) target.expect_state(part, f, row, group.lane);
+  Vec4 g[kBlocks];
+  StepOf<Target> step(target);
+  const auto sum_scaled = [&](int64_t column, const auto& read) {
+    sum(column, g);
+    if (inverse != 1.0f)
+      for (int k = 0; k < kBlocks; ++k)
+        for (int j = 0; j < 4; ++j) g[k].v[j] = g[k].v[j] * inverse;
+    step.take(column, D, group, g, read);
+  };
+  const auto read = [&](int64_t c) { return target.read(f, row, c); };
+  // Rows that a smaller group takes have no more columns than it has lanes for. A norm to be clipped takes a pass of
+  // its own; the loop is there so that what both have in common is compiled once.
+  float square_sum = 0.0f;
+#pragma unroll 1
+  for (int pass = step.clips_norm() ? 0 : 1; pass < 2; ++pass) {
+    const bool all = pass == 0 || target.needs_mean_square();
+    SquareSum<G> squares{group};
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D) && (all || column == 0); column += kWidth) {
+      sum_scaled(column, read);
+      squares.add(column, D, g);
+    }
+    square_sum = squares.total();
+    if (pass == 0) step.clip(square_sum);
+  }
+  float scalar = 0.0f;
+  if (group.lane == 0) scalar = target.open(f, row, run, square_sum / static_cast<float>(D));
+  scalar = group.broadcast(scalar, 0);
+  if constexpr (Target::kElementwise) {
+    const auto state = target.state_of(part, f, row, scalar);
+    // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
+    const auto direction = [&](int64_t column, bool last, const auto& read) {
+      if (is_wider<G, kBlocks>(D)) sum_scaled(column, read);
+      state.direct(column, D, group, g, last);
+      step.decay_direction(column, D, group, g, read);
+    };
+    if (!is_wider<G, kBlocks>(D)) direction(0, true, read);
+    put(target, f, row, run, target.factor(state.optimizer, f, row, group, g, direction), group, g, direction);
+  } else {
+    put(target, f, row, run, scalar, group, g,
+        [&](int64_t column, bool, const auto& read) { sum_scaled(column, read); });
+  }
+}
+
+// A target is what becomes of the gradients of the rows of one format: expect() before a row's sum is known, open()
+// once, then old() and updated() for its columns or, when it encodes, put_row() for all. One with state for every
+// element (kElementwise) turns gradients into directions first.
+
+// Blocks that a multiprocessor holds at least: told nothing, the compiler spills a little to make room for one more.
+template <int kBlocks, class Target>
+constexpr int kResident = (kBlocks > 1 ? 2 : (Target::kEncodes ? 3 : 4)) - (Target::kElementwise ? 1 : 0);
+template <int kBlocks, class Target>
+constexpr int kGradientsOf = Target::kElementwise ? kInFlight : kGradientsInFlight<kBlocks>;
+
+// Runs of at most kChunk occurrences.
+template <int G, int kBlocks, class Target>
+__global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
+    finish_short_kernel(SumArgs a, Target target) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  for (int64_t run = Group<G>::first(); run < *a.runs.num_runs; run += Group<G>::stride()) {
+    const int64_t start = a.runs.starts[run], count = a.runs.count(run);
+    if (count > kChunk) continue;
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    Part f;
+    if (!a.finishes(run, part, &f)) continue;
+    const uint32_t chunk = a.weights ? a.runs.chunk_starts[run] : 0;
+    const bool summed = a.weights && a.runs.chunk_starts[run + 1] != chunk;  // of a multiplied table
+    const OccurrenceSum<G, kBlocks, kGradientsOf<kBlocks, Target>> sum{a,
+                                                                       group,
+                                                                       summed ? chunk : static_cast<uint32_t>(start),
+                                                                       summed ? 1 : static_cast<int>(count),
+                                                                       f.embedding_dim,
+                                                                       summed};
+    finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[start]), run, sum);
+  }
+}
+
+// Of the room for sums of chunk sums, how many chunks share a row.
+constexpr int64_t kChunksPerNext = kChunk / 2;
+
+// The run that chunk `chunk` belongs to: the last whose first chunk is not behind it.
+__device__ __forceinline__ int64_t run_of_chunk(const Runs& runs, uint32_t chunk) {
+  int64_t low = 0, high = *runs.num_runs;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    if (runs.chunk_starts[middle] <= chunk) low = middle;
+    else high = middle;
+  }
+  return low;
+}
+
+// The entries of a chunk of a run.
+struct ChunkOfRun {
+  int64_t first;
+  int count;
+
+  __device__ __forceinline__ ChunkOfRun(const Runs& runs, int64_t run, int64_t chunk) {
+    const int64_t done = (chunk - runs.chunk_starts[run]) * kChunk, left = runs.count(run) - done;
+    first = runs.starts[run] + done;
+    count = static_cast<int>(left < kChunk ? left : kChunk);
+  }
+};
+
+// Writes the sum of a chunk, which sum(column, g) makes block by block.
+template <int G, int kBlocks, class Sum>
+__device__ __forceinline__ void write_chunk_sum(const SumArgs& a, const Group<G>& group, int64_t chunk, int64_t D,
+                                                const Sum& sum) {
+  float* out = a.partials + chunk * a.max_dim;
+  for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
+    Vec4 g[kBlocks];
+    sum(column, g);
+    for (int k = 0; k < kBlocks; ++k)
+      store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D) && a.max_dim % 4 == 0, g[k]);
+  }
+}
+
+// Sums the chunks of runs, a group to a chunk, but for those of multiplied tables.
+template <int G, int kBlocks>
+__global__ void __launch_bounds__(kThreads) sum_chunks_kernel(SumArgs a) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  const int64_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  for (int64_t chunk = Group<G>::first(); chunk < chunks; chunk += Group<G>::stride()) {
+    const int64_t run = run_of_chunk(a.runs, static_cast<uint32_t>(chunk));
+    if (group.lane == 0) a.owners[chunk] = static_cast<uint32_t>(run);
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    if (a.weights && a.parts.records[part].multiplied) continue;
+    const int64_t D = a.parts[part].embedding_dim;
+    const ChunkOfRun here(a.runs, run, chunk);
+    write_chunk_sum<G, kBlocks>(
+        a, group, chunk, D,
+        OccurrenceSum<G, kBlocks>{a, group, static_cast<uint32_t>(here.first), here.count, D, false});
+  }
+}
+
+// A block takes a run of more than kChunk occurrences: sums of chunks of its chunk sums until at most kChunk are left,
+// then as a short run.
+template <int G, int kBlocks, class Target>
+__global__ void __launch_bounds__(kThreads) finish_long_kernel(SumArgs a, Target target) {
+  if (a.skip.now()) return;
+  const Group<G> group;
+  const int mine = threadIdx.x / G, groups = blockDim.x / G;
+  const uint32_t chunks = a.runs.chunk_starts[*a.runs.num_runs];
+  for (uint32_t chunk = blockIdx.x; chunk < chunks; chunk += gridDim.x) {
+    const int64_t run = a.owners[chunk];
+    if (a.runs.chunk_starts[run] != chunk || a.runs.count(run) <= kChunk) continue;
+    const int64_t part = part_of_run(a.runs, a.bags, run);
+    Part f;
+    if (!a.finishes(run, part, &f)) continue;  // the whole block
+    const int64_t D = f.embedding_dim;
+    int64_t count = ceil_div(a.runs.count(run), kChunk);
+    float* from = a.partials + int64_t{chunk} * a.max_dim;
+    // A run of n chunks, more than kChunk, has n / 64 sums of these, rounded up: room for n / 32 is enough.
+    float* to = a.next_partials + int64_t{chunk / kChunksPerNext} * a.max_dim;
+    while (count > kChunk) {
+      for (int64_t first = mine * kChunk; first < count; first += groups * kChunk) {
+        const int64_t left = count - first;
+        const PartialSum<G, kBlocks> sum{group, from + first * a.max_dim, left < kChunk ? left : kChunk, a.max_dim, D};
+        float* out = to + first / kChunk * a.max_dim;
+        for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
+          Vec4 g[kBlocks];
+          sum(column, g);
+          for (int k = 0; k < kBlocks; ++k)
+            store_columns(out, column + (k * G + group.lane) * 4, D, rows_aligned(out, D), g[k]);
+        }
+      }
+      __syncthreads();
+      float* sums = to;
+      to = from;
+      from = sums;
+      count = ceil_div(count, kChunk);
+    }
+    if (mine == 0) {
+      const PartialSum<G, kBlocks> sum{group, from, count, a.max_dim, D};
+      finish_row<G, kBlocks>(a, target, group, part, f, static_cast<int64_t>(a.runs.keys[a.runs.starts[run]]), run,
+                             sum);
+    }
+    __syncthreads();  // the next run of this block may use the same memory
+  }
+}
+
+}  // namespace RK_ISA
+
+template <int G, int kBlocks, class Target>
+void launch_finish(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  launch(finish_short_kernel<G, kBlocks, Target>, blocks_for(a.runs.most_runs, G), dim3(kThreads), 0, stream, a,
+         target);
+  if (a.runs.most_runs <= kChunk) return;  // too few occurrences for a long run
+  launch(finish_long_kernel<G, kBlocks, Target>, at_most(kLongRunBlocks, a.runs.most_chunks, kThreads), dim3(kThreads),
+         0, stream, a, target);
+}
+
+// An update of rows in `weights`.
+struct RowUpdate : Update {
+  uint8_t* weights;
+
+  // Weights that have shrunk by themselves.
+  __device__ __forceinline__ Vec4 shrunk(Vec4 w) const {
+    const float rate = shrinkage();
+    for (int j = 0; j < 4; ++j) w.v[j] = fused_multiply_add(rate, w.v[j], w.v[j]);
+    return w;
+  }
+};
+
+// Updates the rows of a.format, which is not fp32.
+void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream);
+
+}  // namespace rec_kernels

@@ -1,0 +1,162 @@
+// embedding_bag on the GPU: forward (kernels in pool_table.cu) and the gradient of per_sample_weights.
+#include "core/boxing.h"
+#include "embedding_bag/cuda/pool.cuh"
+#include "embedding_bag/cuda/shared_rows.cuh"
+#include "row_cache/row_cache.h"
+
+namespace rec_kernels {
+namespace {
+
+// A warp takes a bag: out[i] = (grad of the bag) . (row of id i), times 1 / n for mean.
+template <class Format>
+__global__ void __launch_bounds__(kThreads) weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
+  if (*a.status == kBadLayout) return;
+  const Group<kWarpSize> warp;
+  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) continue;
+    const Part f = a.parts[part];
+    const int64_t D = f.embedding_dim;
+    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim) + f.output_offset;
+    write_dots(a, f, range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
+      if (const float* cached = a.cached_row(part, D, i)) return warp_row_dot(g, cached, D, warp.lane);
+      const uint8_t* row = a.weights + f.weight_offset + id * Format::row_bytes(D);
+      const ColumnReader<Format> reader(row, D, columns_aligned<Format>(row, D));
+      return warp_dot(g, D, warp.lane, [&](int64_t c) { return reader.read(c); });
+    });
+  }
+}
+
+PoolArgs pool_args(const Tensor& weights, const BagInput& in, const Tensor& status) {
+  const Lookup lookup{on_gpu(weights, in.values), in.bags, nullptr, RowFormat::kFp32, in.output_dim, CachedPool{}};
+  return {lookup, in.parts, 0, status.mutable_data_ptr<int64_t>()};
+}
+
+CachedPool read_cached_rows(const CachedRows& cache, const Tensor& values) {
+  if (!check_cached_rows(cache, values)) return {};
+  return {cache.rows->const_data_ptr<float>(), cache.slots->const_data_ptr<int64_t>(), cache.rows->numel()};
+}
+
+std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, ScalarType type, const CachedPool& cache,
+                                   cudaStream_t stream) {
+  Tensor output = new_tensor(in.values, {in.bags.output_rows(), in.output_dim}, type);
+  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
+  const SharedRows shared(in, type, status.mutable_data_ptr<int64_t>(), stream);
+  PoolArgs args = pool_args(weights, in, status);
+  args.bags.shared_rows = shared.rows();
+  args.output = static_cast<uint8_t*>(output.mutable_data_ptr());
+  args.output_format = float_format(type);
+  args.cache = cache;
+  // Also where there are no bags, and rows that are then of a bad layout.
+  for (args.format = 0; args.format < in.parts.num_formats && in.bags.output_rows() > 0; ++args.format) {
+    if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
+    else launch_pool(args, in.max_dim, stream);
+    if (in.parts.mapped) launch_pool_composed(args, in.max_dim, stream);
+  }
+  shared.expand(args.output);
+  return {output, status};
+}
+
+std::tuple<Tensor, Tensor> embedding_bag_cuda(const Tensor& weights, const BagArguments& bags, bool,
+                                              const CachedRows& cache, std::optional<ScalarType> output_dtype) {
+  const ScalarType type = read_output_dtype(output_dtype);
+  const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
+  check_weights(weights, bags.values, layout);
+  const OnDeviceOf device(bags.values);
+  const BagInput in = read_bags(bags, layout, device.stream());
+  return forward(weights, in, type, read_cached_rows(cache, bags.values), device.stream());
+}
+
+std::tuple<Tensor, Tensor> one_table_cuda(const Tensor& weights, const OneTableBags& bags, bool,
+                                          const std::optional<std::string>& format, int64_t embedding_dim,
+                                          std::optional<ScalarType> output_dtype) {
+  const ScalarType type = read_output_dtype(output_dtype);
+  const Part table = read_one_table(weights, bags.values, format, embedding_dim, parse_pooling(bags.pooling));
+  const OnDeviceOf device(bags.values);
+  return forward(weights, read_bags(bags, table), type, {}, device.stream());
+}
+
+std::tuple<Tensor, Tensor> embedding_bag_tables_cuda(const Tensor& weights, const std::vector<Tensor>& tables,
+                                                     const BagArguments& bags, bool,
+                                                     std::optional<ScalarType> output_dtype) {
+  check_tables_of(weights, tables);
+  check_trainable(read_layout(bags.layout, bags.layout_sizes, bags.values));
+  // Gradients of tables are where the values are.
+  check_same_device(weights, bags.values, "weights", "values");
+  const OptionalTensor none;
+  return embedding_bag_cuda(weights, bags, false, {none, none, none, none}, output_dtype);
+}
+
+std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(const Tensor& weights, const OptionalTensor& sum,
+                                                    const Tensor& step, const Tensor& lr, const Tensor&,
+                                                    const BagArguments& bags, const UpdateArguments& fused,
+                                                    const CachedRows& cache, const OptionalTensor& cache_dirty,
+                                                    const OptionalTensor& grad_scale,
+                                                    std::optional<ScalarType> output_dtype) {
+  // For the backward, but errors come now.
+  read_update(bags.values, sum, step, lr, fused, grad_scale);
+  check_cache({cache.rows, cache.tags, cache.marks, cache_dirty},
+              read_layout(bags.layout, bags.layout_sizes, bags.values), bags.values, CacheUse::kUpdate);
+  return embedding_bag_cuda(weights, bags, false, cache, output_dtype);
+}
+
+Tensor weight_gradient(const Tensor& grad_in, const Tensor& weights, const BagInput& in, const CachedPool& cache,
+                       cudaStream_t stream) {
+  check_gradient(grad_in, in.values, in.bags.output_rows(), in.output_dim);
+  const Tensor grad = as_contiguous(grad_in);
+  Tensor out = new_zeros(in.values, {in.bags.num_ids}, ScalarType::Float);
+  Tensor status = new_status(in, limits_of(in, weights), in.values, stream);
+  const SharedRows shared(in, ScalarType::Float, status.mutable_data_ptr<int64_t>(), stream);
+  shared.sum(grad.const_data_ptr<float>());
+  PoolArgs args = pool_args(weights, in, status);
+  args.bags.shared_rows = shared.rows();
+  args.cache = cache;
+  for (args.format = 0; args.format < in.parts.num_formats && in.bags.num_bags > 0; ++args.format)
+    with_bag_format(in.parts.formats[args.format], [&](auto format) {
+      launch(weight_gradient_kernel<decltype(format)>, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0,
+             stream, args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>());
+    });
+  if (in.parts.mapped && in.bags.num_bags > 0)
+    launch_composed_weight_gradient(args, grad.const_data_ptr<float>(), out.mutable_data_ptr<float>(), stream);
+  return out;
+}
+
+Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                   const Tensor& offsets, const Tensor& records,
+                                   const std::vector<int64_t>& layout_sizes, const OptionalTensor& bag_starts,
+                                   const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
+                                   int64_t padding_idx, const OptionalTensor& cache_rows,
+                                   const OptionalTensor& cache_slots) {
+  const OptionalTensor none;
+  // The forward has said what is out of range: such an id has no gradient.
+  const BagArguments bags{values,     offsets, records, layout_sizes, none,
+                          bag_starts, inverse, groups,  padding_idx,  "ignore"};
+  const Layout layout = read_layout(records, layout_sizes, values);
+  check_weights(weights, values, layout);
+  const OnDeviceOf device(values);
+  return weight_gradient(grad, weights, read_bags(bags, layout, device.stream()),
+                         read_cached_rows({cache_rows, cache_slots, none, none}, values), device.stream());
+}
+
+Tensor per_sample_weights_gradient_of_table(const Tensor& grad, const Tensor& weights, const Tensor& values,
+                                            const Tensor& offsets, const std::string& pooling, bool include_last_offset,
+                                            int64_t padding_idx, const std::optional<std::string>& format,
+                                            int64_t embedding_dim) {
+  const OneTableBags bags{values, offsets, std::nullopt, pooling, include_last_offset, padding_idx, "ignore"};
+  const Part table = read_one_table(weights, values, format, embedding_dim, parse_pooling(pooling));
+  const OnDeviceOf device(values);
+  return weight_gradient(grad, weights, read_bags(bags, table), {}, device.stream());
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) {
+  implement<&embedding_bag_cuda>(m, "embedding_bag.layout");
+  implement<&one_table_cuda>(m, "embedding_bag.table");
+  implement<&embedding_bag_tables_cuda>(m, "embedding_bag_tables.layout");
+  implement<&embedding_bag_fused_cuda>(m, "embedding_bag_fused.layout");
+  implement<&per_sample_weights_gradient>(m, "embedding_bag_backward_per_sample_weights.layout");
+  implement<&per_sample_weights_gradient_of_table>(m, "embedding_bag_backward_per_sample_weights.table");
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,174 @@
+// From the tensors of an embedding_bag call to what its CUDA kernels read. Nothing is read back from the GPU.
+#include <vector>
+
+#include "jagged/cuda/jagged.cuh"
+#include "rows/formats/format_list.h"
+
+namespace rec_kernels {
+namespace {
+
+// What start_kernel looks at.
+struct StartArgs {
+  Parts parts;
+  Bags bags;
+  LayoutSizes sizes;
+  LayoutLimits limits;
+  int64_t* status;
+};
+
+// Unsigned: where bad starts are, which are noted elsewhere, they may be anything.
+__device__ uint64_t bags_of(const Bags& bags, int64_t feature) {
+  return static_cast<uint64_t>(bags.starts[feature + 1]) - static_cast<uint64_t>(bags.starts[feature]);
+}
+
+// Where every feature's bags start. In a group, samples may share bags, and features have as many; in none, every
+// sample has its own.
+__device__ void check_starts(const StartArgs& a) {
+  const Bags& bags = a.bags;
+  for (int64_t i = threadIdx.x; bags.starts && i <= bags.num_features; i += blockDim.x) {
+    const int64_t before = i > 0 ? bags.starts[i - 1] : 0;
+    if (bags.starts[i] < before || (i == 0 && bags.starts[0] != 0) ||
+        (i == bags.num_features && bags.starts[i] != bags.num_bags))
+      note_bad(a.status, kBadLayout);
+  }
+  if (!bags.groups) return;
+  const auto batch = static_cast<uint64_t>(bags.batch);
+  const int64_t* first_of = bags.groups + bags.num_features;  // of each feature: the first one of its group
+  for (int64_t f = threadIdx.x; f < bags.num_features; f += blockDim.x) {
+    const uint64_t count = bags_of(bags, f);
+    const bool good = bags.groups[f] < 0 ? count == batch : count <= batch && count == bags_of(bags, first_of[f]);
+    if (!good) note_bad(a.status, kBadLayout);
+  }
+}
+
+// Checks the records of a layout, and writes the parts of calls that map ids.
+__device__ void check_parts(const StartArgs& a) {
+  const TablePart* records = a.parts.records;
+  for (int64_t i = threadIdx.x; i < a.limits.num_parts; i += blockDim.x) {
+    const bool good = fault_of(records, i, a.sizes, a.limits) == LayoutFault::kNone;
+    if (!good) note_bad(a.status, kBadLayout);
+    if (!good || !a.parts.mapped) continue;
+    const TablePart& r = records[i];
+    const bool first = records[r.feature].part_start == i;
+    const bool alone = first && part_start(records, r.feature + 1, a.sizes, a.limits.num_parts) == i + 1;
+    const Partition partition = Partition::of(r.divisor, r.modulus, r.id_limit);
+    a.parts.mapped[i] = {partition, alone ? Combine::kConcat : static_cast<Combine>(r.combine),
+                         !alone || partition.divides || partition.wraps};
+  }
+}
+
+// One block. The other kernels trust what passes here, and do nothing where something does not.
+__global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
+  if (threadIdx.x == 0) {
+    // Without a bag, no other kernel reads the one offset there is.
+    const bool bad = a.bags.num_bags == 0 && a.bags.bad_offset(0, 0) != kNoBadPosition;
+    a.status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
+    a.status[1] = 0;
+  }
+  __syncthreads();
+  check_starts(a);
+  if (a.parts.records) check_parts(a);
+}
+
+void read_formats(const LayoutSizes& sizes, Parts* parts) {
+  for (int f = 0; f < kNumRowFormats; ++f)
+    if (sizes.formats >> f & 1) parts->formats[parts->num_formats++] = static_cast<RowFormat>(f);
+}
+
+// [2, F]: the group of each feature, of `count` groups, and the first feature of that group.
+Tensor read_groups(const std::vector<int64_t>& groups, int64_t count, const Tensor& like, cudaStream_t stream) {
+  std::vector<int64_t> both(groups), first_of(static_cast<size_t>(count), -1);
+  for (size_t f = 0; f < groups.size(); ++f) {
+    const auto here = static_cast<int64_t>(f);
+    int64_t* first = groups[f] < 0 ? nullptr : &first_of[static_cast<size_t>(groups[f])];
+    if (first && *first < 0) *first = here;
+    both.push_back(first ? *first : here);
+  }
+  return to_gpu(both, like, stream);
+}
+
+}  // namespace
+
+uint8_t* on_gpu(const Tensor& weights, const Tensor& values) {
+  auto* p = static_cast<uint8_t*>(weights.mutable_data_ptr());
+  if (weights.is_cuda() || weights.numel() == 0) return p;
+  p = static_cast<uint8_t*>(mapped_address(p));
+  check_value(p != nullptr, "weights is on cpu and not pinned: with values on cuda:", values.get_device_index(),
+              " it must be there, or in pinned memory");
+  return p;
+}
+
+BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream) {
+  check_bags(bags, layout);
+  const LayoutSizes& sizes = layout.sizes;
+  const bool own_rows = bags.have_own_rows();
+  BagInput in{as_contiguous(bags.values),
+              as_contiguous(bags.offsets),
+              as_contiguous(bags.per_sample_weights),
+              std::nullopt,
+              Parts{},
+              sizes,
+              Bags{},
+              layout.num_parts,
+              own_rows ? sizes.widest_feature : sizes.output_dim,
+              as_contiguous(bags.inverse),
+              std::nullopt,
+              sizes.max_embedding_dim,
+              sizes.num_rows,
+              (sizes.flags & kAnyMean) != 0,
+              (sizes.flags & kMultiplies) != 0,
+              parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
+  Parts& parts = in.parts;
+  parts.records = layout.parts;
+  parts.own_rows = own_rows;
+  parts.most_parts = static_cast<int>(sizes.most_parts);
+  while (1 << parts.part_bits < parts.most_parts) ++parts.part_bits;
+  read_formats(sizes, &parts);
+  if (sizes.most_parts > 1 || sizes.flags & kMapsIds) {
+    in.mapped = new_tensor(in.values, {in.num_parts * static_cast<int64_t>(sizeof(MappedPart))}, ScalarType::Byte);
+    parts.mapped = static_cast<MappedPart*>(in.mapped->mutable_data_ptr());
+  }
+  in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
+                                   bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
+                      layout);
+  if (bags.groups) {
+    in.groups = read_groups(*bags.groups, bags.inverse->size(0), in.values, stream);
+    in.bags.groups = in.groups->const_data_ptr<int64_t>();
+  }
+  return in;
+}
+
+BagInput read_bags(const OneTableBags& bags, const Part& table) {
+  check_bags(bags);
+  BagInput in{as_contiguous(bags.values),
+              as_contiguous(bags.offsets),
+              as_contiguous(bags.per_sample_weights),
+              std::nullopt,
+              Parts{},
+              LayoutSizes{},
+              Bags{},
+              1,
+              table.embedding_dim,
+              std::nullopt,
+              std::nullopt,
+              table.embedding_dim,
+              table.num_embeddings,
+              table.mean,
+              false,
+              parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
+  in.parts.one = table;
+  in.parts.most_parts = in.parts.num_formats = 1;
+  in.parts.formats[0] = table.format;
+  in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
+                                   bags.padding_idx, bags.bounds_check});
+  return in;
+}
+
+Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream) {
+  Tensor status = new_tensor(like, {2}, ScalarType::Long);
+  const StartArgs args{in.parts, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
+  launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
+  return status;
+}
+
+}  // namespace rec_kernels

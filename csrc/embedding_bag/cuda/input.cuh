@@ -1,0 +1,154 @@
+// What the CUDA kernels of embedding_bag read.
+#pragma once
+
+#include "core/cuda/group.cuh"
+#include "embedding_bag/embedding_bag.h"
+#include "rows/formats/format_list.h"
+
+namespace rec_kernels {
+
+// The first element of `status`. The smallest one that is noted wins: a bad layout goes before every offset
+// (kBadLayout + 1 + i for offsets[i]), an offset before every id (i).
+constexpr int64_t kBadLayout = INT64_MIN;
+
+inline namespace RK_ISA {
+
+// What start_kernel makes, once a call, of a part of a call that maps ids to rows or has features of several parts.
+struct MappedPart {
+  Partition partition;
+  Combine combine;  // with the feature's other parts; kConcat of one alone
+  bool composed;    // an id is no row of one table: it is mapped to one, or the feature has several parts
+};
+
+// The parts of a call.
+struct Parts {
+  const TablePart* records;   // null: one table
+  MappedPart* mapped;         // or null: every feature is one table, and an id its row
+  bool own_rows;              // every bag has a row of the output, whose columns start with the feature's
+  int most_parts, part_bits;  // no feature has more; of the number of a part within its feature
+  Part one;
+  int num_formats;
+  RowFormat formats[kNumBagFormats];
+
+  // Part p, without what kernels have from elsewhere: the bytes of a row; mapped[p], its partition and what becomes of
+  // the feature's parts. Those fields are zeros.
+  __device__ __forceinline__ Part operator[](int64_t p) const {
+    if (!records) return one;
+    const TablePart& r = records[p];
+    Part out{};
+    out.weight_offset = r.weight_offset;
+    out.row_offset = r.row_offset;
+    out.num_embeddings = r.num_embeddings;
+    out.embedding_dim = r.embedding_dim;
+    out.output_offset = own_rows ? r.part_column : r.column;
+    out.shard = shard_of(r);
+    out.format = static_cast<RowFormat>(r.format);
+    out.number = r.feature;
+    out.id_limit = r.id_limit;
+    out.mean = r.mean != 0;
+    out.frozen = r.frozen != 0;
+    return out;
+  }
+  // Whether part p's rows are of formats[index].
+  __device__ __forceinline__ bool has_format(int64_t p, int index) const {
+    return !records || records[p].format == static_cast<int64_t>(formats[index]);
+  }
+  // Whether an id of part p's feature is one row of one table.
+  __device__ __forceinline__ bool is_plain(int64_t p) const { return !mapped || !mapped[p].composed; }
+};
+
+// Whoever sees that an earlier one is noted leaves it: many bad ids would queue up for one address.
+__device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
+  if (position >= *static_cast<const volatile int64_t*>(status)) return;
+  atomicMin(reinterpret_cast<long long*>(status), static_cast<long long>(position));
+}
+
+// Ids [start, stop) of a bag; none of a bag whose offsets are bad, which is noted.
+struct Range {
+  int64_t start, stop;
+};
+__device__ __forceinline__ Range range_of(const Bags& bags, int64_t bag, int64_t* status) {
+  const Range r = {bags.offset(bag), bags.offset(bag + 1)};
+  if (bag == 0 && (r.start < 0 || r.start > bags.num_ids)) {
+    note_bad(status, kBadLayout + 1);
+    return {0, 0};
+  }
+  if (r.stop < r.start || r.stop > bags.num_ids) {
+    note_bad(status, kBadLayout + 1 + bag + 1);
+    return {0, 0};
+  }
+  return r.start < 0 ? Range{0, 0} : r;  // the offset before was noted by its own bag
+}
+
+}  // namespace RK_ISA
+
+// The kernels look up the parts whose rows are of parts.formats[format].
+struct PoolArgs : Lookup {
+  Parts parts;
+  int format;
+  int64_t* status;
+
+  // Where a feature's columns from `column` on begin in the row that is a bag's.
+  __device__ __forceinline__ uint8_t* output_of(int64_t bag, int64_t feature, int64_t column) const {
+    return bags.rows_of(feature, output) + (bags.output_row(bag, feature) * output_dim + column) * output_bytes();
+  }
+  // Whether rows of a feature may be in the cache: it has one part.
+  __device__ __forceinline__ bool may_be_cached(int64_t feature) const {
+    return cache.slots && bags.first_part(feature + 1) - bags.first_part(feature) == 1;
+  }
+  // Where the row of id i begins in the cache, or -1.
+  __device__ __forceinline__ int64_t cached_place(int64_t part, int64_t D, int64_t i) const {
+    const int64_t slot = cache.slots ? cache.slots[i] : -1;
+    if (slot < 0) return -1;
+    // Unsigned, so that a slot far beyond all wraps.
+    const auto begin = static_cast<int64_t>(static_cast<uint64_t>(parts.records[part].cache_row_offset) +
+                                            static_cast<uint64_t>(slot) * D);
+    return begin >= 0 && begin <= cache.num_elements - D ? begin : -1;
+  }
+  __device__ __forceinline__ const float* cached_row(int64_t part, int64_t D, int64_t i) const {
+    const int64_t place = cached_place(part, D, i);
+    return place < 0 ? nullptr : cache.rows + place;
+  }
+};
+// Pools every bag of the plain features of one format; no row is wider than max_dim.
+void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// The same of the features of one part, of calls with a cache.
+void launch_pool_cached(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// The same of the features that are not plain, of ids that are mapped and of several parts; with a cache, of those with
+// several parts.
+void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
+// out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
+void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);
+
+// The address of weights for kernels: in the memory of the GPU that has the values, or in the host's, if that is
+// pinned.
+uint8_t* on_gpu(const Tensor& weights, const Tensor& values);
+
+// The arguments of a call as the kernels read them; owns contiguous copies where the caller's tensors were not.
+struct BagInput {
+  Tensor values, offsets;
+  OptionalTensor per_sample_weights, mapped;  // `mapped` is the memory of parts.mapped
+  Parts parts;
+  LayoutSizes sizes;
+  Bags bags;
+  int64_t num_parts, output_dim;
+  OptionalTensor inverse, groups;  // [G, B] and [2, F], or none: bags are not shared
+  int64_t max_dim, num_rows;       // widest row; above every linear row number
+  bool any_mean;                   // whether a feature's bags are averaged
+  bool multiplies;                 // whether a feature multiplies rows of its parts
+  bool raises;                     // for an id out of range: the update is skipped
+};
+
+BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
+// The same of a call without a layout.
+BagInput read_bags(const OneTableBags& bags, const Part& table);
+
+// The memory that a call's layout is checked against: that of the weights, and of no state and no cache.
+inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights) {
+  return {in.num_parts, weights.numel() * static_cast<int64_t>(weights.element_size()), -1, -1, -1};
+}
+
+// A status with nothing noted but whether the layout is bad, on the stream.
+Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& like, cudaStream_t stream);
+
+}  // namespace rec_kernels

@@ -1,0 +1,209 @@
+// What the kernels that look rows up have in common: the sum of a bag with several rows on their way, the output, the
+// gradient of per_sample_weights.
+#pragma once
+
+#include "embedding_bag/cuda/input.cuh"
+#include "rows/cuda/writer.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Rows that a group has on their way at least. A multiprocessor holds 768 threads at the up to 85 registers that four
+// rows of up to 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows of floats would take the registers of a
+// third of these threads; some formats have them (pool_table.cu).
+constexpr int kFewInFlight = 4;
+// Of wider rows two are as many bytes, or twice as many.
+template <int kBlocks>
+constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
+
+// A bag and its feature. There are fewer than 2^32 bags in a call, and no memory for the records of as many features.
+struct BagOfFeature {
+  uint32_t number, feature;
+
+  __device__ __forceinline__ BagOfFeature(int64_t bag, int64_t feature)
+      : number(static_cast<uint32_t>(bag)), feature(static_cast<uint32_t>(feature)) {}
+};
+
+// Columns c .. c+3 of D, of the output's elements from `row` on.
+__device__ __forceinline__ void store_output(const PoolArgs& a, uint8_t* row, int64_t c, int64_t D, const Vec4& x) {
+  if (a.output_format == RowFormat::kFp32) {
+    auto* out = reinterpret_cast<float*>(row);
+    store_columns(out, c, D, rows_aligned(out, D), x);
+    return;
+  }
+  if (c >= D) return;
+  uint64_t codes = 0;
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t half = a.output_format == RowFormat::kFp16 ? Fp16::encode<false>(x.v[j], uint32_t{0})
+                                                              : Bf16::encode<false>(x.v[j], uint32_t{0});
+    codes |= uint64_t{half} << 16 * j;
+  }
+  const bool aligned = D % 4 == 0 && reinterpret_cast<uintptr_t>(row) % 8 == 0;
+  store_little<8>(row + 2 * c, codes, aligned, 2 * (D - c));
+}
+
+// The whole output, by all threads.
+__device__ __forceinline__ void store_nans(const PoolArgs& a) {
+  const int64_t size = a.bags.output_rows() * a.output_dim;
+  const Vec4 nan = {{__builtin_nanf("")}};
+  for (int64_t i = Group<1>::first(); i < size; i += Group<1>::stride())
+    store_output(a, a.output + i * a.output_bytes(), 0, 1, nan);
+}
+
+// The sums of a bag of `counted` ids, from column `first` on, go to the output's row at `out`.
+template <int G, int kBlocks>
+__device__ __forceinline__ void store_sums(const PoolArgs& a, const Part& f, int64_t counted, uint8_t* out,
+                                           int64_t first, Vec4 (&sum)[kBlocks]) {
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k) {
+    if (f.mean && counted > 1)
+      for (int j = 0; j < 4; ++j) sum[k].v[j] = sum[k].v[j] / static_cast<float>(counted);
+    store_output(a, out, first + k * 4 * G, f.embedding_dim, sum[k]);
+  }
+}
+
+// Neighbouring lanes have neighbouring positions, i in this one: the bad ones are counted, and the first of them noted,
+// by one lane for all.
+template <int G>
+__device__ __forceinline__ void note_bad_ids(int64_t* status, const Group<G>& group, int64_t i, bool bad) {
+  const unsigned found = group.ballot(bad);
+  if (found == 0 || lowest_bit(found) != group.lane) return;
+  note_bad(status, i);
+  atomicAdd(reinterpret_cast<unsigned long long*>(status + 1), static_cast<unsigned long long>(count_bits(found)));
+}
+
+// Ids [begin, begin + G) of a bag, one to a lane: where its row is, and its factor. Of an id that does not count, the
+// row is another's, if there is one.
+template <class Source, int G>
+struct IdsOfLanes {
+  typename Source::Place place{};
+  float factor = 1.0f;
+  unsigned counting;  // a bit for each lane whose id counts
+
+  __device__ __forceinline__ IdsOfLanes(const PoolArgs& a, const Source& source, const Part& f, const Group<G>& group,
+                                        int64_t begin, int64_t stop, bool report) {
+    const int64_t i = begin + group.lane;
+    bool counts = false, bad = false;
+    if (i < stop) {
+      const int64_t id = a.bags.id(i);
+      bad = !a.bags.in_range(id, f);
+      counts = !bad && id != a.bags.padding_idx;
+      if (counts) place = source.find(id, i);
+      if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
+    }
+    if (report) note_bad_ids(a.status, group, i, bad);
+    counting = group.ballot(counts);
+    if (counting == 0) return;
+    const typename Source::Place another = source.pass(group, place, lowest_bit(counting));
+    if (!counts) place = another;
+  }
+};
+
+// Adds rows [next, next + kRows) of those that the lanes of a group have found to the sum of their columns, and calls
+// behind(u) after that of number next + u. A row that does not count is left out by a condition on the sums alone: nvcc
+// moves a row's loads behind a branch that follows them.
+template <int kRows, bool kWeighted, class Source, int G, int kBlocks, class Behind>
+__device__ __forceinline__ void add_rows(const Source& source, const Group<G>& group, const IdsOfLanes<Source, G>& mine,
+                                         int next, int64_t first, Vec4 (&sum)[kBlocks], const Behind& behind) {
+  typename Source::Row row[kRows];
+  typename Source::Passed place[kRows];
+  float factor[kRows];
+  // Lanes past the last id have a row, too, and the number of the last lane is never passed.
+  const auto pass_place = [&](int u) { place[u] = source.pass(group, mine.place, next + u); };
+  const auto pass_factor = [&](int u) { factor[u] = kWeighted ? group.broadcast(mine.factor, next + u) : 1.0f; };
+  if constexpr (Source::kPassFirst) {
+#pragma unroll
+    for (int u = 0; u < kRows; ++u) {
+      pass_place(u);
+      pass_factor(u);
+    }
+  }
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    if constexpr (!Source::kPassFirst) pass_place(u);
+    row[u].load(source, place[u], first);
+  }
+  const unsigned counting = mine.counting >> next;
+#pragma unroll
+  for (int u = 0; u < kRows; ++u) {
+    if constexpr (!Source::kPassFirst) pass_factor(u);
+    const bool counts = counting & 1u << u;
+    Vec4 x[kBlocks];
+    row[u].decode(source, place[u], first, x);
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (counts)
+          sum[k].v[j] = kWeighted ? fused_multiply_add(factor[u], x[k].v[j], sum[k].v[j]) : sum[k].v[j] + x[k].v[j];
+    behind(u);
+  }
+}
+
+// Columns [column, column + kBlocks * 4 * G) of one bag; `report`: bad ids, once for a bag. Source is where rows come
+// from: find() says where that of an id is, pass() what another lane has found, its Row is what a lane holds of a row.
+// load() asks memory for the row, decode() waits for it. kPassFirst: the places and factors of all rows on their way
+// are passed around before the first row is asked for. A shuffle among loads shares scoreboards with them, of which a
+// warp has six, and would wait for them. Where the bag's output is, is found when it is stored: an address would take
+// two registers, or more, while rows are read.
+template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
+__device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
+                                             const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
+                                             bool report) {
+  // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
+  constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
+  const int64_t first = column + 4 * group.lane;
+  const auto nothing = [](int) {};
+  Vec4 sum[kBlocks] = {};
+  int64_t counted = 0;
+  for (int64_t begin = ids.start; begin < ids.stop; begin += G) {
+    const IdsOfLanes<Source, G> mine(a, source, f, group, begin, ids.stop, report);
+    if (mine.counting == 0) continue;
+    counted += count_bits(mine.counting);
+    const int here = static_cast<int>(ids.stop - begin < G ? ids.stop - begin : G);
+    int next = 0;
+#pragma unroll 1
+    for (; next < here - (kRows - kLast); next += kRows)
+      add_rows<kRows, kWeighted>(source, group, mine, next, first, sum, nothing);
+    if (kLast < kRows && next < here) add_rows<kLast, kWeighted>(source, group, mine, next, first, sum, nothing);
+  }
+  store_sums<G>(a, f, counted, a.output_of(bag.number, bag.feature, f.output_offset), first, sum);
+}
+
+// Zeros for the columns from `used` on of the row of the output that is a bag's alone, if it has one.
+template <int G>
+__device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t bag, int64_t used,
+                                                   const Group<G>& group) {
+  if (!a.bags.own_rows) return;
+  uint8_t* row = a.output + bag * a.output_dim * a.output_bytes();
+  for (int64_t c = used + group.lane; c < a.output_dim; c += G)
+    store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});
+}
+
+// How many ids of a bag count.
+__device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, Range ids) {
+  int64_t counted = 0;
+  for (int64_t i = ids.start; i < ids.stop; ++i) {
+    const int64_t id = a.bags.id(i);
+    counted += a.bags.in_range(id, f) && id != a.bags.padding_idx;
+  }
+  return counted;
+}
+
+// out[i] for the ids of a bag: dot(id, i), times 1 / n for mean.
+template <class Dot>
+__device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, Range ids, int lane, float* out,
+                                           const Dot& dot) {
+  const int64_t counted = f.mean ? count_ids(a, f, ids) : 0;
+  const float each = counted > 1 ? 1.0f / static_cast<float>(counted) : 1.0f;
+  for (int64_t i = ids.start; i < ids.stop; ++i) {
+    const int64_t id = a.bags.id(i);
+    float sum = 0.0f;
+    if (a.bags.in_range(id, f) && id != a.bags.padding_idx) sum = dot(id, i);
+    else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
+    if (lane == 0) out[i] = counted > 1 ? sum * each : sum;
+  }
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

@@ -1,0 +1,108 @@
+// Lookups of features of one part whose rows may lie in a row cache. As in pool_table.cu, a group of lanes
+// takes a bag and has several rows on their way; each comes from the cache, as floats, or from the table, decoded.
+// Bytes moved: those of the rows as they lie there, the ids and slots, the output written once.
+#include "embedding_bag/cuda/pool.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// The rows of a part, some of which are in the cache; kAligned: both can be read four columns at a time.
+template <class Format, int G, int kBlocks, bool kAligned>
+struct CachedRows {
+  const PoolArgs& a;
+  const Part& f;
+  int64_t part;
+
+  // Twice the row's first byte among the table's, or, and 1, among the cache's.
+  using Place = int64_t;
+  __device__ __forceinline__ Place find(int64_t id, int64_t i) const {
+    const int64_t cached = a.cached_place(part, f.embedding_dim, i);
+    if (cached >= 0) return 2 * static_cast<int64_t>(sizeof(float)) * cached + 1;
+    const int64_t number = a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id;
+    return 2 * (f.weight_offset + number * Format::row_bytes(f.embedding_dim));
+  }
+  using Passed = Place;
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
+    return group.broadcast(place, from);
+  }
+
+  static constexpr bool kPassFirst = true;
+  // Rows on their way. Of encoded ones, registers hold the raw bytes of both kinds: of two rows, and of no wide one.
+  static constexpr bool kEncoded = !std::is_same<Format, Fp32>::value;
+  static constexpr int kInFlight =
+      !kAligned || kBlocks == kMaxBlocks ? 1 : (kEncoded ? kFewInFlight / 2 : kFewInFlight);
+
+  struct Row {
+    bool cached;
+    RawRow<Fp32, G, kBlocks> floats;
+    RawRow<Format, G, kBlocks> encoded;
+    Vec4 decoded[kBlocks];
+
+    __device__ __forceinline__ void load(const CachedRows& rows, Place place, int64_t first) {
+      cached = place & 1;
+      const int64_t byte = place >> 1, D = rows.f.embedding_dim;
+      const auto* cache = reinterpret_cast<const uint8_t*>(rows.a.cache.rows);
+      if constexpr (!kEncoded) {
+        floats.load((cached ? cache : rows.a.weights) + byte, first, D, kAligned);
+      } else if (cached) {
+        floats.load(cache + byte, first, D, kAligned);
+        if (kInFlight == 1) floats.decode(first, decoded);
+      } else {
+        encoded.load(rows.a.weights + byte, first, D, kAligned);
+        if (kInFlight == 1) encoded.decode(first, decoded);
+      }
+    }
+    __device__ __forceinline__ void decode(const CachedRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
+      if constexpr (!kEncoded) {
+        floats.decode(first, x);
+      } else if constexpr (kInFlight == 1) {
+        for (int k = 0; k < kBlocks; ++k) x[k] = decoded[k];
+      } else {
+        if (cached) floats.decode(first, x);
+        else encoded.decode(first, x);
+      }
+    }
+  };
+};
+
+template <class Format, int G, int kBlocks, bool kAligned>
+__device__ __forceinline__ void pool_part(const PoolArgs& a, int64_t part, const Part& f, const Group<G>& group,
+                                          Range ids, BagOfFeature bag, int64_t column) {
+  using Rows = CachedRows<Format, G, kBlocks, kAligned>;
+  // A factor of 1 changes no bit of a sum: one kernel for both.
+  pool_columns<Rows, G, kBlocks, Rows::kInFlight, true>(a, Rows{a, f, part}, f, group, ids, bag, column, column == 0);
+}
+
+template <class Format, int G, int kBlocks>
+__global__ void __launch_bounds__(kThreads, 2) pool_cached_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
+  const Group<G> group;
+  for (int64_t bag = Group<G>::first(); bag < a.bags.num_bags; bag += Group<G>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (!a.parts.has_format(part, a.format) || !a.may_be_cached(feature)) continue;
+    const Part f = a.parts[part];
+    const Range ids = range_of(a.bags, bag, a.status);
+    const bool aligned = rows_aligned(a.cache.rows, f.embedding_dim) &&
+                         a.parts.records[part].cache_row_offset % 4 == 0 &&
+                         columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+    for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
+      if (aligned) pool_part<Format, G, kBlocks, true>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
+      else pool_part<Format, G, kBlocks, false>(a, part, f, group, ids, BagOfFeature(bag, feature), column);
+    }
+    store_zeros_behind(a, bag, f.embedding_dim, group);
+  }
+}
+
+}  // namespace
+
+void launch_pool_cached(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
+    with_few_widths(max_dim, [&](auto group, auto blocks) {
+      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+      launch(pool_cached_kernel<decltype(format), G, kBlocks>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0,
+             stream, a);
+    });
+  });
+}
+
+}  // namespace rec_kernels

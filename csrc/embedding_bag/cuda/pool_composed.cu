@@ -1,0 +1,217 @@
+// Forward of embedding_bag where an id is not one row of one table: ids are mapped to rows, and the rows of added or
+// multiplied parts become one in registers, never in memory.
+//
+// A group of lanes takes a bag and one part of its feature, whose columns are its own, or all parts together. The lanes
+// map the group's ids, one each, to their rows and pass these around, as for plain features (pool_table.cu).
+// Bytes moved: every part's row read once per occurrence, the ids once per part, the output written once.
+#include "embedding_bag/cuda/pool.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// Parts that have the same columns, of one width and format: `count` from `first` on.
+struct PartsOfColumns {
+  int64_t first;
+  int count;
+  bool multiply;  // or are added
+};
+
+__device__ __forceinline__ void combine(bool multiply, const Vec4& y, Vec4* x) {
+  for (int j = 0; j < 4; ++j) x->v[j] = multiply ? x->v[j] * y.v[j] : x->v[j] + y.v[j];
+}
+
+// The rows that an id's parts make one of; kAlone: it is the row of one part.
+template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
+struct PartRows {
+  const PoolArgs& a;
+  const PartsOfColumns& parts;
+  int64_t D;
+
+  static constexpr bool kPassFirst = false;
+
+  // First bytes, of as many rows as there are parts; the others are those of the first part.
+  struct Place {
+    int64_t row[kMaxParts];
+  };
+  __device__ __forceinline__ int count() const { return kAlone ? 1 : parts.count; }
+  __device__ __forceinline__ Place find(int64_t id, int64_t) const {
+    Place place;
+#pragma unroll
+    for (int p = 0; p < kMaxParts; ++p) {
+      const int64_t part = parts.first + p;
+      place.row[p] = p < count()
+                         ? a.parts[part].weight_offset + a.parts.mapped[part].partition.row(id) * Format::row_bytes(D)
+                         : place.row[0];
+    }
+    return place;
+  }
+  // What another lane has found, passed part by part where its row is asked for: all at once take too many registers.
+  struct Passed {
+    const Group<G>* group;
+    const Place* place;
+    int from;
+
+    __device__ __forceinline__ int64_t row(int p) const { return group->broadcast(place->row[p], from); }
+    __device__ __forceinline__ operator Place() const {
+      Place out;
+#pragma unroll
+      for (int p = 0; p < kMaxParts; ++p) out.row[p] = row(p);
+      return out;
+    }
+  };
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, const Place& place, int from) {
+    return {&group, &place, from};
+  }
+
+  // The rows of two parts are on their way at once; those of more parts are asked for afterwards.
+  struct Row {
+    RawRow<Format, G, kBlocks> first_part, second_part;
+
+    __device__ __forceinline__ void load(const PartRows& rows, Passed place, int64_t first) {
+      first_part.load(rows.a.weights + place.row(0), first, rows.D, kAligned);
+      if constexpr (!kAlone) second_part.load(rows.a.weights + place.row(1), first, rows.D, kAligned);
+    }
+    __device__ __forceinline__ void decode(const PartRows& rows, Passed place, int64_t first,
+                                           Vec4 (&x)[kBlocks]) const {
+      first_part.decode(first, x);
+      if (rows.count() > 1) combine_with(rows, second_part, first, x);
+#pragma unroll
+      for (int p = 2; p < kMaxParts; ++p) {
+        if (p >= rows.count()) continue;
+        RawRow<Format, G, kBlocks> other;
+        other.load(rows.a.weights + place.row(p), first, rows.D, kAligned);
+        combine_with(rows, other, first, x);
+      }
+    }
+    __device__ __forceinline__ static void combine_with(const PartRows& rows, const RawRow<Format, G, kBlocks>& other,
+                                                        int64_t first, Vec4 (&x)[kBlocks]) {
+      Vec4 y[kBlocks];
+      other.decode(first, y);
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) combine(rows.parts.multiply, y[k], &x[k]);
+    }
+  };
+};
+
+template <class Format, int G, int kBlocks, bool kAlone, bool kAligned>
+__device__ __forceinline__ void pool_parts(const PoolArgs& a, const PartsOfColumns& parts, const Part& f,
+                                           const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
+                                           bool report) {
+  // Ids: of one row each, the few that any plain feature has on its way; else half of them, of two rows each or more.
+  constexpr int kIds = kAlone ? kRowsInFlight<kBlocks> : (kBlocks == 1 ? kFewInFlight / 2 : 1);
+  using Rows = PartRows<Format, G, kBlocks, kAlone, kAligned>;
+  // A factor of 1 changes no bit of a sum: one kernel for both.
+  pool_columns<Rows, G, kBlocks, kAligned ? kIds : 1, true>(a, Rows{a, parts, f.embedding_dim}, f, group, ids, bag,
+                                                            column, report);
+}
+
+template <class Format>
+__device__ __forceinline__ bool all_aligned(const PoolArgs& a, const PartsOfColumns& parts, int64_t D) {
+  bool aligned = true;
+  for (int p = 0; p < parts.count; ++p)
+    aligned = aligned && columns_aligned<Format>(a.weights + a.parts[parts.first + p].weight_offset, D);
+  return aligned;
+}
+
+template <class Format, int G, int kBlocks>
+__global__ void __launch_bounds__(kThreads, kBlocks == 1 ? 2 : 1) pool_composed_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return;
+  const Group<G> group;
+  const int bits = a.parts.part_bits;
+  for (int64_t item = Group<G>::first(); item < a.bags.num_bags << bits; item += Group<G>::stride()) {
+    const int64_t bag = item >> bits, number = item - (bag << bits), feature = a.bags.feature_of(bag);
+    const int64_t part = a.bags.first_part(feature) + number, behind = a.bags.first_part(feature + 1);
+    if (part >= behind || !a.parts.has_format(part, a.format) || a.parts.is_plain(part)) continue;
+    if (a.may_be_cached(feature)) continue;
+    const Combine how = a.parts.mapped[part].combine;
+    if (how != Combine::kConcat && number > 0) continue;
+    const int count = how == Combine::kConcat ? 1 : static_cast<int>(behind - part);
+    const PartsOfColumns parts{part, count, how == Combine::kMult};
+    const Part f = a.parts[part];
+    const int64_t D = f.embedding_dim;
+    const BagOfFeature out(bag, feature);
+    const Range ids = range_of(a.bags, bag, a.status);
+    const bool aligned = all_aligned<Format>(a, parts, D);
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kBlocks * 4 * G) {
+      const bool report = number == 0 && column == 0;  // once for an id
+      if (!aligned) pool_parts<Format, G, kBlocks, false, false>(a, parts, f, group, ids, out, column, report);
+      else if (count == 1) pool_parts<Format, G, kBlocks, true, true>(a, parts, f, group, ids, out, column, report);
+      else pool_parts<Format, G, kBlocks, false, true>(a, parts, f, group, ids, out, column, report);
+    }
+    if (part + count == behind) store_zeros_behind(a, bag, f.output_offset + D, group);
+  }
+}
+
+// The dot product of g and the row that an id's parts make.
+template <class Format>
+__device__ __forceinline__ float composed_dot(const PoolArgs& a, const PartsOfColumns& parts, int64_t D, const float* g,
+                                              int64_t id, int lane) {
+  const uint8_t* rows[kMaxParts] = {};
+#pragma unroll
+  for (int p = 0; p < kMaxParts; ++p)
+    if (p < parts.count)
+      rows[p] = a.weights + a.parts[parts.first + p].weight_offset +
+                a.parts.mapped[parts.first + p].partition.row(id) * Format::row_bytes(D);
+  const auto read = [&](const uint8_t* row, int64_t c) {
+    return ColumnReader<Format>(row, D, columns_aligned<Format>(row, D)).read(c);
+  };
+  return warp_dot(g, D, lane, [&](int64_t c) {
+    Vec4 x = read(rows[0], c);
+#pragma unroll
+    for (int p = 1; p < kMaxParts; ++p)
+      if (p < parts.count) combine(parts.multiply, read(rows[p], c), &x);
+    return x;
+  });
+}
+
+// A warp takes a bag. One launch for all formats: the dot products of parts side by side are added in the parts' order,
+// whatever their formats are.
+__global__ void __launch_bounds__(kThreads) composed_weight_gradient_kernel(PoolArgs a, const float* grad, float* out) {
+  if (*a.status == kBadLayout) return;
+  const Group<kWarpSize> warp;
+  for (int64_t bag = Group<kWarpSize>::first(); bag < a.bags.num_bags; bag += Group<kWarpSize>::stride()) {
+    const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+    if (a.parts.is_plain(part)) continue;
+    const int count = static_cast<int>(a.bags.first_part(feature + 1) - part);
+    const Combine how = a.parts.mapped[part].combine;
+    const int combined = how == Combine::kConcat ? 1 : count;  // into the same columns
+    const float* g = a.bags.row_of(bag, feature, grad, a.output_dim);
+    write_dots(a, a.parts[part], range_of(a.bags, bag, a.status), warp.lane, out, [&](int64_t id, int64_t i) {
+      const Part first = a.parts[part];
+      const float* cached = count == 1 ? a.cached_row(part, first.embedding_dim, i) : nullptr;
+      if (cached) return warp_row_dot(g + first.output_offset, cached, first.embedding_dim, warp.lane);
+      float sum = 0.0f;
+      for (int p = 0; p < count; p += combined) {
+        const Part f = a.parts[part + p];
+        const PartsOfColumns parts{part + p, combined, how == Combine::kMult};
+        const float dot = with_bag_format(f.format, [&](auto of) {
+          return composed_dot<decltype(of)>(a, parts, f.embedding_dim, g + f.output_offset, id, warp.lane);
+        });
+        sum = p == 0 ? dot : sum + dot;
+      }
+      return sum;
+    });
+  }
+}
+
+}  // namespace
+
+void launch_composed_weight_gradient(const PoolArgs& a, const float* grad, float* out, cudaStream_t stream) {
+  launch(composed_weight_gradient_kernel, blocks_for_bags(a.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, a,
+         grad, out);
+}
+
+void launch_pool_composed(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
+    using Format = decltype(format);
+    const auto start = [&](auto group, auto blocks) {
+      constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+      const int64_t items = a.bags.num_bags << a.parts.part_bits;
+      launch(pool_composed_kernel<Format, G, kBlocks>, blocks_for_bags(items, G), dim3(kThreads), 0, stream, a);
+    };
+    if constexpr (std::is_same<Format, Fp32>::value) with_widths(max_dim, start);
+    else with_few_widths(max_dim, start);
+  });
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,262 @@
+// Forward of embedding_bag.
+//
+// A group of lanes takes a bag, a lane four neighbouring columns (one 16-byte load where rows are aligned floats). The
+// group loads its ids together, one to a lane, and passes them around; it asks for kRowsOf rows before it decodes the
+// first of them. Rows are added in ascending position. Bytes moved: every row read once per occurrence, the
+// ids, the output written once.
+#include "embedding_bag/cuda/pool.cuh"
+
+namespace rec_kernels {
+namespace {
+
+template <class Format>
+constexpr bool kHalves = std::is_same<Format, Fp16>::value || std::is_same<Format, Bf16>::value;
+template <class Format>
+constexpr bool kIntegers = std::is_same<Format, Int8>::value || std::is_same<Format, Int4>::value;
+
+// The rows of a table.
+template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
+struct TableRows {
+  const uint8_t* first_row;
+  int64_t D;
+
+  // One load for four columns, and no factor: passed one by one, the places take fewer registers.
+  static constexpr bool kPassFirst = kWeighted || !std::is_same<Format, Fp32>::value;
+  using Place = const uint8_t*;  // a row's first byte
+  __device__ __forceinline__ Place find(int64_t id, int64_t) const { return first_row + id * Format::row_bytes(D); }
+  using Passed = Place;
+  __device__ __forceinline__ static Passed pass(const Group<G>& group, Place place, int from) {
+    return group.broadcast(place, from);
+  }
+
+  struct Row {
+    RawRow<Format, G, kBlocks> raw;
+
+    __device__ __forceinline__ void load(const TableRows& table, Place place, int64_t first) {
+      raw.load(place, first, table.D, kAligned);
+    }
+    __device__ __forceinline__ void decode(const TableRows&, Place, int64_t first, Vec4 (&x)[kBlocks]) const {
+      raw.decode(first, x);
+    }
+  };
+};
+
+// Rows on their way: as many as registers hold without spills and without fewer resident blocks than kResident. A
+// factor for each of them takes its own register.
+template <class Format>
+constexpr bool kTwice = kHalves<Format> || kIntegers<Format> || std::is_same<Format, Mx9>::value;
+template <class Format, int kBlocks>
+constexpr int kRowsOf =
+    kBlocks == kMaxBlocks ? (kHalves<Format> || kIntegers<Format> ? kFewInFlight : kRowsInFlight<kBlocks>)
+                          : (kBlocks == 1 && kTwice<Format> ? 2 * kFewInFlight : kFewInFlight);
+
+template <class Format, int G, int kBlocks, bool kWeighted, bool kAligned>
+__device__ __forceinline__ void pool_table(const PoolArgs& a, const Part& f, const Group<G>& group, Range ids,
+                                           BagOfFeature bag, int64_t column) {
+  // Byte by byte, several rows would only cost registers.
+  constexpr bool kSeveral = kAligned || (kBlocks < kMaxBlocks && std::is_same<Format, Fp32>::value);
+  constexpr int kInFlight = kSeveral ? kRowsOf<Format, kBlocks> : 1;
+  using Rows = TableRows<Format, G, kBlocks, kWeighted, kAligned>;
+  pool_columns<Rows, G, kBlocks, kInFlight, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group,
+                                                       ids, bag, column, column == 0);
+}
+
+// Blocks that a multiprocessor holds at least, the most that take no spills: told nothing, the compiler spills a little
+// to make room for one more, or takes registers that only keep one out. Planes take addresses, factors a register each.
+// kThreeOfTwo: three blocks of groups that keep two blocks of columns.
+template <class Format, bool kWeighted>
+constexpr bool kThreeOfTwo =
+    std::is_same<Format, Fp32>::value ? !kWeighted : !FourColumns<Format>::kWhole || std::is_same<Format, Mx9>::value;
+template <class Format, int kBlocks, bool kWeighted>
+constexpr int kResident = kBlocks == 1 ? (kWeighted || FourColumns<Format>::kWhole ? 3 : 4)
+                                       : (kBlocks == 2 && kThreeOfTwo<Format, kWeighted> ? 3 : 2);
+
+template <class Format, int G, int kBlocks, bool kWeighted>
+__device__ __forceinline__ void pool_bag(const PoolArgs& a, const Group<G>& group, int64_t bag) {
+  const int64_t feature = a.bags.feature_of(bag), part = a.bags.first_part(feature);
+  if (!a.parts.has_format(part, a.format) || !a.parts.is_plain(part)) return;
+  const Part f = a.parts[part];
+  const Range ids = range_of(a.bags, bag, a.status);
+  const bool aligned = columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim);
+  for (int64_t column = 0; column < columns_behind<kBlocks>(f.embedding_dim); column += kBlocks * 4 * G) {
+    if (aligned) pool_table<Format, G, kBlocks, kWeighted, true>(a, f, group, ids, BagOfFeature(bag, feature), column);
+    else pool_table<Format, G, kBlocks, kWeighted, false>(a, f, group, ids, BagOfFeature(bag, feature), column);
+  }
+  store_zeros_behind(a, bag, f.embedding_dim, group);
+}
+
+template <class Format, int G, int kBlocks, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
+  const Group<G> group;
+  // There are fewer than 2^32: a second register for the number would be one too many.
+  const auto bags = static_cast<uint32_t>(a.bags.num_bags), stride = static_cast<uint32_t>(Group<G>::stride());
+  for (auto bag = static_cast<uint32_t>(Group<G>::first()); bag < bags;
+       bag += stride < bags - bag ? stride : bags - bag)
+    pool_bag<Format, G, kBlocks, kWeighted>(a, group, bag);
+}
+
+// Bags that a group of pool_short_kernel takes together: finding a feature, and waiting for ids, costs as much as for
+// one, and four rows are on their way where each bag has a single one.
+constexpr int kShortBags = 4;
+
+// Bags of one feature whose ids, at most one a lane, lie side by side. Lane b has bag b of them, lanes behind the last
+// bag have that one.
+struct ShortBags {
+  int64_t feature, first, begin;  // their feature; the first of them, and of their ids
+  int count, start, stop;         // how many; the ids of this lane's bag, counted from `begin`
+};
+
+// The bag that row number `lane` of ShortBags is added to; of no meaning in lanes behind the last row.
+template <int G>
+struct BagOfRow {
+  uint8_t* out;   // where its sum goes
+  int counted;    // its ids that count, if their mean is asked for
+  unsigned last;  // a bit for each row that is the last of its bag
+  bool whole;     // whether four columns of a sum are stored as they are, at once
+
+  __device__ __forceinline__ BagOfRow(const PoolArgs& a, const Part& f, const Group<G>& group, const ShortBags& bags,
+                                      unsigned counting) {
+    int bag = 0;
+#pragma unroll
+    for (int b = 0; b < kShortBags - 1; ++b) bag += group.broadcast(bags.stop, b) <= group.lane;
+    const int start = group.broadcast(bags.start, bag), stop = group.broadcast(bags.stop, bag);
+    last = group.ballot(group.lane + 1 == stop);
+    out = a.output_of(bags.first + bag, bags.feature, f.output_offset);
+    const auto rows = reinterpret_cast<uintptr_t>(a.bags.rows_of(bags.feature, a.output));
+    whole = a.output_format == RowFormat::kFp32 && !f.mean && rows % 16 == 0 &&
+            ((a.output_dim | f.output_offset | f.embedding_dim) & 3) == 0;
+    counted =
+        f.mean ? count_bits(static_cast<uint32_t>(counting & ((uint64_t{1} << stop) - (uint64_t{1} << start)))) : 0;
+  }
+};
+
+// What the sums of bags leave out: zeros of the bags in `zeros`, a bit for each, and of the columns behind the
+// feature's.
+template <int G>
+__device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Part& f, const Group<G>& group,
+                                               const ShortBags& bags, unsigned zeros) {
+#pragma unroll 1
+  for (int b = 0; b < bags.count; ++b) {
+    const int64_t bag = bags.first + b;
+    if (zeros >> b & 1u)
+      store_output(a, a.output_of(bag, bags.feature, f.output_offset), 4 * group.lane, f.embedding_dim, Vec4{});
+    store_zeros_behind(a, bag, f.embedding_dim, group);
+  }
+}
+
+// The sums up to rows [next, next + kFewInFlight) go to the output where the row is its bag's last.
+template <int G>
+__device__ __forceinline__ void store_short_bags(const PoolArgs& a, const Part& f, const Group<G>& group,
+                                                 const BagOfRow<G>& bag, int next, const Vec4 (&sums)[kFewInFlight]) {
+  const int64_t first = 4 * group.lane, D = f.embedding_dim;
+  if (bag.whole) {
+#pragma unroll
+    for (int u = 0; u < kFewInFlight; ++u) {
+      auto* out = reinterpret_cast<float*>(group.broadcast(bag.out, next + u));
+      if (bag.last >> (next + u) & 1u) store_columns(out, first, D, true, sums[u]);
+    }
+    return;
+  }
+  // Once in the machine code, not for each of the rows.
+#pragma unroll 1
+  for (int u = 0; u < kFewInFlight; ++u) {
+    if (!(bag.last >> (next + u) & 1u)) continue;
+    Vec4 sum[1] = {sums[0]};
+#pragma unroll
+    for (int v = 1; v < kFewInFlight; ++v)
+      if (u == v) sum[0] = sums[v];
+    store_sums<G>(a, f, group.broadcast(bag.counted, next + u), group.broadcast(bag.out, next + u), first, sum);
+  }
+}
+
+// The only block of columns of such bags. Rows are added, bag by bag, as in pool_columns: the sums have the same bits.
+template <class Source, int G, bool kWeighted>
+__device__ __forceinline__ void pool_short_bags(const PoolArgs& a, const Source& source, const Part& f,
+                                                const Group<G>& group, const ShortBags& bags) {
+  const int64_t first = 4 * group.lane;
+  const int total = group.broadcast(bags.stop, bags.count - 1);
+  const IdsOfLanes<Source, G> mine(a, source, f, group, bags.begin, bags.begin + total, true);
+  const bool zero = group.lane < bags.count && (mine.counting == 0 || bags.start == bags.stop);
+  const unsigned zeros = group.ballot(zero);
+  if (zeros != 0 || a.bags.own_rows) store_zeros_of(a, f, group, bags, zeros);
+  if (mine.counting == 0) return;
+  const BagOfRow<G> bag(a, f, group, bags, mine.counting);
+  Vec4 sum[1] = {};
+#pragma unroll 1
+  for (int next = 0; next < total; next += kFewInFlight) {
+    Vec4 sums[kFewInFlight];
+    add_rows<kFewInFlight, kWeighted>(source, group, mine, next, first, sum, [&](int u) {
+      sums[u] = sum[0];
+      if (bag.last >> (next + u) & 1u) sum[0] = {};
+    });
+    store_short_bags(a, f, group, bag, next, sums);
+  }
+}
+
+// Bags that are not of one feature, that have more ids than the group has lanes, bad offsets, or rows that are not
+// aligned, are taken one after the other.
+template <class Format, int G, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
+  if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
+  const Group<G> group;
+  const int64_t items = ceil_div(a.bags.num_bags, kShortBags);
+  for (int64_t item = Group<G>::first(); item < items; item += Group<G>::stride()) {
+    const int64_t first = item * kShortBags, left = a.bags.num_bags - first;
+    const int count = left < kShortBags ? static_cast<int>(left) : kShortBags;
+    const int64_t feature = a.bags.feature_of(first), part = a.bags.first_part(feature);
+    const bool together = first + count <= a.bags.first_bag(feature + 1);
+    if (together && !(a.parts.has_format(part, a.format) && a.parts.is_plain(part))) continue;
+    const int64_t bag = first + (group.lane < count ? group.lane : count - 1);
+    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1), begin = group.broadcast(start, 0);
+    const bool good =
+        together && begin >= 0 && start >= begin && stop >= start && stop <= a.bags.num_ids && stop - begin <= G;
+    const Part f = a.parts[part];
+    if (group.ballot(!good) != 0 || !columns_aligned<Format>(a.weights + f.weight_offset, f.embedding_dim)) {
+      for (int b = 0; b < count; ++b) pool_bag<Format, G, 1, kWeighted>(a, group, first + b);
+      continue;
+    }
+    using Rows = TableRows<Format, G, 1, kWeighted, true>;
+    const ShortBags bags{feature, first, begin, count, static_cast<int>(start - begin), static_cast<int>(stop - begin)};
+    pool_short_bags<Rows, G, kWeighted>(a, Rows{a.weights + f.weight_offset, f.embedding_dim}, f, group, bags);
+  }
+}
+
+// Formats for which there are kernels for short bags: rows of floats, which are what their time is spent on.
+template <class Format>
+constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
+
+// Whether bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
+// rows at most. Where the widest rows are no multiple of four columns, theirs would be taken one after the other.
+template <int G>
+bool are_short(const Bags& bags, int64_t max_dim) {
+  constexpr int64_t kMost = G / kShortBags < 2 ? G / kShortBags : 2;
+  return bags.num_ids <= kMost * bags.num_bags && max_dim % 4 == 0;
+}
+
+template <class Format, bool kWeighted>
+void launch_format(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
+  with_widths(max_dim, [&](auto group, auto blocks) {
+    constexpr int G = decltype(group)::value, kBlocks = decltype(blocks)::value;
+    if constexpr (kShort<Format> && kBlocks == 1) {
+      if (are_short<G>(a.bags, max_dim)) {
+        launch(pool_short_kernel<Format, G, kWeighted>, blocks_for_bags(ceil_div(a.bags.num_bags, kShortBags), G),
+               dim3(kThreads), 0, stream, a);
+        return;
+      }
+    }
+    launch(pool_kernel<Format, G, kBlocks, kWeighted>, blocks_for_bags(a.bags.num_bags, G), dim3(kThreads), 0, stream,
+           a);
+  });
+}
+
+}  // namespace
+
+void launch_pool(const PoolArgs& a, int64_t max_dim, cudaStream_t stream) {
+  with_bag_format(a.parts.formats[a.format], [&](auto format) {
+    if (a.bags.per_sample_weights) launch_format<decltype(format), true>(a, max_dim, stream);
+    else launch_format<decltype(format), false>(a, max_dim, stream);
+  });
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,202 @@
+// Occurrences of an embedding_bag call, sorted by row on the GPU, and how a group of lanes sums those of a row. No
+// number of runs is known to the host; grids are sized for the most that there can be.
+#pragma once
+
+#include <vector>
+
+#include "embedding_bag/cuda/input.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Runs of
+// multiplied tables have chunks too where they are short: their sums are needed before any row changes.
+struct Runs {
+  const uint64_t* keys;           // linear row of each entry
+  const uint32_t* payloads;       // of each entry: its bag; or its id's position << part_bits, and behind it, its part
+  const uint32_t* bag_of;         // of a position; null: the payload is the bag
+  const float* coefficients;      // of a position; null: 1
+  const float* const* gradients;  // of a payload's columns; null: its bag tells
+  const int64_t* starts;          // run r is entries [starts[r], starts[r + 1])
+  const int64_t* num_runs;
+  const uint32_t* chunk_starts;  // of run r: chunks of the runs before; one more behind the last run
+  int64_t most_runs, most_chunks;
+  int part_bits;  // of the number of a part within its feature
+
+  __device__ __forceinline__ int64_t count(int64_t run) const { return starts[run + 1] - starts[run]; }
+  __device__ __forceinline__ uint32_t position(uint32_t payload) const { return payload >> part_bits; }
+  __device__ __forceinline__ uint32_t bag(uint32_t payload) const {
+    return bag_of ? bag_of[position(payload)] : payload;
+  }
+  // The part of a feature that an entry is of.
+  __device__ __forceinline__ int64_t part(const Bags& bags, int64_t feature, uint32_t payload) const {
+    return bags.first_part(feature) + (payload & ((1u << part_bits) - 1));
+  }
+};
+
+// The part that a run's first entry is of; all of its entries are of parts that read the same table.
+__device__ __forceinline__ int64_t part_of_run(const Runs& runs, const Bags& bags, int64_t run) {
+  const uint32_t payload = runs.payloads[runs.starts[run]], bag = runs.bag(payload);
+  const int64_t feature = bags.starts ? bags.feature_of(bag) : bag / static_cast<uint32_t>(bags.batch);
+  return runs.part(bags, feature, payload);
+}
+
+// Gradient rows a group has on their way, as in the forward. Of wide rows two: with four, a multiprocessor holds one
+// block in place of two, which ask for as many bytes. Where state for every element takes the registers of a second
+// block anyway, four stay.
+constexpr int kInFlight = 4;
+template <int kBlocks>
+constexpr int kGradientsInFlight = kBlocks == kMaxBlocks ? kInFlight / 2 : kInFlight;
+
+// What decides on the device that nothing is to be updated.
+struct Skip {
+  const int64_t *forward_status, *own_status;
+  const float* found_inf;
+  bool raise;
+
+  __device__ bool bad(const int64_t* status) const {
+    return status && *status != kNoBadPosition && (raise || *status < 0);
+  }
+  __device__ bool now() const { return (found_inf && *found_inf != 0.0f) || bad(forward_status) || bad(own_status); }
+};
+
+// Rows that are updated in a row cache.
+struct CachedRuns {
+  const int64_t* slots;  // of each run, or -1; null: there is no cache
+  bool hot;              // the rows to finish are those in slots, not those of a format
+};
+
+struct SumArgs {
+  Runs runs;
+  Parts parts;
+  const uint8_t* weights;  // as they were, for multiplied tables; or null: there are none
+  int format;              // of the rows to finish or to multiply, an index into parts.formats
+  Bags bags;
+  const float* grad;
+  int64_t output_dim;
+  const float* grad_scale;  // or null: 1
+  Skip skip;
+  float* partials;       // chunk sums, rows of max_dim floats
+  float* next_partials;  // of their sums, and so on
+  uint32_t* owners;      // of each chunk: its run
+  int64_t max_dim;
+  CachedRuns cache;
+
+  // Whether a run's row is one to finish now; then its table, or, of a row in a slot, a table in which it lies there.
+  __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Part* f) const {
+    const int64_t slot = cache.slots ? cache.slots[run] : -1;
+    if (cache.hot ? slot < 0 : slot >= 0 || !parts.has_format(part, format)) return false;
+    *f = parts[part];
+    if (slot < 0) return true;
+    const int64_t number = static_cast<int64_t>(runs.keys[runs.starts[run]]) - f->row_offset;
+    f->weight_offset = 4 * (parts.records[part].cache_row_offset + (slot - number) * f->embedding_dim);
+    return true;
+  }
+};
+
+// Adds term i of a sum: c * x, or x without a coefficient. The first one starts the sum.
+template <int kBlocks>
+__device__ __forceinline__ void add_term(Vec4 (&sum)[kBlocks], const Vec4 (&x)[kBlocks], float c, bool weighted,
+                                         bool first) {
+#pragma unroll
+  for (int k = 0; k < kBlocks; ++k)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float term = x[k].v[j];
+      if (first) sum[k].v[j] = weighted ? c * term : term;
+      else sum[k].v[j] = weighted ? fused_multiply_add(c, term, sum[k].v[j]) : sum[k].v[j] + term;
+    }
+}
+
+// Entries [first, first + count) of one row, count <= kChunk, from the columns of their bags' gradients; or, where they
+// were `summed` before, the one chunk sum `first`.
+template <int G, int kBlocks, int kRows = kGradientsInFlight<kBlocks>>
+struct OccurrenceSum {
+  const SumArgs& a;
+  const Group<G>& group;
+  uint32_t first;  // as there are fewer entries
+  int count;
+  int64_t D;
+  bool summed;
+
+  __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
+    const bool weighted = a.runs.coefficients != nullptr;
+    for (int begin = 0; begin < count; begin += G) {
+      const float* term = summed ? a.partials + int64_t{first} * a.max_dim : nullptr;
+      float c = 1.0f;
+      if (begin + group.lane < count && !summed) {
+        const uint32_t payload = a.runs.payloads[first + begin + group.lane];
+        term = gradient_of(payload);
+        if (weighted) c = a.runs.coefficients[a.runs.position(payload)];
+      }
+      const int here = count - begin < G ? count - begin : G;
+      for (int next = 0; next < here; next += kRows) {
+        float factor[kRows];
+        Vec4 x[kRows][kBlocks];
+#pragma unroll
+        for (int u = 0; u < kRows; ++u) {
+          const float* row = group.broadcast(term, next + u);
+          factor[u] = weighted ? group.broadcast(c, next + u) : 1.0f;
+          const bool aligned = rows_aligned(row, D);
+#pragma unroll
+          for (int k = 0; k < kBlocks; ++k)
+            if (next + u < here) x[u][k] = load_columns(row, column + (k * G + group.lane) * 4, D, aligned);
+        }
+#pragma unroll
+        for (int u = 0; u < kRows; ++u)
+          if (next + u < here) add_term(sum, x[u], factor[u], weighted, begin + next + u == 0);
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const float* gradient_of(uint32_t payload) const {
+    if (a.runs.gradients) return a.runs.gradients[payload];
+    const uint32_t bag = a.runs.bag(payload), batch = static_cast<uint32_t>(a.bags.batch);
+    if (a.bags.starts) return a.grad + int64_t{bag} * a.output_dim;
+    return a.grad + int64_t{bag % batch} * a.output_dim + a.parts[bag / batch].output_offset;
+  }
+};
+
+// `count` rows of D floats, `stride` floats apart.
+template <int G, int kBlocks>
+struct PartialSum {
+  const Group<G>& group;
+  const float* rows;
+  int64_t count, stride, D;
+
+  __device__ __forceinline__ void operator()(int64_t column, Vec4 (&sum)[kBlocks]) const {
+    const bool aligned = rows_aligned(rows, D) && stride % 4 == 0;
+    constexpr int kRows = 8 / kBlocks;  // on their way; those past the last are the last again
+    for (int64_t first = 0; first < count; first += kRows) {
+      Vec4 x[kRows][kBlocks];
+#pragma unroll
+      for (int u = 0; u < kRows; ++u) {
+        const int64_t i = first + u < count ? first + u : count - 1;
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k)
+          x[u][k] = load_columns(rows + i * stride, column + (k * G + group.lane) * 4, D, aligned);
+      }
+#pragma unroll
+      for (int u = 0; u < kRows; ++u)
+        if (first + u < count) add_term(sum, x[u], 1.0f, false, first + u == 0);
+    }
+  }
+};
+
+}  // namespace RK_ISA
+
+// Owns the memory of Runs.
+struct SortedOccurrences {
+  Runs runs;
+  std::vector<Tensor> memory;
+};
+
+// Bad ids and offsets are noted in `status`.
+SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Tensor& grad, cudaStream_t stream);
+
+// The chunk sums of the multiplied tables of one format: gradients times the rows of the other parts. All of them come
+// before any row is updated.
+void launch_product_sums(const SumArgs& args, cudaStream_t stream);
+
+}  // namespace rec_kernels

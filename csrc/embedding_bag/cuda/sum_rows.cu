@@ -1,0 +1,171 @@
+// Numbers are sorted, and then a thread takes a column of a row: neighbours read neighbouring floats of the same rows.
+// Rows of more than kChunk terms have their full chunks summed before, spread over the machine.
+#include <algorithm>
+
+#include "core/bits.h"
+#include "core/cuda/device_algorithms.h"
+#include "embedding_bag/cuda/sum_rows.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// Places are counted over all groups: M of each, in the order of their numbers; number `rows` is of what is left out.
+struct SumRowsArgs {
+  RowNumbers numbers;
+  RowSums sums;
+  const uint64_t* keys;    // of each place: its number, behind those of the groups before
+  const uint32_t* order;   // of each place: the position in its group
+  int64_t *begins, *ends;  // [G, rows + 1]: the places of each number
+  float* partials;         // of each window of kChunk places of a group, the sum of the full chunk that begins in it
+  Divisor columns;
+
+  __device__ int group_of(int64_t column) const { return sums.column_groups ? sums.column_groups[column] : 0; }
+  __device__ int64_t size_of(int64_t group) const { return numbers.sizes ? numbers.sizes[group] : numbers.rows; }
+  __device__ int64_t key_of(int64_t group, int64_t number) const { return group * (numbers.rows + 1) + number; }
+  // The sum of `count` >= 1 terms, from a place on.
+  __device__ float sum(int64_t place, int64_t count, int64_t column) const {
+    const uint32_t* from = order + place;
+    float total = sums.grad[int64_t{from[0]} * sums.columns + column];
+#pragma unroll 4
+    for (int64_t i = 1; i < count; ++i) total = total + sums.grad[int64_t{from[i]} * sums.columns + column];
+    return total;
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) keys_kernel(SumRowsArgs a, uint64_t* keys, uint32_t* positions) {
+  const int64_t count = a.numbers.count, all = a.numbers.groups * count;
+  for (int64_t i = Group<1>::first(); i < a.numbers.groups * (a.numbers.rows + 1); i += Group<1>::stride())
+    a.begins[i] = a.ends[i] = 0;
+  for (int64_t i = Group<1>::first(); i < all; i += Group<1>::stride()) {
+    const int64_t group = i / count, number = a.numbers.numbers[i], size = a.size_of(group);
+    const bool good = number >= 0 && number < size;
+    keys[i] = static_cast<uint64_t>(a.key_of(group, good ? number : a.numbers.rows));
+    positions[i] = static_cast<uint32_t>(i - group * count);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) places_kernel(SumRowsArgs a) {
+  const int64_t all = a.numbers.groups * a.numbers.count;
+  for (int64_t i = Group<1>::first(); i < all; i += Group<1>::stride()) {
+    const uint64_t key = a.keys[i];
+    if (i == 0 || a.keys[i - 1] != key) a.begins[key] = i;
+    if (i == all - 1 || a.keys[i + 1] != key) a.ends[key] = i + 1;
+  }
+}
+
+// Where, in kChunk places from `window` on, a full chunk of a longer row begins; -1: nowhere. There is one at most.
+__device__ int64_t chunk_in(const SumRowsArgs& a, int64_t window, int64_t last) {
+  const uint64_t first_key = a.keys[window], last_key = a.keys[last];
+  const int64_t begin = a.begins[first_key], end = a.ends[first_key];
+  const int64_t next = begin + (window - begin + kChunk - 1) / kChunk * kChunk;
+  if (end - begin > kChunk && next + kChunk <= end) return next;
+  if (first_key == last_key || a.ends[last_key] - a.begins[last_key] <= kChunk) return -1;
+  return a.begins[last_key];  // which goes on behind the window
+}
+
+__global__ void __launch_bounds__(kThreads) sum_full_chunks_kernel(SumRowsArgs a, int64_t windows) {
+  const int64_t count = a.numbers.count;
+  for (int64_t i = Group<1>::first(); i < windows * a.sums.columns; i += Group<1>::stride()) {
+    const int64_t window = a.columns.divide(i), column = i - window * a.sums.columns, group = a.group_of(column);
+    if (group < 0) continue;
+    const int64_t end = window * kChunk + kChunk, last = (end < count ? end : count) - 1;
+    const int64_t chunk = chunk_in(a, group * count + window * kChunk, group * count + last);
+    if (chunk >= 0) a.partials[i] = a.sum(chunk, kChunk, column);
+  }
+}
+
+// Adds up chunk sums one by one, by the rule that made them: kChunk of them make a term of the level above.
+class ChunkSums {
+ public:
+  __device__ void add(float term) {
+    for (int level = 0; level < kLevels; ++level) {
+      sums_[level] = counts_[level] > 0 ? sums_[level] + term : term;
+      if (++counts_[level] < kChunk) return;
+      term = sums_[level];
+      counts_[level] = 0;
+    }
+  }
+  // Of at least one. What is left of a level is the last term of the next.
+  __device__ float total() const {
+    bool any = false;
+    float total = 0.0f;
+    for (int level = 0; level < kLevels; ++level) {
+      if (counts_[level] == 0) continue;
+      total = any ? sums_[level] + total : sums_[level];
+      any = true;
+    }
+    return total;
+  }
+
+ private:
+  static constexpr int kLevels = 5;  // of 64 each, for 2^26 chunks and more
+  float sums_[kLevels];
+  int counts_[kLevels] = {};
+};
+
+// Of more than kChunk terms.
+__device__ float sum_long_row(const SumRowsArgs& a, int64_t group, int64_t begin, int64_t end, int64_t column) {
+  ChunkSums sums;
+  const int64_t chunks = (end - begin) / kChunk, last = begin + chunks * kChunk;
+  const float* partials = a.partials + (begin - group * a.numbers.count) / kChunk * a.sums.columns + column;
+  constexpr int kTerms = 8;  // on their way; those past the last are the last again
+  for (int64_t first = 0; first < chunks; first += kTerms) {
+    float term[kTerms];
+#pragma unroll
+    for (int u = 0; u < kTerms; ++u) term[u] = partials[(first + u < chunks ? first + u : chunks - 1) * a.sums.columns];
+#pragma unroll
+    for (int u = 0; u < kTerms; ++u)
+      if (first + u < chunks) sums.add(term[u]);
+  }
+  if (last < end) sums.add(a.sum(last, end - last, column));
+  return sums.total();
+}
+
+__global__ void __launch_bounds__(kThreads) sum_rows_kernel(SumRowsArgs a) {
+  for (int64_t i = Group<1>::first(); i < a.numbers.rows * a.sums.columns; i += Group<1>::stride()) {
+    const int64_t row = a.columns.divide(i), column = i - row * a.sums.columns, group = a.group_of(column);
+    if (group < 0 || row >= a.size_of(group)) continue;
+    const int64_t begin = a.begins[a.key_of(group, row)], end = a.ends[a.key_of(group, row)];
+    float sum = 0.0f;
+    if (end - begin > kChunk) sum = sum_long_row(a, group, begin, end, column);
+    else if (end > begin) sum = a.sum(begin, end - begin, column);
+    a.sums.out[i] = sum;
+  }
+}
+
+}  // namespace
+
+void sum_rows(const RowNumbers& numbers, const RowSums& sums, const Tensor& like, cudaStream_t stream) {
+  const int64_t all = numbers.groups * numbers.count, keys = numbers.groups * (numbers.rows + 1);
+  if (numbers.rows * sums.columns == 0) return;
+  check_value(all < INT64_C(0xffffffff), "gradients are summed by ", all,
+              " numbers; at most 2^32 - 2 fit in a call on a GPU");
+  const int64_t windows = numbers.count > kChunk ? ceil_div(numbers.count, kChunk) : 0;
+  const auto make = [&](int64_t bytes) { return new_tensor(like, {bytes}, ScalarType::Byte); };
+  const Tensor unsorted = make(8 * all), sorted = make(8 * all), positions = make(4 * all), order = make(4 * all),
+               places = make(16 * keys), partials = make(4 * windows * sums.columns);
+  auto* begins = static_cast<int64_t*>(places.mutable_data_ptr());
+  const SumRowsArgs args{numbers,
+                         sums,
+                         static_cast<const uint64_t*>(sorted.const_data_ptr()),
+                         static_cast<const uint32_t*>(order.const_data_ptr()),
+                         begins,
+                         begins + keys,
+                         static_cast<float*>(partials.mutable_data_ptr()),
+                         Divisor::of(sums.columns)};
+  auto* unsorted_keys = static_cast<uint64_t*>(unsorted.mutable_data_ptr());
+  auto* unsorted_positions = static_cast<uint32_t*>(positions.mutable_data_ptr());
+  const dim3 block(kThreads);
+  launch(keys_kernel, blocks_for(std::max(all, keys), 1), block, 0, stream, args, unsorted_keys, unsorted_positions);
+  if (all > 0) {
+    sort_pairs(unsorted_keys, static_cast<uint64_t*>(sorted.mutable_data_ptr()), unsorted_positions,
+               static_cast<uint32_t*>(order.mutable_data_ptr()), all, bit_width(static_cast<uint64_t>(keys)), like,
+               stream);
+    launch(places_kernel, blocks_for(all, 1), block, 0, stream, args);
+  }
+  if (windows > 0)
+    launch(sum_full_chunks_kernel, blocks_for(windows * sums.columns, 1), block, 0, stream, args, windows);
+  launch(sum_rows_kernel, blocks_for(numbers.rows * sums.columns, 1), block, 0, stream, args);
+}
+
+}  // namespace rec_kernels

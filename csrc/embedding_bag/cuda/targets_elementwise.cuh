@@ -1,0 +1,129 @@
+// Updates with state for every element, of any rows: what Base does with a gradient happens to the direction that the
+// state makes of it.
+#pragma once
+
+#include "embedding_bag/cuda/backward_kernels.cuh"
+#include "rows/cuda/writer.cuh"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+// A row's state, and the numbers of the step.
+struct RowState {
+  Elementwise optimizer;
+  float divisor;          // row-wise Adam's
+  float *first, *second;  // [D], or null
+  bool bf16;              // what first and second are
+  Rounding rounding;
+  int64_t number;  // of the row in the whole table
+
+  // Columns c .. c+3 of moments, which are `aligned`.
+  __device__ __forceinline__ Vec4 load(const float* moments, int64_t c, int64_t D, bool aligned) const {
+    if (!bf16) return load_columns(moments, c, D, aligned);
+    return ColumnReader<Bf16>(reinterpret_cast<const uint8_t*>(moments), D, aligned).read(c);
+  }
+  template <int G>
+  __device__ __forceinline__ void store(float* moments, uint32_t stream, int64_t c, int64_t D, bool aligned,
+                                        const Group<G>& group, const Vec4& x) const {
+    if (!bf16) return store_columns(moments, c, D, aligned, x);
+    Rounding how = rounding;
+    how.noise.stream = stream;
+    ColumnWriter<Bf16, G>{group, how, number, D, reinterpret_cast<uint8_t*>(moments), aligned}.write(c, x);
+  }
+  __device__ __forceinline__ bool is_aligned(const float* moments, int64_t D) const {
+    if (!bf16) return rows_aligned(moments, D);
+    return columns_aligned<Bf16>(reinterpret_cast<const uint8_t*>(moments), D);
+  }
+
+  // The gradients g of the columns from `column` on become directions. State advances if this is the last time.
+  template <int G, int kBlocks>
+  __device__ __forceinline__ void direct(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
+                                         bool last) const {
+    const ElementwiseRegisters<float> numbers(optimizer, divisor, OneLane());
+    const bool aligned_first = is_aligned(first, D), aligned_second = is_aligned(second, D);
+    // Unrolled, g stays in registers; of the widest rows, a kernel would be half as large again.
+#pragma unroll(kBlocks < kMaxBlocks ? kBlocks : 1)
+    for (int k = 0; k < kBlocks; ++k) {
+      const int64_t c = column + (k * G + group.lane) * 4;
+      if (c >= D) continue;
+      Vec4 m = {}, v = {};
+      if (first) m = load(first, c, D, aligned_first);
+      if (second) v = load(second, c, D, aligned_second);
+      for (int j = 0; j < 4; ++j) g[k].v[j] = numbers.direction(optimizer.kind, g[k].v[j], &m.v[j], &v.v[j]);
+      if (!last) continue;
+      if (first) store(first, kFirstMomentStream, c, D, aligned_first, group, m);
+      if (second) store(second, kSecondMomentStream, c, D, aligned_second, group, v);
+    }
+  }
+};
+
+template <class Base>
+struct ElementwiseTarget : Base {
+  static constexpr bool kElementwise = true;
+  using Base::u;
+
+  __device__ Elementwise optimizer() const { return elementwise_of(u); }
+  __device__ bool needs_mean_square() const { return optimizer().needs_mean_square(); }
+
+  __device__ void expect_state(int64_t part, const Part& f, int64_t row, int lane) const {
+    const OptimizerState& s = u.state;
+    for (int64_t c = 4 * lane; c < f.embedding_dim; c += 4 * kWarpSize) {
+      const int64_t place = place_of(part, f, row) + c;
+      if (s.sum) prefetch(s.moment(s.sum, place));
+      if (s.exp_avg) prefetch(s.moment(s.exp_avg, place));
+      if (s.exp_avg_sq) prefetch(needs_mean_square() ? s.exp_avg_sq + row : s.moment(s.exp_avg_sq, place));
+    }
+  }
+  // The divisor of row-wise Adam.
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
+    const Elementwise o = optimizer();
+    if (!o.needs_mean_square()) return 1.0f;
+    const float second = o.row_moment(u.state.exp_avg_sq[row], mean_square);
+    u.state.exp_avg_sq[row] = second;
+    return o.row_divisor(second);
+  }
+  __device__ RowState state_of(int64_t part, const Part& f, int64_t row, float divisor) const {
+    const Elementwise o = optimizer();
+    const int64_t place = place_of(part, f, row);
+    const OptimizerState& s = u.state;
+    float* second = s.sum ? s.sum : s.exp_avg_sq;
+    return {o,
+            divisor,
+            o.has_first() ? s.moment(s.exp_avg, place) : nullptr,
+            o.has_second() ? s.moment(second, place) : nullptr,
+            s.bf16,
+            update_rounding(u.seed, u.step, f.shard, u.stochastic),
+            f.whole_row(row)};
+  }
+
+  // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.
+  template <int G, int kBlocks, class Direction>
+  __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
+                                          Vec4 (&g)[kBlocks], const Direction& direction) const {
+    if (!o.needs_norms()) return -o.lr;
+    constexpr int64_t kWidth = kBlocks * 4 * G;
+    const int64_t D = f.embedding_dim;
+    SquareSum<G> weights{group}, directions{group};
+    for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+      const auto read = [&](int64_t c) { return Base::read(f, row, c); };
+      if (is_wider<G, kBlocks>(D)) direction(column, false, read);
+      Vec4 w[kBlocks];
+      for (int k = 0; k < kBlocks; ++k) {
+        const int64_t c = column + (k * G + group.lane) * 4;
+        w[k] = c < D ? read(c) : Vec4{};
+      }
+      weights.add(column, D, w);
+      directions.add(column, D, g);
+    }
+    const float weight_squares = weights.total(), direction_squares = directions.total();
+    return o.trusted(weight_squares, direction_squares);
+  }
+
+ private:
+  __device__ int64_t place_of(int64_t part, const Part& f, int64_t row) const {
+    return u.records[part].state_offset + (row - f.row_offset) * f.embedding_dim;
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

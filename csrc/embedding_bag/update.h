@@ -1,0 +1,44 @@
+// Fused updates: their arguments, and the checks that every backend shares.
+//
+// State. `sum`: per row for row-wise Adagrad, per element for Adagrad; exp_avg per element; exp_avg_sq per element, for
+// row-wise Adam per row; beta_powers [2]: beta1^t and beta2^t after t updates. State for every element of a table
+// starts at the state_offset of its parts. It may be bfloat16.
+#pragma once
+
+#include "embedding_bag/embedding_bag.h"
+#include "rows/optimizers/update.h"
+
+namespace rec_kernels {
+
+// What a fused update is to do, as it arrives.
+struct UpdateArguments {
+  const std::string& optimizer;
+  double eps, beta1, beta2, weight_decay;
+  const std::string& weight_decay_mode;
+  std::optional<double> clip_grad_value, clip_grad_norm;
+  const OptionalTensor &exp_avg, &exp_avg_sq, &beta_powers;
+  const std::string& rounding;
+  const OptionalTensor& seed;
+};
+template <>
+struct ArgumentsOf<const UpdateArguments&> {
+  using types = Types<const std::string&, double, double, double, double, const std::string&, std::optional<double>,
+                      std::optional<double>, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                      const std::string&, const OptionalTensor&>;
+};
+
+// How updated rows are encoded. The seed stays where it is.
+struct UpdateRounding {
+  bool stochastic;
+  const int64_t* seed;
+};
+RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const std::string& rounding, const OptionalTensor& seed);
+
+// Checks everything but what needs the tables: check_row_state(), and state_offset of the layout, whose records the
+// caller sets.
+RK_EXPORT Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
+                             const UpdateArguments& fused, const OptionalTensor& grad_scale);
+// That row-wise state has an element for each of `rows` rows.
+RK_EXPORT void check_row_state(const Update& update, int64_t rows);
+
+}  // namespace rec_kernels

@@ -1,0 +1,147 @@
+// What the CPU drivers of the ops on jagged rows share.
+#pragma once
+
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "core/cpu/parallel.h"
+#include "jagged/jagged.h"
+
+namespace rec_kernels {
+
+// A status with nothing to report: what is bad was raised.
+inline Tensor good_status(const Tensor& like) {
+  Tensor status = new_tensor(like, {2}, ScalarType::Long);
+  int64_t* report = status.mutable_data_ptr<int64_t>();
+  report[0] = kNoBadPosition;
+  report[1] = 0;
+  return status;
+}
+
+// Throws std::invalid_argument unless every value is in a row.
+inline void check_cover(const Bags& rows) {
+  check_offsets(rows);
+  check_value(rows.offset(0) == 0 && rows.offset(rows.num_bags) == rows.num_ids, "offsets must start at 0 and end at ",
+              rows.num_ids, ", the number of values, got ", rows.offset(0), " and ", rows.offset(rows.num_bags));
+}
+
+// Calls body with the elements of a tensor of int32 or int64, to be written.
+template <class Body>
+void with_integers(Tensor& t, const Body& body) {
+  if (t.scalar_type() == ScalarType::Long) body(t.mutable_data_ptr<int64_t>());
+  else body(t.mutable_data_ptr<int32_t>());
+}
+
+// Items that are worth a thread's start, of a few nanoseconds each, and bytes to copy.
+constexpr int64_t kFewItems = 8192, kFewBytes = 1 << 17;
+
+// Copies few bytes in a loop, where a call would cost more than the copy.
+inline void copy_bytes(char* to, const char* from, int64_t bytes) {
+  constexpr int64_t kFew = 128, kWord = 8;
+  if (bytes > kFew) {
+    std::memcpy(to, from, static_cast<size_t>(bytes));
+    return;
+  }
+  int64_t i = 0;
+  for (; i + kWord <= bytes; i += kWord) std::memcpy(to + i, from + i, kWord);
+  for (; i < bytes; ++i) to[i] = from[i];
+}
+
+// Sums up the items' lengths in two passes over pieces: sums(i, what comes before item i) for every item, after its
+// length was asked for the last time. Returns the sum of all. Both are called for every item: they should own what they
+// read, which compilers then keep in registers.
+template <class Length, class Sums>
+int64_t running_sums(int64_t items, const Length& length, const Sums& sums) {
+  const int64_t workers = workers_for(items, kFewItems), piece = ceil_div(items, workers);
+  std::vector<int64_t> before(static_cast<size_t>(workers) + 1, 0);
+  const auto for_piece = [&](int64_t w, int64_t sum, bool last_pass) {
+    const int64_t begin = w * piece, end = items - begin < piece ? items : begin + piece;
+    const Length length_of = length;
+    const Sums write = sums;
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t here = length_of(i);
+      if (last_pass) write(i, sum);
+      sum += here;
+    }
+    return sum;
+  };
+  if (workers > 1)
+    parallel_workers(workers, [&](int64_t w) { before[static_cast<size_t>(w) + 1] = for_piece(w, 0, false); });
+  for (size_t w = 1; w < before.size(); ++w) before[w] += before[w - 1];
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t sum = for_piece(w, before[static_cast<size_t>(w)], true);
+    if (w == workers - 1) before.back() = sum;
+  });
+  return before.back();
+}
+
+// The smallest position that a worker has found bad.
+class FirstBad {
+ public:
+  explicit FirstBad(int64_t workers) : found_(static_cast<size_t>(workers), kNoBadPosition) {}
+  void note(int64_t worker, int64_t position) {
+    int64_t& mine = found_[static_cast<size_t>(worker)];
+    if (position < mine) mine = position;
+  }
+  int64_t position() const {
+    int64_t first = kNoBadPosition;
+    for (const int64_t each : found_) first = each < first ? each : first;
+    return first;
+  }
+
+ private:
+  std::vector<int64_t> found_;
+};
+
+// The first of items [begin, end) that is_bad(i) is true of, or kNoBadPosition. Without branches while all is well.
+template <class IsBad>
+int64_t first_bad_of(int64_t begin, int64_t end, const IsBad& is_bad) {
+  constexpr int64_t kAtOnce = 1024;
+  const IsBad mine = is_bad;  // owned: compilers then keep what it reads in registers
+  for (; begin < end; begin += kAtOnce) {
+    const int64_t stop = begin + kAtOnce < end ? begin + kAtOnce : end;
+    bool bad = false;
+    for (int64_t i = begin; i < stop; ++i) bad |= mine(i);
+    if (!bad) continue;
+    for (int64_t i = begin; i < stop; ++i)
+      if (mine(i)) return i;
+  }
+  return kNoBadPosition;
+}
+
+// The same of all items, by several workers.
+template <class IsBad>
+int64_t first_bad(int64_t items, const IsBad& is_bad) {
+  const int64_t workers = workers_for(items, 4 * kFewItems), piece = ceil_div(items, workers);
+  FirstBad bad(workers);
+  parallel_workers(workers, [&](int64_t w) {
+    const int64_t begin = w * piece, end = items - begin < piece ? items : begin + piece;
+    bad.note(w, first_bad_of(begin, end, is_bad));
+  });
+  return bad.position();
+}
+
+// Whether a number is outside of [0, limit).
+inline bool is_outside(int64_t number, int64_t limit) {
+  return static_cast<uint64_t>(number) >= static_cast<uint64_t>(limit);
+}
+
+// Calls body with the numbers, of int32 or int64, to be read.
+template <class Body>
+auto with_numbers(const Integers& numbers, const Body& body) {
+  return numbers.wide ? body(static_cast<const int64_t*>(numbers.data))
+                      : body(static_cast<const int32_t*>(numbers.data));
+}
+
+// Throws std::out_of_range for the first number of `t` that is not in [0, limit).
+inline void check_numbers(const Tensor& t, int64_t limit, const char* name, const char* of) {
+  const Integers numbers(t);
+  const int64_t i = with_numbers(numbers, [&](const auto* number) {
+    return first_bad(t.size(0), [number, limit](int64_t at) { return is_outside(number[at], limit); });
+  });
+  if (i == kNoBadPosition) return;
+  throw std::out_of_range(join(name, "[", i, "] = ", numbers[i], " must be in [0, ", limit, "), ", of));
+}
+
+}  // namespace rec_kernels

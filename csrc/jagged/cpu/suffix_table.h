@@ -1,0 +1,66 @@
+// A row of ids found by its last ones: their hash, which moves along a row in constant time, and a table from it to
+// rows.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/bits.h"
+#include "core/cpu/scratch.h"
+
+namespace rec_kernels {
+
+// The hash of kCount ids is a polynomial of them in kHashBase, modulo 2^64, the first one's coefficient being 1: from
+// one place to the place before it, one id comes and another goes.
+constexpr uint64_t kHashBase = 0x9E3779B97F4A7C15u;  // odd, with bits all over: 2^64 over the golden ratio
+constexpr uint64_t hash_power(int64_t n) { return n == 0 ? 1 : kHashBase * hash_power(n - 1); }
+
+template <int64_t kCount, class Id>
+uint64_t hash_ids(const Id* ids) {
+  uint64_t h = 0;
+  for (int64_t j = kCount; j-- > 0;) h = h * kHashBase + static_cast<uint64_t>(ids[j]);
+  return h;
+}
+// Of the kCount ids at ids - 1, from that of those at ids.
+template <int64_t kCount, class Id>
+uint64_t hash_before(uint64_t h, const Id* ids) {
+  return (h - static_cast<uint64_t>(ids[kCount - 1]) * hash_power(kCount - 1)) * kHashBase +
+         static_cast<uint64_t>(ids[-1]);
+}
+
+// From the hash of a row's last ids to the row, the last one of those with this hash. `Memory` is for tests, which
+// count how often it is read.
+template <template <class> class Memory = Scratch>
+class LastIds {
+ public:
+  explicit LastIds(int64_t rows) {
+    int64_t size = 2;
+    for (; size < 2 * rows; size *= 2) --shift_;
+    slots_ = Memory<Slot>(size);
+    std::fill_n(slots_.get(), size, Slot{0, -1});
+    mask_ = static_cast<uint64_t>(size) - 1;
+  }
+  // -1: none.
+  int64_t find(uint64_t hash) const { return slot_of(hash).row; }
+  void put(uint64_t hash, int64_t row) { slot_of(hash) = {hash, row}; }
+
+ private:
+  struct Slot {
+    uint64_t hash;
+    int64_t row;
+  };
+  // The one with this hash, or the free one where it would be. Mixed: hashes of ids of which only the first differ are
+  // neighbours, and neighbours in the table would be passed one by one.
+  Slot& slot_of(uint64_t hash) const {
+    for (uint64_t place = fmix64(hash) >> shift_;; place = (place + 1) & mask_) {
+      Slot& slot = slots_[static_cast<int64_t>(place)];
+      if (slot.row < 0 || slot.hash == hash) return slot;
+    }
+  }
+
+  int shift_ = 63;
+  uint64_t mask_ = 0;
+  Memory<Slot> slots_;
+};
+
+}  // namespace rec_kernels

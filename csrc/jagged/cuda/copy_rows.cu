@@ -1,0 +1,162 @@
+// Rows chosen from a jagged tensor. Bytes moved: the offsets of the rows in turn and of those chosen, where each of
+// these begins, written and read, and every chosen value read and written once. A group of lanes takes a row, in words
+// as wide as all rows are aligned to.
+#include <algorithm>
+
+#include "core/cuda/device_algorithms.h"
+#include "jagged/cuda/jagged.cuh"
+
+namespace rec_kernels {
+namespace {
+
+// All that the 4 KB of a kernel's arguments hold, beside the other two.
+constexpr int kNumbersALaunch = 510;
+struct Numbers {
+  int64_t of[kNumbersALaunch];
+};
+
+__global__ void __launch_bounds__(kThreads) write_numbers_kernel(Numbers numbers, int64_t count, int64_t* out) {
+  static_assert(sizeof numbers + sizeof count + sizeof out <= 4096);
+  for (int i = threadIdx.x; i < count; i += kThreads) out[i] = numbers.of[i];
+}
+
+__global__ void start_status_kernel(int64_t* status) {
+  status[0] = kNoBadPosition;
+  status[1] = 0;
+}
+
+struct LengthArgs {
+  Bags rows;
+  Integers index;
+  int64_t count;
+  int64_t* from;
+  int64_t* lengths;  // [count + 1], the last of them 0
+  int64_t* status;
+};
+
+__global__ void __launch_bounds__(kThreads) lengths_kernel(LengthArgs a) {
+  note_offsets(a.rows, a.status);
+  for (int64_t m = Group<1>::first(); m <= a.count; m += Group<1>::stride()) {
+    Range r{0, 0};
+    if (m < a.count) {
+      const int64_t row = a.index[m];
+      if (row < 0 || row >= a.rows.num_bags) note_left_out(a.status, m);
+      else r = good_range(a.rows, row);
+      a.from[m] = r.start;
+    }
+    a.lengths[m] = r.stop - r.start;
+  }
+}
+
+struct CopyArgs {
+  Integers rows;  // where they begin in the input
+  int64_t count;
+  const int64_t* starts;
+  int64_t total;
+  int64_t words;  // of a value
+  const void* from;
+  void* to;
+  IntegersOut offsets;  // without data: they are not to be written
+  int64_t* status;
+};
+
+// `lanes` neighbouring threads take a row.
+template <class Word>
+__global__ void __launch_bounds__(kThreads) copy_rows_kernel(CopyArgs a, int lanes) {
+  const int64_t thread = Group<1>::first(), threads = Group<1>::stride();
+  const int lane = static_cast<int>(threadIdx.x) & (lanes - 1);
+  for (int64_t m = thread / lanes; m < a.count; m += threads / lanes) {
+    const int64_t start = a.starts[m], stop = a.starts[m + 1];
+    if (lane == 0 && a.offsets.data) a.offsets.put(m, start < a.total ? start : a.total);
+    if (stop == start) continue;  // as one out of range does
+    const int64_t from = a.rows[m] * a.words, to = start * a.words;
+    const int64_t words = ((stop < a.total ? stop : a.total) - start) * a.words;
+    for (int64_t w = lane; w < words; w += lanes) store_word(a.to, to + w, load_word<Word>(a.from, from + w));
+  }
+  const int64_t end = a.starts[a.count];
+  for (int64_t w = end * a.words + thread; w < a.total * a.words; w += threads) store_word(a.to, w, Word{});
+  if (thread > 0) return;
+  if (a.offsets.data) a.offsets.put(a.count, end < a.total ? end : a.total);
+  if (end != a.total) note_bad(a.status, a.count);
+}
+
+}  // namespace
+
+Tensor new_jagged_status(const Tensor& like, cudaStream_t stream) {
+  Tensor status = new_tensor(like, {2}, ScalarType::Long);
+  launch(start_status_kernel, dim3(1), dim3(1), 0, stream, status.mutable_data_ptr<int64_t>());
+  return status;
+}
+
+Tensor to_gpu(const std::vector<int64_t>& numbers, const Tensor& like, cudaStream_t stream) {
+  const auto count = static_cast<int64_t>(numbers.size());
+  Tensor out = new_tensor(like, {count}, ScalarType::Long);
+  for (int64_t first = 0; first < count; first += kNumbersALaunch) {
+    Numbers some{};
+    const int64_t here = std::min<int64_t>(count - first, kNumbersALaunch);
+    std::copy_n(numbers.begin() + first, here, some.of);
+    launch(write_numbers_kernel, dim3(1), dim3(kThreads), 0, stream, some, here,
+           out.mutable_data_ptr<int64_t>() + first);
+  }
+  return out;
+}
+
+Selection new_selection(int64_t count, const Tensor& from, int64_t* status, const char* name) {
+  check_value(count < INT64_C(0xffffffff), name, " has ", count, " numbers; at most 2^32 - 2 fit in a call on a GPU");
+  return {count, from, new_tensor(from, {count + 1}, ScalarType::Long), 0, status};
+}
+
+void place_rows(Selection& s, std::optional<int64_t> total, const Tensor& like, const char* name, cudaStream_t stream) {
+  auto* starts = s.starts.mutable_data_ptr<int64_t>();
+  exclusive_sum(starts, starts, s.count + 1, s.starts, stream);
+  if (total) s.total = *total;
+  else copy_to_host(&s.total, starts + s.count, sizeof(int64_t), stream);
+  check_fits(s.total, like, name);
+}
+
+Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offsets, std::optional<int64_t> total,
+                      int64_t* status, cudaStream_t stream) {
+  const int64_t count = index.size(0);
+  Selection out = new_selection(count, new_tensor(index, {count}, ScalarType::Long), status, "index");
+  const LengthArgs args{
+      rows,  Integers(index), count, out.from.mutable_data_ptr<int64_t>(), out.starts.mutable_data_ptr<int64_t>(),
+      status};
+  launch(lengths_kernel, blocks_for(std::max(count, rows.num_bags) + 1, 1), dim3(kThreads), 0, stream, args);
+  place_rows(out, total, offsets, "offsets", stream);
+  return out;
+}
+
+void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const Tensor& output,
+               const OptionalTensor& output_offsets, cudaStream_t stream) {
+  const auto bytes = columns * static_cast<int64_t>(values.element_size());
+  const int64_t word = word_bytes(bytes, values.const_data_ptr(), output.const_data_ptr());
+  const IntegersOut offsets = output_offsets ? integers_out(*output_offsets) : IntegersOut{nullptr, false};
+  const CopyArgs args{Integers(s.from),
+                      s.count,
+                      s.starts.const_data_ptr<int64_t>(),
+                      s.total,
+                      bytes / word,
+                      values.const_data_ptr(),
+                      output.mutable_data_ptr(),
+                      offsets,
+                      s.status};
+  // As many lanes as a row has words, on average.
+  const int lanes = lanes_for(4 * ceil_div(s.total * args.words, std::max<int64_t>(s.count, 1)));
+  with_word(word, [&](auto unit) {
+    launch(copy_rows_kernel<decltype(unit)>, blocks_for(std::max<int64_t>(s.count, 1), lanes), dim3(kThreads), 0,
+           stream, args, lanes);
+  });
+}
+
+std::tuple<Tensor, Tensor> copied_rows(const Selection& s, const Tensor& values, const Tensor& like,
+                                       cudaStream_t stream) {
+  const bool wide = values.dim() == 2;
+  const int64_t columns = wide ? values.size(1) : 1;
+  Tensor output = wide ? new_tensor(values, {s.total, columns}, values.scalar_type())
+                       : new_tensor(values, {s.total}, values.scalar_type());
+  Tensor output_offsets = new_tensor(like, {s.count + 1}, like.scalar_type());
+  copy_rows(s, values, columns, output, output_offsets, stream);
+  return {output, output_offsets};
+}
+
+}  // namespace rec_kernels

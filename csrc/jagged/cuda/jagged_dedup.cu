@@ -1,0 +1,229 @@
+// jagged_dedup: samples are hashed, then put into an open-addressing table of each group, where those of one hash are
+// compared; then the first ones are numbered. Bytes moved: ids (and weights) twice, once to hash and once to compare,
+// and a slot of the table or two per sample. A group of lanes takes a sample.
+#include "core/bits.h"
+#include "core/boxing.h"
+#include "core/cuda/device_algorithms.h"
+#include "jagged/cuda/jagged.cuh"
+#include "jagged/jagged_dedup.h"
+
+namespace rec_kernels {
+namespace {
+
+// A slot that is taken has the number of a sample; in the end the first of those that look alike.
+constexpr int32_t kEmpty = INT32_MAX;
+
+struct DedupArgs {
+  Bags bags;
+  Integers ids;
+  const float* weights;          // or null
+  const int64_t* member_starts;  // [G + 1]: group g has features members[member_starts[g]], ...
+  const int64_t* members;
+  int64_t groups, batch;
+  uint64_t hash_mask;
+  uint64_t* hashes;   // [G * B]
+  int32_t* table;     // [G, slots]
+  int64_t slots;      // a power of two: at least half of them stay empty
+  uint32_t* slot_of;  // [G * B]
+  int64_t* status;
+
+  __device__ __forceinline__ uint32_t bits_of_weight(int64_t i) const {
+    return reinterpret_cast<const uint32_t*>(weights)[i];
+  }
+  __device__ __forceinline__ Range ids_of(int64_t member, int64_t sample) const {
+    return good_range(bags, members[member] * batch + sample);
+  }
+  // The first sample that looks like the i-th of all.
+  __device__ __forceinline__ int64_t first_of(int64_t i) const { return table[i / batch * slots + slot_of[i]]; }
+};
+
+__global__ void __launch_bounds__(kThreads) clear_table_kernel(DedupArgs a) {
+  note_offsets(a.bags, a.status);
+  for (int64_t i = Group<1>::first(); i < a.groups * a.slots; i += Group<1>::stride()) a.table[i] = kEmpty;
+}
+
+// A sum, so that lanes may add in any order; an id's place goes into its term. Odd multipliers keep terms apart.
+template <int G>
+__global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
+  const Group<G> group;
+  for (int64_t i = Group<G>::first(); i < a.groups * a.batch; i += Group<G>::stride()) {
+    const int64_t g = i / a.batch, sample = i - g * a.batch;
+    uint64_t hash = 0;
+    for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
+      const Range r = a.ids_of(j, sample);
+      const uint64_t of_feature = static_cast<uint64_t>(j) * UINT64_C(0x9e3779b97f4a7c15);
+      if (group.lane == 0) hash += fmix64(of_feature ^ static_cast<uint64_t>(r.stop - r.start));
+      for (int64_t k = r.start + group.lane; k < r.stop; k += G) {
+        uint64_t term = of_feature + static_cast<uint64_t>(k - r.start + 1) * UINT64_C(0xd1342543de82ef95);
+        if (a.weights) term += a.bits_of_weight(k) * UINT64_C(0xaf251af3b0f025b5);
+        hash += fmix64(fmix64(static_cast<uint64_t>(a.ids[k])) + term);
+      }
+    }
+    for (int distance = G / 2; distance > 0; distance /= 2) hash += __shfl_xor_sync(group.mask, hash, distance, G);
+    if (group.lane == 0) a.hashes[i] = fmix64(hash) & a.hash_mask;
+  }
+}
+
+// Whether two samples look alike in group g; for every lane.
+template <int G>
+__device__ bool look_alike(const DedupArgs& a, const Group<G>& group, int64_t g, int64_t one, int64_t other) {
+  for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
+    const Range x = a.ids_of(j, one), y = a.ids_of(j, other);
+    const int64_t length = x.stop - x.start;
+    if (y.stop - y.start != length) return false;
+    for (int64_t begin = 0; begin < length; begin += G) {
+      const int64_t k = begin + group.lane;
+      bool differ = false;
+      if (k < length) {
+        differ = a.ids[x.start + k] != a.ids[y.start + k];
+        if (a.weights) differ = differ || a.bits_of_weight(x.start + k) != a.bits_of_weight(y.start + k);
+      }
+      if (__any_sync(group.mask, differ)) return false;
+    }
+  }
+  return true;
+}
+
+// The sample in a slot; `sample` itself if the slot was empty, and is taken now.
+__device__ __forceinline__ int32_t look_or_take(int32_t* slot, int32_t sample) {
+  // One that is taken is never empty again: what was read before costs nothing but the time to look once more.
+  const int32_t seen = *static_cast<volatile int32_t*>(slot);
+  if (seen != kEmpty) return seen;
+  const int32_t before = atomicCAS(slot, kEmpty, sample);
+  return before == kEmpty ? sample : before;
+}
+
+// Samples that look alike end at one slot: they try the same ones in turn, and none is ever given up.
+template <int G>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks) insert_kernel(DedupArgs a) {
+  const Group<G> group;
+  for (int64_t i = Group<G>::first(); i < a.groups * a.batch; i += Group<G>::stride()) {
+    const int64_t g = i / a.batch, sample = i - g * a.batch;
+    const uint64_t hash = a.hashes[i];
+    int64_t slot = static_cast<int64_t>(hash) & (a.slots - 1);
+    for (;;) {
+      int32_t* place = a.table + g * a.slots + slot;
+      int32_t found = 0;
+      if (group.lane == 0) found = look_or_take(place, static_cast<int32_t>(sample));
+      found = group.broadcast(found, 0);
+      if (found == sample) break;
+      if (a.hashes[g * a.batch + found] == hash && look_alike(a, group, g, sample, found)) {
+        if (group.lane == 0 && sample < found) atomicMin(place, static_cast<int32_t>(sample));
+        break;
+      }
+      slot = (slot + 1) & (a.slots - 1);
+    }
+    if (group.lane == 0) a.slot_of[i] = static_cast<uint32_t>(slot);
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) flag_first_kernel(DedupArgs a, uint32_t* flags) {
+  const int64_t count = a.groups * a.batch;
+  for (int64_t i = Group<1>::first(); i <= count; i += Group<1>::stride())
+    flags[i] = i < count && a.first_of(i) == i % a.batch;
+}
+
+// before[i]: first ones before the i-th of all samples.
+__global__ void __launch_bounds__(kThreads)
+    number_kernel(DedupArgs a, const uint32_t* before, int64_t* rows, int64_t* inverse, int64_t* counts) {
+  for (int64_t i = Group<1>::first(); i < a.groups * a.batch; i += Group<1>::stride()) {
+    const int64_t g = i / a.batch, sample = i - g * a.batch, first = a.first_of(i);
+    const uint32_t begin = before[g * a.batch];
+    const int64_t number = before[g * a.batch + first] - begin, count = before[(g + 1) * a.batch] - begin;
+    inverse[i] = number;
+    if (first == sample) rows[g * a.batch + number] = sample;
+    if (sample >= count) rows[i] = -1;
+    if (sample == 0) counts[g] = count;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) note_offsets_kernel(Bags bags, int64_t* status) {
+  note_offsets(bags, status);
+}
+
+// member_starts [G + 1], and behind them members.
+std::vector<int64_t> members_of(const std::vector<int64_t>& groups, int64_t count) {
+  std::vector<int64_t> out(static_cast<size_t>(count + 1));
+  for (const int64_t g : groups)
+    if (g >= 0) ++out[g + 1];
+  for (int64_t g = 0; g < count; ++g) out[g + 1] += out[g];
+  std::vector<int64_t> next(out.begin(), out.end());
+  out.resize(out.size() + static_cast<size_t>(out.back()));
+  for (size_t f = 0; f < groups.size(); ++f)
+    if (groups[f] >= 0) out[count + 1 + next[groups[f]]++] = static_cast<int64_t>(f);
+  return out;
+}
+
+struct Distinct {
+  Tensor rows, inverse, counts;
+};
+
+// Of at least one sample in at least one group.
+void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t stream) {
+  const int64_t samples = a.groups * a.batch;
+  check_value(a.batch < kEmpty && samples < INT64_C(0xffffffff), "offsets describe ", a.batch, " samples, of ",
+              a.groups, " groups; at most 2^31 - 2 fit in a call on a GPU, and 2^32 - 2 of all groups together");
+  for (a.slots = 2; a.slots < 2 * a.batch;) a.slots *= 2;
+  const Tensor hashes = new_tensor(like, {samples}, ScalarType::Long),
+               table = new_tensor(like, {a.groups * a.slots}, ScalarType::Int),
+               slot_of = new_tensor(like, {samples}, ScalarType::Int),
+               flags = new_tensor(like, {samples + 1}, ScalarType::Int);
+  a.hashes = static_cast<uint64_t*>(hashes.mutable_data_ptr());
+  a.table = table.mutable_data_ptr<int32_t>();
+  a.slot_of = static_cast<uint32_t*>(slot_of.mutable_data_ptr());
+  auto* first = static_cast<uint32_t*>(flags.mutable_data_ptr());
+  const dim3 block(kThreads), each = blocks_for(samples + 1, 1);
+  launch(clear_table_kernel, blocks_for(a.groups * a.slots, 1), block, 0, stream, a);
+  with_lanes(lanes_for(4 * ceil_div(a.bags.num_ids, a.bags.num_bags)), [&](auto group) {
+    constexpr int G = decltype(group)::value;
+    launch(hash_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
+    launch(insert_kernel<G>, blocks_for(samples, G), block, 0, stream, a);
+  });
+  launch(flag_first_kernel, each, block, 0, stream, a, first);
+  exclusive_sum(first, first, samples + 1, like, stream);
+  launch(number_kernel, each, block, 0, stream, a, first, out.rows.mutable_data_ptr<int64_t>(),
+         out.inverse.mutable_data_ptr<int64_t>(), out.counts.mutable_data_ptr<int64_t>());
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> jagged_dedup_cuda(const Tensor& values_in, const Tensor& offsets_in,
+                                                             const std::vector<int64_t>& groups,
+                                                             const OptionalTensor& weights_in, int64_t hash_bits) {
+  const DedupSizes sizes = check_jagged_dedup(values_in, offsets_in, groups, weights_in, hash_bits);
+  const OnDeviceOf device(values_in);
+  const cudaStream_t stream = device.stream();
+  const Tensor values = as_contiguous(values_in), offsets = as_contiguous(offsets_in);
+  const OptionalTensor weights = as_contiguous(weights_in);
+  const Distinct out{new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
+                     new_tensor(values, {sizes.groups, sizes.batch}, ScalarType::Long),
+                     new_zeros(values, {sizes.groups}, ScalarType::Long)};
+  const Tensor status = new_jagged_status(values, stream);
+  const Bags bags = jagged_rows(values, offsets);
+  auto* noted = status.mutable_data_ptr<int64_t>();
+  if (sizes.groups * sizes.batch == 0) {
+    launch(note_offsets_kernel, blocks_for(bags.num_bags + 1, 1), dim3(kThreads), 0, stream, bags, noted);
+    return {out.rows, out.inverse, out.counts, status};
+  }
+  const Tensor members = to_gpu(members_of(groups, sizes.groups), values, stream);
+  const auto* member_starts = members.const_data_ptr<int64_t>();
+  const DedupArgs args{bags,
+                       Integers(values),
+                       weights ? weights->const_data_ptr<float>() : nullptr,
+                       member_starts,
+                       member_starts + sizes.groups + 1,
+                       sizes.groups,
+                       sizes.batch,
+                       hash_bits == 64 ? UINT64_MAX : (UINT64_C(1) << hash_bits) - 1,
+                       nullptr,
+                       nullptr,
+                       0,
+                       nullptr,
+                       noted};
+  dedup(args, out, values, stream);
+  return {out.rows, out.inverse, out.counts, status};
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, RK_CUDA_KEY, m) { implement<&jagged_dedup_cuda>(m, "jagged_dedup"); }
+
+}  // namespace rec_kernels

@@ -1,0 +1,23 @@
+#include "jagged/jagged_index_select.h"
+
+#include "core/schema.h"
+
+namespace rec_kernels {
+
+void check_jagged_index_select(const Tensor& values, const Tensor& offsets, const Tensor& index,
+                               std::optional<int64_t> total) {
+  check_jagged(values, offsets);
+  check_rank(index, 1, "index");
+  check_integer(index, "index");
+  check_same_device(index, values, "index", "values");
+  check_value(total.value_or(0) >= 0, "total = ", total.value_or(0), " must be 0 or more");
+  check_fits(total.value_or(0), offsets);
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  define(m,
+         "jagged_index_select(Tensor values, Tensor offsets, Tensor index, SymInt? total=None) -> "
+         "(Tensor output, Tensor output_offsets, Tensor status)");
+}
+
+}  // namespace rec_kernels

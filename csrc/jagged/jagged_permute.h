@@ -1,0 +1,24 @@
+// jagged_permute: features of a key-major batch in another order.
+//
+// Contract. values [N] ids of any dtype, offsets [sum(strides) + 1]; feature f has strides[f] bags. The result has
+// features permute[0], permute[1], ... of the input, each in [0, F); repeats are allowed, and not all need be named.
+// Returns new tensors: output [total], output_offsets of offsets' dtype, output_weights [total], or [0] without
+// `weights` [N] float32, and a status (jagged/jagged.h). `total`, if it is given, must be the number of ids of these
+// features, as for jagged_index_select; without it, a GPU is not waited for either, if permute names every feature
+// once: total is N then, and offsets start at 0 and end at N, or it is a ValueError on the CPU. Differentiable in
+// weights.
+#pragma once
+
+#include "jagged/jagged.h"
+
+namespace rec_kernels {
+
+// Throws std::invalid_argument naming the argument; returns where the features' bags start, [F + 1].
+RK_EXPORT std::vector<int64_t> check_jagged_permute(const Tensor& values, const Tensor& offsets,
+                                                    const std::vector<int64_t>& permute,
+                                                    const std::vector<int64_t>& strides, const OptionalTensor& weights,
+                                                    std::optional<int64_t> total);
+// Whether a checked `permute` has every feature, once.
+RK_EXPORT bool names_each_once(const std::vector<int64_t>& permute, size_t features);
+
+}  // namespace rec_kernels

@@ -1,0 +1,107 @@
+// The tables behind a row cache: rows leave them for slots, decoded, and come back encoded.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "core/prefetch.h"
+#include "row_cache/cpu/row_cache.h"
+#include "rows/cpu/row_formats.h"
+
+namespace rec_kernels {
+
+class CachedTables {
+ public:
+  // `weights` are those of the tables, `clock` is the step that noise is of.
+  CachedTables(const BagInput& in, const CacheView& cache, uint8_t* weights, const UpdateRounding& how, int64_t clock)
+      : in_(in), cache_(cache), weights_(weights), formats_(kernels<RowFormatKernels>()) {
+    encode_ = how.stochastic ? formats_.stochastic : formats_.nearest;
+    rounding_ = {make_noise(how.seed ? *how.seed : 0, clock), how.stochastic};
+    rounding_.noise.stream = kEvictionStream;
+    for (int64_t p = 0; p < in.num_parts; ++p)
+      if (cache.places[p].sets > 0 && in.parts[p].num_embeddings > 0) parts_.push_back(p);
+    // Of parts that read one table, the first comes last.
+    std::sort(parts_.begin(), parts_.end(),
+              [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
+    for (const int64_t p : parts_) {
+      const CachePlace& place = cache.places[p];
+      const int64_t first = first_row(p), end = first + in.parts[p].num_embeddings;
+      if (!rows_.empty() && rows_.back().end >= first && rows_.back().first_set == place.first &&
+          rows_.back().sets == place.sets)
+        rows_.back().end = end;
+      else rows_.push_back({first, end, place.sets, place.first});
+    }
+  }
+
+  // The first part whose table has the linear row, or -1.
+  int64_t part_of(int64_t row) const {
+    const auto after =
+        std::upper_bound(parts_.begin(), parts_.end(), row, [&](int64_t r, int64_t p) { return r < first_row(p); });
+    if (after == parts_.begin()) return -1;
+    const int64_t p = *(after - 1);
+    return row - first_row(p) < in_.parts[p].num_embeddings ? p : -1;
+  }
+  // The same of a row in a slot: -1, too, where its table has no such slot. Tags are not ours alone to write.
+  int64_t part_at(int64_t slot, int64_t row) const {
+    const int64_t p = part_of(row);
+    return p >= 0 && cache_.places[p].has(slot, cache_.ways) ? p : -1;
+  }
+  // Linear rows of tables that follow one another and share their sets.
+  struct Rows {
+    int64_t first, end, sets, first_set;
+    bool have(int64_t row) const { return first <= row && row < end; }
+  };
+  // Those among which the row of a cached part is.
+  const Rows& rows_around(int64_t row) const {
+    const auto after =
+        std::upper_bound(rows_.begin(), rows_.end(), row, [](int64_t r, const Rows& rows) { return r < rows.first; });
+    return *(after - 1);
+  }
+
+  // The row in a slot back into its table, where there is such a table.
+  void encode(int64_t slot) const {
+    const int64_t row = cache_.tags[slot], p = part_at(slot, row);
+    if (p >= 0) encode(p, row, slot);
+  }
+  // A slot's row back into the table of a part, as this linear row.
+  void encode(int64_t p, int64_t row, int64_t slot) const {
+    const Part& f = in_.parts[p];
+    const int64_t number = row - f.row_offset;
+    RowRounding how = rounding_;
+    how.noise.shard = f.shard;
+    encode_[static_cast<int>(f.format)](slot_row(p, slot), 1, f.embedding_dim, how,
+                                        {weights_ + f.weight_offset, 0, &number});
+  }
+  // A linear row of a part's table into a slot.
+  void decode(int64_t p, int64_t row, int64_t slot) const {
+    const Part& f = in_.parts[p];
+    formats_.decode[static_cast<int>(f.format)](table_row(f, row), f.embedding_dim, slot_row(p, slot));
+  }
+  void prefetch_row(int64_t p, int64_t row) const {
+    const Part& f = in_.parts[p];
+    prefetch_bytes(table_row(f, row), f.row_bytes);
+  }
+  void prefetch_slot(int64_t p, int64_t slot) const {
+    prefetch_bytes(slot_row(p, slot), in_.parts[p].embedding_dim * 4);
+  }
+
+ private:
+  int64_t first_row(int64_t p) const { return in_.parts[p].row_offset; }
+  const uint8_t* table_row(const Part& f, int64_t row) const {
+    return weights_ + f.weight_offset + (row - f.row_offset) * f.row_bytes;
+  }
+  float* slot_row(int64_t p, int64_t slot) const {
+    return cache_.rows + (cache_.places[p].offset + slot * in_.parts[p].embedding_dim);
+  }
+
+  const BagInput& in_;
+  const CacheView& cache_;
+  uint8_t* weights_;
+  const RowFormatKernels& formats_;
+  const RowFormatKernels::EncodeRows* encode_;
+  RowRounding rounding_;
+  std::vector<int64_t> parts_;  // that are cached, by their rows
+  std::vector<Rows> rows_;
+};
+
+}  // namespace rec_kernels

@@ -1,0 +1,133 @@
+// The row cache as CUDA kernels see it.
+#pragma once
+
+#include "embedding_bag/cuda/input.cuh"
+#include "row_cache/row_cache.h"
+#include "rows/cuda/writer.cuh"
+
+namespace rec_kernels {
+
+// The cached parts in the order of their tables' first rows; of those that read one table, the first comes last.
+struct PartOrder {
+  int64_t *first_rows, *parts;
+  int64_t* count;
+};
+
+// The tensors of a cache; `tags` is null where there is none.
+struct CacheTensors {
+  int64_t* tags;
+  uint8_t *marks, *dirty;
+  float* rows;
+  int64_t ways, num_slots, num_elements;
+  PartOrder order;  // for those who ask whose a row is
+
+  // What rows are found by.
+  RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
+};
+
+inline namespace RK_ISA {
+
+__device__ __forceinline__ CachePlace place_of(const CacheTensors& cache, const Parts& parts, int64_t part) {
+  const TablePart& p = parts.records[part];
+  return CachePlace::of(p.cache_sets, p.cache_first_set, p.cache_row_offset, cache.ways, p.num_embeddings);
+}
+
+// The first cached part whose table has a linear row, or -1.
+__device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const Parts& parts, int64_t row) {
+  int64_t low = 0, high = *cache.order.count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    if (cache.order.first_rows[middle] <= row) low = middle + 1;
+    else high = middle;
+  }
+  if (low == 0) return -1;
+  const int64_t p = cache.order.parts[low - 1];
+  return row - cache.order.first_rows[low - 1] < parts.records[p].num_embeddings ? p : -1;
+}
+
+// The same of a row in a slot: -1, too, where its table has no such slot.
+__device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Parts& parts, int64_t slot, int64_t row) {
+  const int64_t p = part_of_row(cache, parts, row);
+  return p >= 0 && place_of(cache, parts, p).has(slot, cache.ways) ? p : -1;
+}
+
+__device__ __forceinline__ int64_t warp_sum(int64_t x) {
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(kFullWarp, x, distance);
+  return x;
+}
+
+// Calls body(feature, first, last) for the bags [first, last) of each feature that fall to this warp: neighbours, as
+// many to a warp as to the next.
+template <class Body>
+__device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Body& body) {
+  const int64_t each = ceil_div(bags.num_bags, Group<kWarpSize>::stride());
+  const int64_t begin = Group<kWarpSize>::first() * each;
+  const int64_t end = begin + each < bags.num_bags ? begin + each : bags.num_bags;
+  for (int64_t bag = begin; bag < end;) {
+    const int64_t feature = bags.feature_of(bag), behind = bags.first_bag(feature + 1);
+    const int64_t last = behind < end ? behind : end;
+    body(feature, bag, last);
+    bag = last;
+  }
+}
+
+}  // namespace RK_ISA
+
+// Memory of cache.order, which is written after the checks.
+Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
+CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
+                        CacheUse use = CacheUse::kUpdate);
+// What a call's layout is checked against: the memory of its weights and its cache, if it has one.
+inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const CacheTensors& cache) {
+  LayoutLimits limits = limits_of(in, weights);
+  if (cache.ways > 0) limits.cache_slots = cache.num_slots;
+  if (cache.rows != nullptr) limits.cache_elements = cache.num_elements;
+  return limits;
+}
+// The bags of one of the cache's own ops.
+BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
+
+// What finding the slots of ids also gives insertion: the sorting key of each id whose row is in none; or null.
+struct MissingKeys {
+  uint64_t* keys;
+  int row_bits;
+};
+// Lanes for a bag, where each takes an id.
+inline int lanes_of_bags(const Bags& bags) { return lanes_for(4 * ceil_div(bags.num_ids, bags.num_bags)); }
+// slots[i]: where id i's row is, or -1. Bad ids and offsets are noted.
+void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
+                int64_t* status, cudaStream_t stream);
+
+// How rows are encoded when they leave the cache.
+struct Eviction {
+  uint8_t* weights;
+  const int64_t *seed, *clock;  // seed may be null: 0
+  bool stochastic;
+};
+
+inline namespace RK_ISA {
+
+// A group of lanes takes the row in a slot back into its part's table, whose format is Format.
+template <class Format, int G>
+__device__ __forceinline__ void encode_slot(const Eviction& e, const CacheTensors& cache, const Parts& parts,
+                                            int64_t part, int64_t row, int64_t slot, const Group<G>& group) {
+  const Part f = parts[part];
+  const int64_t D = f.embedding_dim, number = row - f.row_offset;
+  const float* from = cache.rows + (parts.records[part].cache_row_offset + slot * D);
+  uint8_t* to = e.weights + f.weight_offset + number * Format::row_bytes(D);
+  Rounding how = update_rounding(e.seed, e.clock, f.shard, e.stochastic);
+  how.noise.stream = kEvictionStream;
+  const bool aligned = rows_aligned(from, D);
+  ColumnWriter<Format, G> writer{group, how, f.whole_row(row),
+                                 D,     to,  columns_aligned<Format>(e.weights + f.weight_offset, D)};
+  if constexpr (ColumnWriter<Format, G>::kScans) {
+    for (int64_t c = 0; c < D; c += 4 * G)
+      writer.scan(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
+    writer.close_scan();
+  }
+  for (int64_t c = 0; c < D; c += 4 * G)
+    writer.write(c + 4 * group.lane, load_columns(from, c + 4 * group.lane, D, aligned));
+}
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

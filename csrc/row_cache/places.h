@@ -1,0 +1,135 @@
+// Where rows may lie in a row cache, and how their uses are counted (docs/numerics.md, "Row cache"): plain structs that
+// every backend's kernels read.
+#pragma once
+
+#include "core/bits.h"
+#include "core/division.h"
+#include "core/philox.h"
+
+namespace rec_kernels {
+
+// The slots that the rows of a part's table may lie in.
+struct CachePlace {
+  int64_t sets;    // how many; 0: the table is not cached
+  int64_t first;   // of the sets
+  int64_t offset;  // of the cache's rows: where slot 0 would lie, were all slots of the table's width
+  bool in_turn;    // there is room for all rows of the table, which are dealt out in their order
+
+  RK_HOST_DEVICE static CachePlace of(int64_t sets, int64_t first, int64_t offset, int64_t ways, int64_t rows) {
+    return {sets, first, offset, sets * ways >= rows};
+  }
+  // Whether a slot is in one of the sets. Compared unsigned, so that one before the first is in none.
+  RK_HOST_DEVICE bool has(int64_t slot, int64_t ways) const {
+    return static_cast<uint64_t>(slot) - static_cast<uint64_t>(first * ways) < static_cast<uint64_t>(sets * ways);
+  }
+  // Of a linear row.
+  RK_HOST_DEVICE int64_t set(int64_t row) const {
+    const auto key = static_cast<uint64_t>(row), n = static_cast<uint64_t>(sets);
+    return first + static_cast<int64_t>(in_turn ? key % n : high_product(fmix64(key), n));
+  }
+};
+
+// Whether a linear row is one of `rows` from `first` on, whatever these are.
+RK_HOST_DEVICE bool is_row_of(int64_t row, int64_t first, int64_t rows) {
+  return row >= first && rows > 0 &&
+         static_cast<uint64_t>(row) - static_cast<uint64_t>(first) < static_cast<uint64_t>(rows);
+}
+
+// A set is searched by these bytes, an eighth of what its tags are.
+RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
+
+// At most eight marks, the first of them lowest.
+RK_HOST_DEVICE uint64_t eight_marks(const uint8_t* marks, int64_t n) {
+  uint64_t word = 0;
+#if defined(__CUDA_ARCH__)
+  if (n >= 8 && reinterpret_cast<uintptr_t>(marks) % 8 == 0) return *reinterpret_cast<const uint64_t*>(marks);
+#else
+  if (n >= 8) {
+    __builtin_memcpy(&word, marks, 8);
+    return word;
+  }
+#endif
+  for (int64_t i = 0; i < n && i < 8; ++i) word |= static_cast<uint64_t>(marks[i]) << (8 * i);
+  return word;
+}
+
+// Ways that are searched at once.
+constexpr int64_t kWaysAtOnce = 32;
+
+// Bit w is set where mark w of the at most kWaysAtOnce is `mark`; at times also where it is not, as the tag then says.
+// There is no branch: where in its set a row lies cannot be guessed.
+RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark) {
+  constexpr uint64_t kOnes = UINT64_C(0x0101010101010101), kGather = UINT64_C(0x0102040810204080);
+  uint64_t found = 0;
+  for (int64_t first = 0; first < n; first += 8) {
+    // Bytes that are equal become 0, which sets their highest bits; the subtraction may do so to a 1 above a 0, too.
+    const uint64_t differ = eight_marks(marks + first, n - first) ^ kOnes * mark;
+    const uint64_t zero = (differ - kOnes) & ~differ & (kOnes << 7);
+    found |= ((zero >> 7) * kGather >> 56) << first;
+  }
+  return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
+}
+// The same; the usual number is a constant to the compiler.
+RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
+  return n == kWaysAtOnce ? marked_of(marks, kWaysAtOnce, mark) : marked_of(marks, n, mark);
+}
+
+// The way of a set that is a row's, or -1.
+RK_HOST_DEVICE int64_t way_of(const int64_t* tags, const uint8_t* marks, int64_t ways, int64_t row) {
+  const uint8_t mark = mark_of(row);
+  for (int64_t first = 0; first < ways; first += kWaysAtOnce) {
+    const int64_t n = ways - first < kWaysAtOnce ? ways - first : kWaysAtOnce;
+    uint32_t found = marked_ways(marks + first, n, mark);
+    for (; found; found &= found - 1)
+      if (tags[first + lowest_bit(found)] == row) return first + lowest_bit(found);
+  }
+  return -1;
+}
+
+// A row cache as those see it who look rows up or update them.
+struct CacheView {
+  const int64_t* tags;  // of the slots; null: there is no cache
+  const uint8_t* marks;
+  const CachePlace* places;  // of the parts
+  float* rows;
+  uint8_t* dirty;
+  int64_t ways;
+
+  // The slot of a linear row of a part, which is looked for first where it may be; -1: in none.
+  RK_HOST_DEVICE int64_t slot_of(const CachePlace& place, int64_t row, int64_t maybe = -1) const {
+    if (place.has(maybe, ways) && tags[maybe] == row) return maybe;
+    const int64_t first = place.set(row) * ways;
+    const int64_t way = way_of(tags + first, marks + first, ways, row);
+    return way < 0 ? -1 : first + way;
+  }
+};
+
+// The stream of noise of rows that leave (docs/numerics.md, "Random numbers").
+constexpr uint32_t kEvictionStream = 3;
+
+// Logarithmic counters of uses: count 16 k + m stands for 2^k (16 + m) - 16 of them.
+RK_HOST_DEVICE int64_t uses_of(int count) { return ((INT64_C(16) + (count & 15)) << (count >> 4)) - 16; }
+
+RK_HOST_DEVICE uint8_t halved_count(uint8_t count) {
+  const int64_t uses = uses_of(count) / 2;
+  int low = 0, high = count;  // the largest that stands for at most so many
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (uses_of(middle) <= uses) low = middle;
+    else high = middle - 1;
+  }
+  return static_cast<uint8_t>(low);
+}
+
+// What the chances of an insertion's counts have in common.
+RK_HOST_DEVICE uint64_t salt_of(int64_t seed, int64_t clock) {
+  return fmix64(static_cast<uint64_t>(seed) + static_cast<uint64_t>(clock));
+}
+// Of a linear row that is used.
+RK_HOST_DEVICE uint8_t raised_count(uint8_t count, int64_t row, uint64_t salt) {
+  if (count == 255) return count;
+  const uint64_t gap = (uint64_t{1} << (count >> 4)) - 1;
+  return fmix64(salt + static_cast<uint64_t>(row)) & gap ? count : static_cast<uint8_t>(count + 1);
+}
+
+}  // namespace rec_kernels

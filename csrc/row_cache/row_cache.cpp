@@ -1,0 +1,138 @@
+#include "row_cache/row_cache.h"
+
+#include "core/schema.h"
+
+namespace rec_kernels {
+namespace {
+
+void check_rows(const OptionalTensor& rows, const Tensor& values) {
+  check_value(rows.has_value(), "cache_rows is missing: the other arguments of a cache mean nothing without it");
+  check_rank(*rows, 1, "cache_rows");
+  check_dtype(*rows, ScalarType::Float, "cache_rows");
+  check_contiguous(*rows, "cache_rows");
+  check_same_device(*rows, values, "cache_rows", "values");
+}
+
+}  // namespace
+
+void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype) {
+  check_value(t.has_value(), name, " is missing: a cache has an element of it for every slot");
+  check_shape(*t, {slots}, name);
+  check_dtype(*t, dtype, name);
+  check_contiguous(*t, name);
+  check_same_device(*t, values, name, "values");
+}
+
+void check_slots_of_ids(const Tensor& slots, const Tensor& values) {
+  check_shape(slots, {values.numel()}, "cache_slots");
+  check_dtype(slots, ScalarType::Long, "cache_slots");
+  check_contiguous(slots, "cache_slots");
+  check_same_device(slots, values, "cache_slots", "values");
+}
+
+bool check_cached_rows(const CachedRows& cache, const Tensor& values) {
+  if (!cache.rows && !cache.slots) return false;
+  check_rows(cache.rows, values);
+  check_value(cache.slots.has_value(), "cache_slots is missing: row_cache_insert_ and row_cache_lookup make it");
+  check_slots_of_ids(*cache.slots, values);
+  return true;
+}
+
+bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use) {
+  if (!cache.rows && !cache.tags && !cache.marks && !cache.dirty) return false;
+  const int64_t ways = layout.sizes.cache_ways;
+  check_value(ways >= 1, "layout has no row cache: its cache_ways is 0, so cache_tags and the like must not be given");
+  check_value(cache.tags.has_value(), "cache_tags is missing: a cache has an element of it for every slot");
+  check_rank(*cache.tags, 1, "cache_tags");
+  const int64_t slots = cache.tags->numel();
+  check_value(slots % ways == 0, "cache_tags must have a multiple of cache_ways = ", ways, " elements, got ", slots);
+  check_slots(cache.tags, slots, values, "cache_tags", ScalarType::Long);
+  if (use != CacheUse::kFlush) check_slots(cache.marks, slots, values, "cache_marks", ScalarType::Byte);
+  if (use == CacheUse::kFind) return true;
+  check_rows(cache.rows, values);
+  check_slots(cache.dirty, slots, values, "cache_dirty", ScalarType::Byte);
+  return true;
+}
+
+void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values) {
+  const int64_t slots = cache.tags->numel();
+  check_slots(history.stamps, slots, values, "cache_stamps", ScalarType::Long);
+  check_clock(history.clock, values);
+  check_value(history.counts.has_value() == history.lfu && history.row_counts.has_value() == history.lfu,
+              "cache_counts and row_counts must ", history.lfu ? "" : "not ", "be given for policy \"",
+              history.lfu ? "lfu" : "lru", "\"");
+  check_value(history.decay_every >= 0, "decay_every = ", history.decay_every, " must not be negative");
+  if (history.lfu) {
+    check_slots(history.counts, slots, values, "cache_counts", ScalarType::Byte);
+    check_rank(*history.row_counts, 1, "row_counts");
+    check_slots(history.row_counts, history.row_counts->numel(), values, "row_counts", ScalarType::Byte);
+  }
+  if (!history.stats) return;
+  check_rank(*history.stats, 2, "cache_stats");
+  check_shape(*history.stats, {history.stats->size(0), kCacheStats}, "cache_stats");
+  check_dtype(*history.stats, ScalarType::Long, "cache_stats");
+  check_contiguous(*history.stats, "cache_stats");
+  check_same_device(*history.stats, values, "cache_stats", "values");
+}
+
+void check_clock(const Tensor& clock, const Tensor& values) {
+  check_rank(clock, 0, "cache_clock");
+  check_dtype(clock, ScalarType::Long, "cache_clock");
+  check_same_device(clock, values, "cache_clock", "values");
+}
+
+int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots) {
+  const int64_t all = cache_tags.numel();
+  check_value(first_slot >= 0 && first_slot <= all, "first_slot = ", first_slot, " must be in [0, ", all, "]");
+  const int64_t slots = num_slots.value_or(all - first_slot);
+  check_value(slots >= 0 && slots <= all - first_slot, "num_slots = ", slots, " must be in [0, ", all - first_slot,
+              "], the slots from first_slot on");
+  return slots;
+}
+
+void check_row_counts(const CacheHistory& history, int64_t rows) {
+  const int64_t have = history.lfu ? history.row_counts->numel() : rows;
+  check_value(have >= rows, "row_counts must have one element per row (", rows, "), got ", have);
+}
+
+void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty) {
+  check_rank(cache_tags, 1, "cache_tags");
+  check_dtype(cache_tags, ScalarType::Long, "cache_tags");
+  check_contiguous(cache_tags, "cache_tags");
+  check_shape(cache_dirty, {cache_tags.numel()}, "cache_dirty");
+  check_dtype(cache_dirty, ScalarType::Byte, "cache_dirty");
+  check_contiguous(cache_dirty, "cache_dirty");
+  check_same_device(cache_dirty, cache_tags, "cache_dirty", "cache_tags");
+}
+
+bool parse_policy(const std::string& policy) {
+  check_value(policy == "lru" || policy == "lfu", "policy must be \"lru\" or \"lfu\", got \"", policy, "\"");
+  return policy == "lfu";
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  const std::string layout = "Tensor layout, int[] layout_sizes";
+  const std::string bags = "Tensor values, Tensor offsets, " + layout +
+                           ", Tensor? bag_starts=None, int padding_idx=-1, str bounds_check=\"error\"";
+  const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None";
+  define(m, "row_cache_lookup.layout(Tensor cache_tags, Tensor cache_marks, " + bags + ") -> Tensor slots");
+  define(m,
+         "row_cache_insert_.layout(Tensor(a!) weights, Tensor(b!) cache_rows, Tensor(c!) cache_tags, Tensor(d!) "
+         "cache_marks, Tensor(e!) cache_dirty, Tensor(f!) cache_stamps, Tensor(g!) cache_clock, " +
+             bags + rounding +
+             ", str policy=\"lru\", Tensor(h!)? cache_counts=None, Tensor(i!)? row_counts=None, Tensor(j!)? "
+             "cache_stats=None, int decay_every=0) -> Tensor slots");
+  define(m,
+         "row_cache_plan.layout(Tensor cache_tags, Tensor cache_marks, Tensor cache_dirty, Tensor cache_stamps, Tensor "
+         "cache_clock, " +
+             bags +
+             ", Tensor? seed=None, str policy=\"lru\", Tensor? cache_counts=None, Tensor? row_counts=None, int "
+             "decay_every=0, bool inserts=True) -> (Tensor rows, Tensor written)");
+  define(m,
+         "row_cache_flush_.layout(Tensor(a!) weights, Tensor cache_rows, Tensor cache_tags, Tensor cache_dirty, Tensor "
+         "cache_clock, " +
+             layout + rounding + ", int first_slot=0, int? num_slots=None) -> ()");
+  define(m, "row_cache_stats.layout(Tensor cache_tags, Tensor cache_dirty, " + layout + ") -> Tensor");
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,108 @@
+// A row cache over the encoded tables of embedding_bag: some rows lie in FP32 in slots, where they are read and updated
+// without rounding (docs/numerics.md, "Row cache"). The contract that every backend keeps, and the checks they share.
+//
+// Slots. Set s has the slots s * cache_ways up to (s + 1) * cache_ways - 1. Tensors with an element for each slot:
+// cache_tags int64 (the linear row in the slot, or -1), cache_marks uint8 (the lowest byte of its hash, by which a set
+// is searched; insertion writes it with the tag), cache_stamps int64 (the clock when it was used last), cache_dirty
+// uint8 (changed since it came in), cache_counts uint8 (uses, for policy "lfu"). Further: cache_clock, a number, int64;
+// row_counts uint8 (uses of every linear row that is not in a slot, for "lfu"); cache_stats int64 [tables, 6], indexed
+// by table_id: ids looked up, those of them whose row was in a slot, rows taken in, rows
+// evicted, dirty rows of them that were encoded, rows that found no slot.
+//
+// Places. The layout says, for each part: cache_sets, how many sets its table's rows are spread over, 0 for a table
+// that is not cached; cache_first_set, the first of them; cache_row_offset. The row of slot s starts at element
+// cache_row_offset + s * D of cache_rows, FP32. Tables of one width may share sets, others must not. The parts of a
+// feature that has several are not cached. A layout with places and a call without the cache's tensors: no cache.
+//
+// row_cache_lookup says where the rows of ids are; row_cache_insert_ takes rows in first, and evicts others; both
+// return int64 [N], the slot of each id's row, -1 where it is in none or the id does not count. The embedding_bag ops
+// read such rows from their slots (cache_slots). Their update looks there first, and then finds rows by tag, because
+// others may have come in since. row_cache_flush_ encodes dirty rows of some slots into their tables and leaves them
+// dirty. Ops that encode rows are to be told of all cached tables: rows of others are never evicted or flushed.
+//
+// row_cache_plan says, on the CPU, which linear rows an insertion and the lookup and update after it will read in their
+// tables, and which of them they may write there: those that leave, and those that are in no slot. Without `inserts`:
+// the same of a lookup and an update alone.
+#pragma once
+
+#include "embedding_bag/update.h"
+#include "row_cache/places.h"
+
+namespace rec_kernels {
+
+// What a lookup reads of a cache, as it arrives. `tags` and `marks`: a backward looks for the rows again.
+struct CachedRows {
+  const OptionalTensor &rows, &slots, &tags, &marks;
+};
+template <>
+struct ArgumentsOf<const CachedRows&> {
+  using types = Types<const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
+};
+
+// What an update needs, as it arrives.
+struct CacheArguments {
+  const OptionalTensor &rows, &tags, &marks, &dirty;
+};
+
+// The bags and the layout of the cache's own ops, as they arrive.
+struct CacheBags {
+  const Tensor &values, &offsets, &layout;
+  const std::vector<int64_t>& layout_sizes;
+  const OptionalTensor& bag_starts;
+  int64_t padding_idx;
+  const std::string& bounds_check;
+};
+template <>
+struct ArgumentsOf<const CacheBags&> {
+  using types = Types<const Tensor&, const Tensor&, const Tensor&, const std::vector<int64_t>&, const OptionalTensor&,
+                      int64_t, const std::string&>;
+};
+
+// What is done with a cache: rows are found, which takes no rows and offsets; found and updated; encoded, which takes
+// no marks.
+enum class CacheUse { kFind, kUpdate, kFlush };
+
+// Which row leaves a set, and what an insertion counts, as it arrives.
+struct InsertionPolicy {
+  const std::string& name;
+  const OptionalTensor &counts, &row_counts, &stats;
+  int64_t decay_every;
+};
+template <>
+struct ArgumentsOf<const InsertionPolicy&> {
+  using types = Types<const std::string&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, int64_t>;
+};
+
+// The tensors that only the cache's own ops take.
+struct CacheHistory {
+  const Tensor& clock;
+  const OptionalTensor &stamps, &counts, &row_counts, &stats;
+  bool lfu;
+  int64_t decay_every;
+};
+
+template <class T>
+T* optional_pointer(const OptionalTensor& t) {
+  return t ? t->mutable_data_ptr<T>() : nullptr;
+}
+
+// Columns of cache_stats.
+enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCacheStats };
+
+// Whether there is a cache; shapes, dtypes and devices if so.
+RK_EXPORT bool check_cached_rows(const CachedRows& cache, const Tensor& values);
+RK_EXPORT bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use);
+// That a tensor has an element for every slot.
+void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype);
+RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
+RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
+// How many slots from first_slot on are meant.
+RK_EXPORT int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots);
+// That every row has a count, if rows have.
+RK_EXPORT void check_row_counts(const CacheHistory& history, int64_t rows);
+RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
+// The tensors of row_cache_stats.
+RK_EXPORT void check_stats(const Tensor& cache_tags, const Tensor& cache_dirty);
+RK_EXPORT bool parse_policy(const std::string& policy);
+
+}  // namespace rec_kernels

@@ -1,0 +1,174 @@
+// quantize_rows, dequantize_rows and fake_quantize on the CPU.
+#include "rows/cpu/row_formats.h"
+
+#include <atomic>
+#include <memory>
+
+#include "core/boxing.h"
+#include "core/cpu/parallel.h"
+#include "rows/row_formats.h"
+
+namespace rec_kernels {
+namespace {
+
+// Rows of a piece of work: about 256 KiB of floats, beside which fetching the next piece costs nothing.
+int64_t rows_of_piece(int64_t D) { return 1 + 65536 / D; }
+
+// Rows that are widened or encoded into scratch memory at once, which stays in the cache.
+int64_t rows_in_scratch(int64_t D) { return 1 + 4096 / D; }
+
+int float_number(ScalarType dtype) { return static_cast<int>(float_format(dtype)); }
+
+// Rows of x as float32: as they are, or widened into `scratch`.
+class FloatRows {
+ public:
+  explicit FloatRows(const Tensor& x)
+      : data_(static_cast<const uint8_t*>(x.const_data_ptr())), D_(x.size(x.dim() - 1)), bytes_(x.element_size()) {
+    if (bytes_ == 2) decode_ = kernels<RowFormatKernels>().decode[float_number(x.scalar_type())];
+  }
+  const float* row(int64_t n, float* scratch) const { return rows(n, 1, scratch); }
+  // Rows n .. n + count - 1, one after the other.
+  const float* rows(int64_t n, int64_t count, float* scratch) const {
+    const uint8_t* at = data_ + n * D_ * bytes_;
+    if (!decode_) return reinterpret_cast<const float*>(at);
+    for (int64_t i = 0; i < count; ++i) decode_(at + i * D_ * bytes_, D_, scratch + i * D_);
+    return scratch;
+  }
+  // Of row n: the first element that is not finite.
+  int64_t not_finite(int64_t n, float* scratch) const {
+    const float* x = row(n, scratch);
+    int64_t c = 0;
+    while (c < D_ && x[c] - x[c] == 0.0f) ++c;
+    return c;
+  }
+
+ private:
+  const uint8_t* data_;
+  int64_t D_;
+  int64_t bytes_;
+  RowFormatKernels::Decode decode_ = nullptr;
+};
+
+// Decodes rows of bytes into rows of a float dtype.
+class RowDecoder {
+ public:
+  RowDecoder(RowFormat format, int64_t D, const Tensor& out)
+      : decode_(kernels<RowFormatKernels>().decode[static_cast<int>(format)]),
+        out_(static_cast<uint8_t*>(out.mutable_data_ptr())),
+        D_(D),
+        bytes_(out.element_size()) {
+    if (bytes_ == 2) narrow_ = kernels<RowFormatKernels>().nearest[float_number(out.scalar_type())];
+  }
+  void decode(const uint8_t* row, int64_t n, float* scratch) const {
+    uint8_t* to = out_ + n * D_ * bytes_;
+    decode_(row, D_, narrow_ ? scratch : reinterpret_cast<float*>(to));
+    if (narrow_) narrow_(scratch, 1, D_, RowRounding{}, {to, 0, nullptr});
+  }
+
+ private:
+  RowFormatKernels::Decode decode_;
+  uint8_t* out_;
+  int64_t D_;
+  int64_t bytes_;
+  RowFormatKernels::EncodeRows narrow_ = nullptr;
+};
+
+int64_t value_or_zero(const OptionalTensor& t) { return t ? *t->const_data_ptr<int64_t>() : 0; }
+
+RowRounding row_rounding(const QuantizeOptions& options, const OptionalTensor& seed, const OptionalTensor& step) {
+  return {make_noise(value_or_zero(seed), value_or_zero(step), {options.table, 0, 0}), options.round_up};
+}
+
+RowFormatKernels::EncodeRows rows_encoder(const QuantizeOptions& options) {
+  const auto& k = kernels<RowFormatKernels>();
+  return (options.stochastic ? k.stochastic : k.nearest)[static_cast<int>(options.format)];
+}
+
+std::unique_ptr<float[]> new_scratch(int64_t size) {
+  return std::unique_ptr<float[]>(new float[static_cast<size_t>(size)]);
+}
+
+std::tuple<Tensor, Tensor> quantize_rows_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
+                                             const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                             int64_t first_row, const std::optional<std::string>& scale_rule) {
+  const QuantizeOptions options = read_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
+  const Tensor x = as_contiguous(x_in);
+  const int64_t N = x.size(0), D = x.size(1), bytes = row_bytes(options.format, D), piece = rows_of_piece(D);
+  Tensor rows = new_tensor(x, {N, bytes}, ScalarType::Byte), status = new_tensor(x, {1}, ScalarType::Long);
+  const RowFormatKernels::EncodeRows encode = rows_encoder(options);
+  const RowRounding how = row_rounding(options, seed, step);
+  const FloatRows from(x);
+  auto* to = rows.mutable_data_ptr<uint8_t>();
+  std::atomic<int64_t> first_bad{N};
+  const int64_t at_once = x.element_size() == 4 ? piece : rows_in_scratch(D);
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    const std::unique_ptr<float[]> scratch = new_scratch(x.element_size() == 4 ? 0 : at_once * D);
+    for (int64_t n = begin; n < end; n += at_once) {
+      const int64_t count = end - n < at_once ? end - n : at_once;
+      const RowPlaces places{to + n * bytes, options.first_row + n, nullptr};
+      const int64_t bad = encode(from.rows(n, count, scratch.get()), count, D, how, places);
+      if (bad == count) continue;
+      int64_t first = first_bad.load();
+      while (n + bad < first && !first_bad.compare_exchange_weak(first, n + bad)) {
+      }
+    }
+  });
+  const int64_t bad = first_bad.load();
+  if (bad < N) {
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
+    const int64_t column = from.not_finite(bad, scratch.get());
+    throw_not_finite(options.format, bad * D + column, D, from.row(bad, scratch.get())[column]);
+  }
+  *status.mutable_data_ptr<int64_t>() = INT64_MAX;
+  return {rows, status};
+}
+
+Tensor dequantize_rows_cpu(const Tensor& rows_in, const std::string& format, int64_t embedding_dim, ScalarType dtype) {
+  const RowFormat f = read_dequantize(rows_in, format, embedding_dim);
+  check_float_dtype(dtype, "dtype");
+  const Tensor rows = as_contiguous(rows_in);
+  const int64_t N = rows.size(0), D = embedding_dim, bytes = rows.size(1), piece = rows_of_piece(D);
+  Tensor out = new_tensor(rows, {N, D}, dtype);
+  const RowDecoder decoder(f, D, out);
+  const uint8_t* from = rows.const_data_ptr<uint8_t>();
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    const std::unique_ptr<float[]> scratch = new_scratch(D);
+    for (int64_t n = begin; n < end; ++n) decoder.decode(from + n * bytes, n, scratch.get());
+  });
+  return out;
+}
+
+Tensor fake_quantize_cpu(const Tensor& x_in, const std::string& format, const std::string& rounding,
+                         const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
+                         const std::optional<std::string>& scale_rule) {
+  const QuantizeOptions options = read_fake_quantize(x_in, format, rounding, seed, step, table, first_row, scale_rule);
+  const Tensor x = as_contiguous(x_in);
+  const int64_t D = x.size(x.dim() - 1), N = x.numel() / D, piece = rows_of_piece(D);
+  Tensor out = new_tensor(x, x.sizes(), x.scalar_type());
+  const RowFormatKernels::EncodeRows encode = rows_encoder(options);
+  const RowRounding how = row_rounding(options, seed, step);
+  const FloatRows from(x);
+  const RowDecoder decoder(options.format, D, out);
+  const int64_t bytes = row_bytes(options.format, D), at_once = rows_in_scratch(D);
+  parallel_pieces(N, piece, workers_for(N, piece), [&](int64_t begin, int64_t end, int64_t) {
+    const std::unique_ptr<float[]> scratch = new_scratch(at_once * D);
+    const std::unique_ptr<uint8_t[]> rows(new uint8_t[static_cast<size_t>(at_once * bytes)]);
+    for (int64_t n = begin; n < end; n += at_once) {
+      const int64_t count = end - n < at_once ? end - n : at_once;
+      // A row that the format cannot hold reads as NaN.
+      encode(from.rows(n, count, scratch.get()), count, D, how, {rows.get(), options.first_row + n, nullptr});
+      for (int64_t i = 0; i < count; ++i) decoder.decode(rows.get() + i * bytes, n + i, scratch.get());
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(RK_LIBRARY, CPU, m) {
+  implement<&quantize_rows_cpu>(m, "quantize_rows");
+  implement<&dequantize_rows_cpu>(m, "dequantize_rows");
+  implement<&fake_quantize_cpu>(m, "fake_quantize");
+}
+
+}  // namespace rec_kernels

@@ -1,0 +1,39 @@
+// Plain-pointer kernels of row formats, one table per instruction set (core/cpu/isa.h), by number of RowFormat.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cpu/isa.h"
+#include "core/philox.h"
+#include "rows/formats/format_list.h"
+
+namespace rec_kernels {
+
+// Where encoded rows go: one after the other from `rows` on, the first being number `first`; or to the places that
+// `numbers` names in the table that starts at `rows`.
+struct RowPlaces {
+  uint8_t* rows;
+  int64_t first;
+  const int64_t* numbers;  // or null
+
+  RK_HOST_DEVICE int64_t number(int64_t n) const { return numbers ? numbers[n] : first + n; }
+  RK_HOST_DEVICE uint8_t* row(int64_t n, int64_t row_bytes) const {
+    return rows + (numbers ? numbers[n] : n) * row_bytes;
+  }
+};
+
+struct RowFormatKernels {
+  // Writes the rows of x [N, D]. Returns the first that the format has no code for, because of a NaN or Inf in it, or
+  // N. Such a row reads as NaN.
+  using EncodeRows = int64_t (*)(const float* x, int64_t N, int64_t D, const RowRounding&, const RowPlaces&);
+  using Decode = void (*)(const uint8_t* row, int64_t D, float* out);
+
+  EncodeRows nearest[kNumRowFormats];
+  EncodeRows stochastic[kNumRowFormats];
+  Decode decode[kNumRowFormats];
+
+  template <CpuIsa>
+  static const RowFormatKernels table;
+};
+
+}  // namespace rec_kernels

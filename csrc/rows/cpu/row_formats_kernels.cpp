@@ -1,0 +1,34 @@
+// Encoding and decoding of rows. Compiled once per instruction set: no torch header and no std template here.
+#include "rows/cpu/writer.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+namespace {
+
+template <class Format>
+void decode_row(const uint8_t* row, int64_t D, float* out) {
+  const RowReader<Format> reader(row, D);
+  int64_t c = 0;
+  for (; c + kStep <= D; c += kStep) {
+    const Columns x = reader.template read<false>(c, kStep);
+    for (int v = 0; v < kStepVecs; ++v) store_as(out + c + v * kLanes, x.v[v]);
+  }
+  if (c == D) return;
+  const Columns x = reader.template read<true>(c, D - c);
+  memcpy(out + c, &x, static_cast<size_t>(D - c) * sizeof(float));
+}
+
+// Constant, so that nothing of this instruction set runs when the library loads.
+template <class... Formats>
+struct Table {
+  static constexpr RowFormatKernels kernels = {
+      {RowsWriter<Formats, false>::write...}, {RowsWriter<Formats, true>::write...}, {decode_row<Formats>...}};
+};
+
+}  // namespace
+}  // namespace RK_ISA
+
+template <>
+const RowFormatKernels RowFormatKernels::table<CpuIsa::RK_ISA> = RK_ISA::WithAllFormats<RK_ISA::Table>::kernels;
+
+}  // namespace rec_kernels

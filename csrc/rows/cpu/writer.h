@@ -1,0 +1,384 @@
+// Writing rows: RowsWriter<Format, kStochastic> encodes rows of floats.
+#pragma once
+
+#include "rows/cpu/reader.h"
+#include "rows/cpu/row_formats.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+RK_HOST_DEVICE Columns load_columns(const float* x, int64_t c, int64_t D) {
+  Columns out;
+  for (int v = 0; v < kStepVecs; ++v) {
+    const int64_t first = c + v * kLanes, left = D - first;
+    if (left >= kLanes) out.v[v] = (FloatLanes)Vec::load(x + first).v;
+    else if (left > 0) out.v[v] = (FloatLanes)Vec::load_partial(x + first, static_cast<int>(left)).v;
+    else out.v[v] = FloatLanes{};
+  }
+  return out;
+}
+
+// The noise of rows in ascending order, and of their columns in ascending order.
+template <bool kStochastic>
+class RowNoise {
+ public:
+  RowNoise(const Noise& noise, const RowPlaces& places, int64_t N, int64_t D)
+      : noise_(noise), places_(places), N_(N), D_(D) {
+    while (columns_ < D && columns_ < kWords) columns_ *= 2;
+  }
+  RK_HOST_DEVICE void start(int64_t n) {
+    row_ = n;
+    const int64_t within = n % (kWords / columns_);
+    first_ = words_ + within * columns_;
+    drawn_ = n - within == shared_ ? columns_ : 0;
+  }
+  // To be called before the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15 are asked for.
+  RK_HOST_DEVICE void draw(int64_t c) {
+    if (c >= drawn_) draw_more(c);
+  }
+  // The words of register v of columns c and after.
+  RK_HOST_DEVICE WordLanes at(int64_t c, int v) const { return load_as<WordLanes>(first_ + c % kWords + v * kLanes); }
+
+ private:
+  static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
+  static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
+
+  // Not inlined: in place it would keep the registers of who asks from being used.
+  __attribute__((noinline)) void draw_more(int64_t c) {
+    const auto block = static_cast<uint32_t>(c / 4);
+    if (columns_ < kWords) return draw_narrow();
+    const int64_t left = D_ - c, row = places_.number(row_);
+    if (left <= 2 * kDrawn || kStreams == 2) draw_columns<2>(noise_, row, block, words_);
+    else draw_columns<kStreams>(noise_, row, block, words_);
+    drawn_ = c + kWords;
+  }
+  // Rows of at most half as many columns as are drawn at once share a draw.
+  void draw_narrow() {
+    const int64_t most = kWords / columns_;
+    shared_ = row_ - row_ % most;
+    const int64_t rows = N_ - shared_ < most ? N_ - shared_ : most;
+    int64_t numbers[kWords / kStep] = {};
+    for (int64_t i = 0; i < rows; ++i) numbers[i] = places_.number(shared_ + i);
+    if (rows * columns_ <= kWords / 2 && kStreams > 2) draw_rows<2>(noise_, numbers, columns_, words_);
+    else draw_rows<kStreams>(noise_, numbers, columns_, words_);
+    drawn_ = columns_;
+  }
+
+  const Noise& noise_;
+  const RowPlaces& places_;
+  int64_t N_, D_, row_ = 0, drawn_ = 0;
+  int64_t shared_ = -1;  // the first row of the draw that several rows share
+  int columns_ = kStep;  // of a row's words in a draw
+  const uint32_t* first_ = words_;
+  alignas(64) uint32_t words_[kWords];
+};
+
+// Rounding to nearest takes none.
+template <>
+class RowNoise<false> {
+ public:
+  RowNoise(const Noise&, const RowPlaces&, int64_t, int64_t) {}
+  RK_HOST_DEVICE void start(int64_t) {}
+  RK_HOST_DEVICE void draw(int64_t) {}
+  RK_HOST_DEVICE WordLanes at(int64_t, int) const { return WordLanes{}; }
+};
+
+// bits of all registers of 16 columns, low bits first.
+template <int kBits>
+RK_HOST_DEVICE uint64_t pack_registers(const WordLanes* codes) {
+  uint64_t packed = 0;
+  for (int v = 0; v < kStepVecs; ++v) packed |= pack<kBits>(codes[v]) << (kBits * kLanes * v) % 64;
+  return packed;
+}
+
+// 16 codes of 8, 4 or 2 bits at p.
+template <int kBits>
+RK_HOST_DEVICE void store_codes(uint8_t* p, const WordLanes* codes) {
+  if constexpr (kBits == 8) {
+    for (int v = 0; v < kStepVecs; ++v) store_bytes(p + v * kLanes, codes[v]);
+  } else if constexpr (kBits == 4) {
+    store_as(p, pack_registers<4>(codes));
+  } else {
+    store_as(p, static_cast<uint32_t>(pack_registers<2>(codes)));
+  }
+}
+
+// The larger of the magnitudes' bits in 16 columns.
+RK_HOST_DEVICE uint32_t largest_magnitude(const Columns& x) {
+  WordLanes largest = {};
+  for (int v = 0; v < kStepVecs; ++v) largest = larger_word(largest, bits_of(x.v[v]) & kMagnitudeBits);
+  return largest_lane(largest);
+}
+
+template <class Format, bool kStochastic>
+struct RowWriter {                        // floats
+  static constexpr int kColumns = kStep;  // written at once
+
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
+    for (int64_t c = 0; c < D; c += kStep) {
+      alignas(64) uint8_t last[kStep * Format::kBytes];
+      const bool whole = c + kStep <= D;
+      uint8_t *at = row + c * Format::kBytes, *to = whole ? at : last;
+      noise.draw(c);
+      const Columns in = load_columns(x, c, D);
+      for (int v = 0; v < kStepVecs; ++v) {
+        const WordLanes code = Format::template encode<kStochastic>(in.v[v], noise.at(c, v));
+        if constexpr (Format::kBytes == 4) store_as(to + v * 4 * kLanes, code);
+        else store_shorts(to + v * 2 * kLanes, code);
+      }
+      if (!whole) memcpy(at, last, static_cast<size_t>((D - c) * Format::kBytes));
+    }
+    return true;
+  }
+};
+
+struct RowRange {
+  float low, high;  // a zero has the sign of the row's first zero
+  bool finite;
+};
+
+inline float first_zero(const float* x) {
+  while (*x != 0.0f) ++x;
+  return *x;
+}
+
+// Columns seen so far, lane by lane.
+struct LaneRange {
+  FloatLanes low, high;
+  FloatLanes finite;  // 0, or NaN after a number that is not
+
+  RK_HOST_DEVICE void add(FloatLanes x) {
+    low = smaller(x, low);
+    high = larger(x, high);
+    finite = LanesOf<FloatLanes>::fused(x, FloatLanes{}, finite);
+  }
+};
+
+RK_HOST_DEVICE RowRange range_of(const float* x, int64_t D) {
+  const FloatLanes first = FloatLanes{} + x[0];
+  LaneRange r = {first, first, FloatLanes{}};
+  int64_t c = 0;
+  for (; c + 4 * kLanes <= D; c += 4 * kLanes)
+    for (int v = 0; v < 4; ++v) r.add((FloatLanes)Vec::load(x + c + v * kLanes).v);
+  for (; c + kLanes <= D; c += kLanes) r.add((FloatLanes)Vec::load(x + c).v);
+  if (c < D) {
+    const auto left = static_cast<int>(D - c);
+    const IntLanes present = (IntLanes)word_ramp() < left;
+    r.add(present ? (FloatLanes)Vec::load_partial(x + c, left).v : first);
+  }
+  RowRange row = {reduce_lanes(r.low, [](FloatLanes a, FloatLanes b) { return smaller(a, b); })[0],
+                  reduce_lanes(r.high, [](FloatLanes a, FloatLanes b) { return larger(a, b); })[0],
+                  !any_lane(r.finite != 0.0f)};
+  if (row.low == 0.0f && row.finite) row.low = first_zero(x);
+  if (row.high == 0.0f && row.finite) row.high = first_zero(x);
+  return row;
+}
+
+template <int kBits, bool kStochastic>
+struct RowWriter<Affine<kBits>, kStochastic> {
+  using Format = Affine<kBits>;
+
+  struct Grid {
+    AffineGrid g;
+    bool finite;
+  };
+
+  RK_HOST_DEVICE static Grid grid_of(const float* x, int64_t D) {
+    const RowRange range = range_of(x, D);
+    return {Format::template grid<kStochastic>(range.low, range.finite ? range.high : float_of(kInfinityBits)),
+            range.finite};
+  }
+  RK_HOST_DEVICE static bool write(const float* x, int64_t D, RowNoise<kStochastic>& noise, const Grid& grid,
+                                   uint8_t* row) {
+    const AffineGrid& g = grid.g;
+    store_grid(g, row + Format::code_bytes(D));
+    if (__builtin_expect(g.scale != g.scale, 0)) {
+      memset(row, 0, static_cast<size_t>(Format::code_bytes(D)));
+      return grid.finite;
+    }
+    int64_t c = 0;
+    if constexpr (kBits != 2) {
+      for (; c + 4 * kLanes <= D; c += 4 * kLanes) {
+        noise.draw(c);
+        WordLanes codes[4];
+#pragma GCC unroll 4
+        for (int v = 0; v < 4; ++v) {
+          const auto in = (FloatLanes)Vec::load(x + c + v * kLanes).v;
+          codes[v] = Format::template encode_held<kStochastic>(in, g, noise.at(c, v));
+        }
+        store_four<kBits>(row + c * kBits / 8, codes);
+      }
+    }
+    for (; c < D; c += kStep) {
+      noise.draw(c);
+      const Columns in = load_columns(x, c, D);
+      WordLanes codes[kStepVecs];
+      for (int v = 0; v < kStepVecs; ++v)
+        codes[v] = Format::template encode_held<kStochastic>(in.v[v], g, noise.at(c, v));
+      if (D - c >= kStep) store_codes<kBits>(row + c * kBits / 8, codes);
+      else store_last(codes, static_cast<int>(D - c), row + c * kBits / 8);
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE static void store_grid(const AffineGrid& g, uint8_t* p) {
+    if constexpr (kBits == 8) {
+      store_as(p, g.scale);
+      store_as(p + 4, g.bias);
+    } else {
+      store_as(p, static_cast<uint16_t>(Fp16::encode<false>(g.scale, 0u)));
+      store_as(p + 2, static_cast<uint16_t>(Fp16::encode<false>(g.bias, 0u)));
+    }
+  }
+  static void store_last(WordLanes* codes, int count, uint8_t* p) {
+    for (int v = 0; v < kStepVecs; ++v) codes[v] = (IntLanes)word_ramp() + kLanes * v < count ? codes[v] : WordLanes{};
+    uint8_t out[kStep];
+    store_codes<kBits>(out, codes);
+    memcpy(p, out, static_cast<size_t>((count * kBits + 7) / 8));
+  }
+};
+
+template <int m, bool kStochastic>
+struct RowWriter<SharedMicroexponents<m>, kStochastic> {
+  using Format = SharedMicroexponents<m>;
+  static constexpr int kColumns = kStep;
+
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
+    uint8_t *signs = row + Format::signs(D), *exponents = row + Format::exponents(D), *pairs = row + Format::pairs(D);
+    for (int64_t c = 0; c < D; c += kStep) {
+      const int64_t block = c / kStep;
+      noise.draw(c);
+      const Columns in = load_columns(x, c, D);
+      WordLanes pair[kStepVecs], largest = {}, codes[kStepVecs], sign[kStepVecs], bits[kStepVecs];
+      for (int v = 0; v < kStepVecs; ++v) {
+        const WordLanes magnitude = bits_of(in.v[v]) & kMagnitudeBits;
+        pair[v] = larger_word(magnitude, swap_pairs(magnitude));
+        largest = larger_word(largest, pair[v]);
+      }
+      const uint32_t exponent = Format::pair_exponent(largest_lane(largest), round_up);
+      const WordLanes edge = WordLanes{} + Format::lower_pairs(exponent, round_up);
+      const FloatLanes long_steps = FloatLanes{} + inverse_step(exponent, 0u),
+                       short_steps = FloatLanes{} + inverse_step(exponent, 1u);
+      for (int v = 0; v < kStepVecs; ++v) {
+        bits[v] = pair[v] < edge ? WordLanes{} + 1u : WordLanes{};
+        const FloatLanes steps = magnitude_of(in.v[v]) * (pair[v] < edge ? short_steps : long_steps);
+        codes[v] = Format::template encode_scaled<kStochastic>(steps, noise.at(c, v));
+        sign[v] = bits_of(in.v[v]) >> 31;
+        if constexpr (m == 7) codes[v] |= sign[v] << 7;
+      }
+      if (__builtin_expect(exponent == 255u, 0))
+        for (int v = 0; v < kStepVecs; ++v) codes[v] = sign[v] = WordLanes{};
+      store_codes<Format::kMagnitudeWidth>(row + block * 2 * Format::kMagnitudeWidth, codes);
+      if constexpr (m != 7) store_as(signs + 2 * block, static_cast<uint16_t>(pack_registers<1>(sign)));
+      exponents[block] = static_cast<uint8_t>(exponent);
+      pairs[block] = every_second_bit(static_cast<uint32_t>(pack_registers<1>(bits)));
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE static float inverse_step(uint32_t exponent, uint32_t bit) {
+    return power_of_two<float>(254u - Format::step_field(exponent, bit));
+  }
+
+  RK_HOST_DEVICE static uint8_t every_second_bit(uint32_t x) {
+#if defined(__BMI2__)
+    return static_cast<uint8_t>(_pext_u32(x, 0x5555u));
+#else
+    x &= 0x5555u;
+    x = (x | x >> 1) & 0x3333u;
+    x = (x | x >> 2) & 0x0F0Fu;
+    return static_cast<uint8_t>(x | x >> 4);
+#endif
+  }
+};
+
+template <class Element, bool kStochastic>
+struct RowWriter<Microscaling<Element>, kStochastic> {
+  using Format = Microscaling<Element>;
+  static constexpr int kColumns = Format::kBlock;
+
+  static bool write(const float* x, int64_t D, [[maybe_unused]] bool round_up, RowNoise<kStochastic>& noise,
+                    uint8_t* row) {
+    for (int64_t block = 0; block < Format::blocks(D); ++block) {
+      const int64_t c = block * Format::kBlock;
+      const Columns in[2] = {load_columns(x, c, D), load_columns(x, c + kStep, D)};
+      const uint32_t first = largest_magnitude(in[0]), second = largest_magnitude(in[1]);
+      const uint32_t scale = Format::scale(first > second ? first : second, round_up);
+      row[Format::scales(D) + block] = static_cast<uint8_t>(scale);
+      for (int half = 0; half < 2; ++half) {
+        noise.draw(c + half * kStep);
+        WordLanes codes[kStepVecs];
+        for (int v = 0; v < kStepVecs; ++v) {
+          const FloatLanes scaled = in[half].v[v] * Format::inverse(scale);
+          codes[v] = Element::template encode<kStochastic>(scaled, noise.at(c + half * kStep, v));
+          if (scale == 255) codes[v] = WordLanes{};
+        }
+        store(codes, c + half * kStep, D, row);
+      }
+    }
+    return true;
+  }
+
+ private:
+  RK_HOST_DEVICE static void store(const WordLanes* codes, int64_t c, int64_t D, uint8_t* row) {
+    if constexpr (Element::kBits == 8) return store_codes<8>(row + c, codes);
+    WordLanes low[kStepVecs], high[kStepVecs];
+    for (int v = 0; v < kStepVecs; ++v) {
+      low[v] = codes[v] & 15u;
+      high[v] = codes[v] >> 4;
+    }
+    store_codes<4>(row + c / 2, low);
+    if constexpr (Element::kBits == 6) store_codes<2>(row + Format::high_bits(D) + c / 4, high);
+  }
+};
+
+// Asks for the row that will be read some 8 KiB after row n: a new page, where the hardware does not look ahead.
+RK_HOST_DEVICE void fetch_ahead(const float* x, int64_t n, int64_t N, int64_t D) {
+  const int64_t row = n + 1 + 2048 / D;
+  if (row < N) prefetch_bytes(x + row * D, D * 4);
+}
+
+// Rows of x [N, D] to their places. Returns the first row that the format cannot hold, or N.
+template <class Format, bool kStochastic>
+struct RowsWriter {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
+    const int64_t bytes = Format::row_bytes(D);
+    using Writer = RowWriter<Format, kStochastic>;
+    RowNoise<kStochastic> noise(how.noise, to, N, ceil_div(D, Writer::kColumns) * Writer::kColumns);
+    int64_t bad = N;
+    for (int64_t n = 0; n < N; ++n) {
+      fetch_ahead(x, n, N, D);
+      noise.start(n);
+      const bool held = Writer::write(x + n * D, D, how.round_up, noise, to.row(n, bytes));
+      if (!held && bad == N) bad = n;
+    }
+    return bad;
+  }
+};
+
+// A row's codes wait for its range: they are written while the next row's is found.
+template <int kBits, bool kStochastic>
+struct RowsWriter<Affine<kBits>, kStochastic> {
+  static int64_t write(const float* x, int64_t N, int64_t D, const RowRounding& how, const RowPlaces& to) {
+    using Writer = RowWriter<Affine<kBits>, kStochastic>;
+    const int64_t bytes = Affine<kBits>::row_bytes(D);
+    RowNoise<kStochastic> noise(how.noise, to, N, D);
+    int64_t bad = N;
+    auto grid = Writer::grid_of(x, D);
+    for (int64_t n = 0; n < N; ++n) {
+      const auto next = n + 1 < N ? Writer::grid_of(x + (n + 1) * D, D) : grid;
+      fetch_ahead(x, n, N, D);
+      noise.start(n);
+      if (!Writer::write(x + n * D, D, noise, grid, to.row(n, bytes)) && bad == N) bad = n;
+      grid = next;
+    }
+    return bad;
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

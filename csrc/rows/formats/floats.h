@@ -1,0 +1,114 @@
+// Rows of plain numbers: fp32, fp16, bf16. A code is the number's bits in the low end of a Word.
+#pragma once
+
+#include "rows/formats/rounding.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+struct Fp32 {
+  static constexpr int kBytes = 4;
+  RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return D * kBytes; }
+
+  template <bool, class F, class U>
+  RK_HOST_DEVICE static U encode(F x, U) {
+    const U bits = bits_of(x), nan = U{} + 0x7FC00000u;
+    return (bits & kMagnitudeBits) > kInfinityBits ? nan : bits;
+  }
+  template <class U>
+  RK_HOST_DEVICE static auto decode(U code) {
+    return float_of(code);
+  }
+};
+
+struct Bf16 {
+  static constexpr int kBytes = 2;
+  RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return D * kBytes; }
+
+  // Nearest: ties to even, as IEEE. Stochastic: the high half of `word` is added below the kept bits; what is finite
+  // stays finite.
+  template <bool kStochastic, class F, class U>
+  RK_HOST_DEVICE static U encode(F x, U word) {
+    const U bits = bits_of(x), magnitude = bits & kMagnitudeBits;
+    const U nan = U{} + 0x7FC0u, kept = bits >> 16, largest = (kept & 0x8000u) | 0x7F7Fu;
+    if constexpr (!kStochastic) {
+      const U rounded = (bits + 0x7FFFu + (kept & 1)) >> 16;
+      return magnitude > kInfinityBits ? nan : rounded;
+    }
+    const U rounded = (bits + (word >> 16)) >> 16;
+    const U finite = (rounded & 0x7FFFu) >= 0x7F80u ? largest : rounded;
+    const U special = magnitude > kInfinityBits ? nan : kept;
+    return magnitude >= kInfinityBits ? special : finite;
+  }
+  template <class U>
+  RK_HOST_DEVICE static auto decode(U code) {
+    return float_of(code << 16);
+  }
+};
+
+struct Fp16 {
+  static constexpr int kBytes = 2;
+  RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return D * kBytes; }
+  static constexpr uint32_t kRebias = (127 - 15) << 23;  // from fp32's exponent to fp16's
+  static constexpr uint32_t kSmallestNormal = 113u << 23, kInfinity = 0x7C00, kLargest = 0x7BFF;
+
+  template <bool kStochastic, class F, class U>
+  RK_HOST_DEVICE static U encode(F x, U word) {
+    const U bits = bits_of(x), magnitude = bits & kMagnitudeBits, sign = (bits >> 16) & 0x8000u;
+    const U nan = U{} + 0x7E00u;
+    if constexpr (kStochastic) return magnitude > kInfinityBits ? nan : sign | stochastic(magnitude, word);
+#if RK_CONVERTS_HALVES
+    return magnitude > kInfinityBits ? nan : LanesOf<F>::to_half(x);
+#else
+    return magnitude > kInfinityBits ? nan : sign | nearest<F>(magnitude);
+#endif
+  }
+
+  template <class U>
+  RK_HOST_DEVICE static auto decode(U code) {
+#if RK_CONVERTS_HALVES
+    return LanesOf<U>::from_half(code);
+#else
+    const U magnitude = code & 0x7FFFu, sign = (code & 0x8000u) << 16;
+    const U normal = (magnitude << 13) + kRebias, special = normal + kRebias;
+    const U denormal = bits_of(to_float(magnitude) * 0x1p-24f);
+    const U finite = magnitude < 0x0400u ? denormal : normal;
+    return float_of(sign | (magnitude >= kInfinity ? special : finite));
+#endif
+  }
+
+ private:
+  template <class F, class U>
+  RK_HOST_DEVICE static U nearest(U magnitude) {
+    const U infinity = U{} + kInfinity, rebiased = magnitude - kRebias;
+    const U normal = (rebiased + 0x0FFFu + ((rebiased >> 13) & 1)) >> 13;
+    const U bounded = magnitude >= (143u << 23) ? infinity : normal;  // 2^16 and above
+    // A bounded number keeps the rounding below exact; which result holds is chosen afterwards.
+    const U small = magnitude < kSmallestNormal ? magnitude : U{} + kSmallestNormal;
+    const U denormal = to_word(round_even(float_of(small) * 0x1p24f));
+    return magnitude < kSmallestNormal ? denormal : bounded;
+  }
+
+  // `word`'s highest bits, as many as are dropped, are added before the rest is cut off.
+  template <class U>
+  RK_HOST_DEVICE static U stochastic(U magnitude, U word) {
+    const U largest = U{} + kLargest, infinity = U{} + kInfinity;
+    const U normal = (magnitude - kRebias + (word >> 19)) >> 13;
+    const U too_large = magnitude >= kInfinityBits ? infinity : largest;
+    const U bounded = (magnitude >= (143u << 23)) | (normal > kLargest) ? too_large : normal;
+    // Denormal halves: 2^-14 and below by 13 + (113 - field) bits, which is 14 and more; beyond 56 nothing is left.
+    const U field = exponent_field(magnitude), significand = (magnitude & 0x007FFFFFu) | 0x00800000u;
+    const U drop = 126u - (field < 113u ? field : U{} + 112u);
+    const U in_word = drop < 31u ? drop : U{} + 31u;
+    const U low = (significand + (word >> (32u - in_word))) >> in_word;
+    const U beyond = drop < 32u ? U{} : drop - 32u;
+    const U rest = significand >> (beyond < 31u ? beyond : U{} + 31u);
+    const U carried = word + rest, one = U{} + 1u;
+    const U high = carried < word ? one : U{};
+    const U denormal = field == 0u ? U{} : (drop < 32u ? low : high);  // fp32's own denormals are below every half
+    return magnitude < kSmallestNormal ? denormal : bounded;
+  }
+};
+
+}  // namespace RK_ISA
+}  // namespace rec_kernels

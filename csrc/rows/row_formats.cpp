@@ -1,0 +1,90 @@
+#include "rows/row_formats.h"
+
+#include "core/schema.h"
+
+namespace rec_kernels {
+namespace {
+
+// In the order of RowFormat.
+constexpr const char* kNames[kNumRowFormats] = {"fp32",       "fp16",       "bf16",       "int8",       "int4",
+                                                "int2",       "mx9",        "mx6",        "mx4",        "mxfp8_e4m3",
+                                                "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8"};
+
+void check_scalar(const OptionalTensor& t, const Tensor& x, const char* name) {
+  if (!t) return;
+  check_rank(*t, 0, name);
+  check_dtype(*t, ScalarType::Long, name);
+  check_same_device(*t, x, name, "x");
+}
+
+}  // namespace
+
+RowFormat parse_row_format(const std::string& name, const std::string& argument) {
+  std::string known;
+  for (int f = 0; f < kNumRowFormats; ++f) {
+    if (name == kNames[f]) return static_cast<RowFormat>(f);
+    known += (f ? ", " : "") + std::string(kNames[f]);
+  }
+  throw_value_error(join(argument, " must be one of ", known, "; got \"", name, "\""));
+}
+
+const char* row_format_name(RowFormat format) { return kNames[static_cast<int>(format)]; }
+
+QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                              const OptionalTensor& seed, const OptionalTensor& step, int64_t table, int64_t first_row,
+                              const std::optional<std::string>& scale_rule) {
+  parse_row_format(format);  // an unknown name is said before a wrong shape
+  check_rank(x, 2, "x");
+  return read_fake_quantize(x, format, rounding, seed, step, table, first_row, scale_rule);
+}
+
+QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                   int64_t first_row, const std::optional<std::string>& scale_rule) {
+  const RowFormat f = parse_row_format(format);
+  check_float_dtype(x.scalar_type(), "x");
+  check_value(x.dim() >= 1 && x.size(x.dim() - 1) >= 1, "x must have at least one column, got shape ", shape_of(x));
+  const int64_t rows = x.numel() / x.size(x.dim() - 1);
+  const bool stochastic = rounding == "stochastic";
+  check_value(stochastic || rounding == "nearest", "rounding must be \"nearest\" or \"stochastic\", got \"", rounding,
+              "\"");
+  check_value(!scale_rule || *scale_rule == "floor" || *scale_rule == "rceil",
+              "scale_rule must be \"floor\", \"rceil\" or None, got \"", scale_rule.value_or(""), "\"");
+  check_scalar(seed, x, "seed");
+  check_scalar(step, x, "step");
+  check_value(table >= 0 && table < kMaxTableId, "table = ", table, " must be in [0, ", kMaxTableId, ")");
+  check_value(first_row >= 0 && first_row <= kMaxNoisyRows - rows, "first_row = ", first_row, " must be in [0, 2^44 - ",
+              rows, "]");
+  return {f, stochastic, scale_rule ? *scale_rule == "rceil" : stochastic, static_cast<uint32_t>(table), first_row};
+}
+
+RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim) {
+  const RowFormat f = parse_row_format(format);
+  check_rank(rows, 2, "rows");
+  check_dtype(rows, ScalarType::Byte, "rows");
+  check_value(embedding_dim >= 1 && embedding_dim <= INT32_MAX, "embedding_dim = ", embedding_dim,
+              " must be in [1, 2^31)");
+  const int64_t want = row_bytes(f, embedding_dim);
+  check_value(rows.size(1) == want, "rows must be ", want, " bytes wide for format \"", format,
+              "\" and embedding_dim = ", embedding_dim, ", got ", rows.size(1));
+  return f;
+}
+
+void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value) {
+  // Without the sign that a NaN may have.
+  const std::string shown = value == value ? join(value) : "nan";
+  throw_value_error(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"", row_format_name(format),
+                         "\" holds finite numbers only"));
+}
+
+STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
+  define(m,
+         "quantize_rows(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
+         "int table=0, SymInt first_row=0, str? scale_rule=None) -> (Tensor rows, Tensor status)");
+  define(m, "dequantize_rows(Tensor rows, str format, SymInt embedding_dim, ScalarType dtype) -> Tensor");
+  define(m,
+         "fake_quantize(Tensor x, str format, str rounding=\"nearest\", Tensor? seed=None, Tensor? step=None, "
+         "int table=0, SymInt first_row=0, str? scale_rule=None) -> Tensor");
+}
+
+}  // namespace rec_kernels

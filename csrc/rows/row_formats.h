@@ -1,0 +1,54 @@
+// quantize_rows, dequantize_rows and fake_quantize: rows of floats to rows of bytes in a row format, and back.
+//
+// quantize_rows. x [N, D] float32, float16 or bfloat16, D >= 1; the result is a new uint8 [N, row_bytes(format, D)], in
+// which every byte is written: unused bits and bytes are zero. Rounding "nearest" or "stochastic"; the noise of an
+// element depends on seed, step (0-dim int64 tensors on x's device; absent: 0), table, its row (first_row + n) and its
+// column. scale_rule, of the block formats: "floor", "rceil", or absent: "floor" for nearest, "rceil" for stochastic.
+// int8, int4 and int2 have no code for NaN and Inf: `status`, int64 [1], is the smallest n * D + column of one, or
+// INT64_MAX; the CPU raises instead. Such a row reads as NaN. Not differentiable.
+// dequantize_rows. The reverse, into a new [N, D] of a float dtype, rounded to nearest. docs/numerics.md has the maths.
+// fake_quantize. Both at once, from x [..., D] to a new tensor of x's shape and dtype; the rows of all leading
+// dimensions count. No status: a row that a format has no code for comes out as NaN. Its gradient is that of the
+// identity.
+#pragma once
+
+#include "core/philox.h"
+#include "core/stable.h"
+#include "rows/formats/format_list.h"
+
+namespace rec_kernels {
+
+// `argument` is what an error calls the name's place.
+RowFormat parse_row_format(const std::string& name, const std::string& argument = "format");
+const char* row_format_name(RowFormat format);
+
+// The arguments of quantize_rows after the checks; seed and step stay where they are.
+struct QuantizeOptions {
+  RowFormat format;
+  bool stochastic;
+  bool round_up;
+  uint32_t table;
+  int64_t first_row;
+};
+RK_EXPORT QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                        const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                        int64_t first_row, const std::optional<std::string>& scale_rule);
+// As read_quantize, for x of one dimension or more.
+QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
+                                   const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
+                                   int64_t first_row, const std::optional<std::string>& scale_rule);
+RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
+// Not exported: a ScalarType in the name of a symbol would tie the library to a version of torch.
+inline void check_float_dtype(ScalarType dtype, const char* name) {
+  check_value(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
+              " must be float32, float16 or bfloat16, got ", dtype_name(dtype));
+}
+// The row format that a float dtype is.
+inline RowFormat float_format(ScalarType dtype) {
+  if (dtype == ScalarType::Float) return RowFormat::kFp32;
+  return dtype == ScalarType::Half ? RowFormat::kFp16 : RowFormat::kBf16;
+}
+// Throws for element `position` = n * D + column of x, whose value is not finite.
+[[noreturn]] void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value);
+
+}  // namespace rec_kernels
