@@ -24,7 +24,7 @@ from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.runs import RunExistsError
 from rec_kernels.dlrm.train import RunInterruptedError, build_model
-from rec_kernels.nn.tables import decode
+from rec_kernels.nn.tables.rows import decode
 
 # Steps of rows whose elements lie in [1, 2): bf16 has 7 bits after the point; int8 has 255 steps from LOW to HIGH.
 LOW, HIGH = 1.0, 1 + 255 / 256

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
 OPTIMIZERS = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from layout_calls import OPS
 from torch import Tensor
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.reference.gradient_step import GradientStep
 from rec_kernels.testing import same_bits

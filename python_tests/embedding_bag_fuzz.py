@@ -18,7 +18,7 @@ from embedding_bag_samples import Sample
 from layout_calls import OPS
 from torch import Tensor
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 

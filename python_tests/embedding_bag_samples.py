@@ -10,7 +10,7 @@ from embedding_bag_cases import make_case
 from embedding_bag_format_cases import ROUNDINGS, EncodedCase
 from hypothesis import strategies as st
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
 
 COLUMNS = [1, 2, 3, 4, 7, 8, 16, 17, 31, 32, 33, 64, 100, 129, 260]

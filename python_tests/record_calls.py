@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.ops.embedding_bag import table_starts
 from rec_kernels.testing import same_bits
 

@@ -21,7 +21,7 @@ from recording import DATA, Writer
 from replay_collections import FOLDER, Player, build, inputs_of
 from torch import Tensor
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 
 Run = dict[str, object]
 

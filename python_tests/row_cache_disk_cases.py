@@ -12,6 +12,7 @@ from torch import Tensor
 
 import rec_kernels as rk
 from rec_kernels._library import host
+from rec_kernels.nn.tables.store import FileStore
 from rec_kernels.testing import same_bits
 
 #: Name, rows, columns, format, features: 740 KB together.
@@ -98,8 +99,9 @@ def train(collection, first: int = 0, steps: int = 6) -> list[Tensor]:
 
 def check_budget(collection) -> None:
     """Asserts that resident memory is within the budget."""
-    if collection._file is not None:
-        held = collection._file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
+    store = collection._store
+    if isinstance(store, FileStore):
+        held = store.file.file.stats()["resident_bytes"] + collection.row_cache.num_bytes()
         assert held <= collection.row_cache.cache.memory_budget
 
 
@@ -116,15 +118,15 @@ def copied(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def tables_of(collection) -> dict[str, Tensor]:
     """The tables' bytes as they are, uint8 [E, row bytes], read block by block."""
-    found, first = {}, 0
-    for i, table in enumerate(collection._stored):
+    found, first, store = {}, 0, collection._store
+    for i, table in enumerate(collection._features.stored):
         rows = collection.embedding_bags[table.name].weight.detach()
-        if collection._file is None:
+        if not isinstance(store, FileStore):
             found[table.name] = rows.view(torch.uint8).clone()
         else:
             chunks, none = [], torch.empty(0, dtype=torch.int64)
-            for some in torch.arange(table.num_embeddings).split(collection._file.rows_at_once(i)):
-                collection._file.load(first + some, none)
+            for some in torch.arange(table.num_embeddings).split(store.file.rows_at_once(i)):
+                store.file.load(first + some, none)
                 chunks.append(rows[some].view(torch.uint8).clone())
             found[table.name] = torch.cat(chunks)
         first += table.num_embeddings

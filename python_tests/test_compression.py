@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rec_kernels as rk
-from rec_kernels.nn.compression import check_complementary, known_modulus
+from rec_kernels.nn.tables.compression import check_complementary, known_modulus
 from rec_kernels.testing import same_bits
 
 

@@ -33,7 +33,7 @@ from rec_kernels.dlrm import (
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.window import Window
-from rec_kernels.nn import bounds
+from rec_kernels.nn import late_errors
 
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500}
 FLAGS = ["--data", "synthetic", "--rows", "3000", "--table-rows", "200", "--batch-size", "500"]
@@ -189,13 +189,13 @@ def test_what_a_run_remembers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_bad_ids_end_a_run_that_is_told_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ends at the end of the test at the latest, and before anything is saved."""
-    told, check = [], bounds.Reports.check
+    told, check = [], late_errors.Reports.check
 
-    def noted(reports: bounds.Reports, position: Tensor) -> None:
+    def noted(reports: late_errors.Reports, position: Tensor) -> None:
         told.append(reports)
         check(reports, position)
 
-    monkeypatch.setattr(bounds.Reports, "check", noted)
+    monkeypatch.setattr(late_errors.Reports, "check", noted)
     monkeypatch.setattr(checkpoint, "save", lambda *_: told.append("saved"))
     train(config(tmp_path, valid_fraction=0.3, eval_every=3), progress=False)
     evaluated, saved, tested = told[:1], told[1:-1], told[-1:]

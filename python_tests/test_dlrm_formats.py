@@ -34,7 +34,7 @@ from rec_kernels.dlrm import (
 from rec_kernels.dlrm.config import FORMATS, ROUNDINGS
 from rec_kernels.dlrm.synthetic import Synthetic
 from rec_kernels.dlrm.train import Run, build_model
-from rec_kernels.nn.tables import decode, encode
+from rec_kernels.nn.tables.rows import decode, encode
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 OPTIONS = {"data": "synthetic", "rows": 3000, "table_rows": 200, "batch_size": 500, "threads": 1}
@@ -127,7 +127,7 @@ def test_noise_follows_the_seed_and_roundings_differ(data: Synthetic, tmp_path: 
 
     def other_noise(*arguments) -> DLRM:
         model = build_model(*arguments)
-        model.embeddings._seed += 2
+        model.embeddings._layout.seed += 2
         return model
 
     monkeypatch.setattr(sys.modules[Run.__module__], "build_model", other_noise)

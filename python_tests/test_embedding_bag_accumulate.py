@@ -273,7 +273,7 @@ def test_bad_id_reported_late() -> None:
             for seed, size in enumerate((4, 0, 3)):
                 part = rows(size, seed)
                 found(jagged(part)).values().backward(part.grad)
-            found._pending.lookups[bad].status[0] = 2
+            found._update.pending.lookups[bad].status[0] = 2
         assert_same(state(found), state(make()))
 
 

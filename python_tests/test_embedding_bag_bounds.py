@@ -22,7 +22,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn import bounds, selected
+from rec_kernels.nn import late_errors
+from rec_kernels.nn.jagged import select_features as selected
 from rec_kernels.ops.table_layout import Column
 from rec_kernels.testing import same_bits
 
@@ -51,7 +52,7 @@ def late() -> Iterator[None]:
             packet = getattr(ops.ops, op)
             for name in packet.overloads():
                 library.impl(op if name == "default" else f"{op}.{name}", getattr(packet, name), "CPU")
-        patch.setattr(bounds, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
+        patch.setattr(late_errors, "reports_late", lambda status: type(status) is Tensor and not status.is_meta)
         patch.setattr(selected, "_tells_late", lambda _: True)
         try:
             yield
@@ -123,7 +124,7 @@ class Event:
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     """The events of the lookups, in their order; none is done."""
-    monkeypatch.setattr(bounds, "_copied", Event)
+    monkeypatch.setattr(late_errors, "_copied", Event)
     Event.made = []
     return Event.made
 
@@ -295,7 +296,7 @@ def test_copies_have_nothing_to_tell(late, events: list[Event], other) -> None:
     """Only the original reports what it has found; copies report nothing."""
     found = make()
     found(batch((0, 5)))
-    found._bad_position.fill_(3)
+    found._layout.bad_position.fill_(3)
     copied = other(found)
     copied.check()
     step(copied, batch((2, 5)))
@@ -308,10 +309,10 @@ def test_moves(late) -> None:
     """A collection that leaves the GPU still tells; one that comes from nowhere has nothing to tell."""
     found = make()
     found(batch((0, 5)))
-    found._bad_position.fill_(3)
+    found._layout.bad_position.fill_(3)
     found.to("cpu").double()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "reports_late", lambda status: False)
+        patch.setattr(late_errors, "reports_late", lambda status: False)
         assert message(found.check).startswith("values[0] = 5")
         assert message(found.state_dict).startswith("values[3] was out of range")
     meta = make(device="meta")
@@ -386,7 +387,7 @@ def test_keys_in_another_order(late, offsets: list[int], wrong: str, known: bool
 
 def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
     """A replayed CUDA graph keeps the smallest bad position on the GPU."""
-    monkeypatch.setattr(bounds, "cannot_read", lambda status: True)
+    monkeypatch.setattr(late_errors, "cannot_read", lambda status: True)
     for bounds_check in ("error", "ignore"):
         found = make(bounds_check=bounds_check)
         for bad in ((), ((6, 9),), ((2, 9),), ((4, 9),)):
@@ -398,7 +399,7 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
         step(found, batch((2, 9)))
         assert message(found.check, ValueError).startswith("offsets[0] was below")
         found.check()
-        found._layout_records[0, Column.weight_offset] = -1
+        found._layout.records[0, Column.weight_offset] = -1
         step(found)
         assert message(found.check, ValueError).startswith("the collection's layout of tables was overwritten in a")
         assert not found._reports._lookups
@@ -407,18 +408,18 @@ def test_captured(late, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_layout_that_was_overwritten(late) -> None:
     """It is not the batch's fault."""
     found = make()
-    found._layout_records[0, Column.weight_offset] = -1
+    found._layout.records[0, Column.weight_offset] = -1
     step(found)
     assert message(found.check, ValueError) == "the collection's layout of tables has been overwritten" + LATER
 
 
 def test_who_reports_late() -> None:
     """The CPU never reports late, nor do a tracer's tensors, which hold no status."""
-    assert not bounds.reports_late(torch.zeros(2))
+    assert not late_errors.reports_late(torch.zeros(2))
     with FakeTensorMode() as mode:
         fake = torch.empty(2, device="cuda")
     assert fake.is_cuda
-    assert not bounds.reports_late(fake)
+    assert not late_errors.reports_late(fake)
     make()._reports.check(mode.from_tensor(torch.tensor(3)))
 
 

@@ -19,9 +19,8 @@ from test_embedding_bag_bounds import late, message
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.bounds import BAD_LAYOUT
-from rec_kernels.nn.selected import SelectedKeys
-from rec_kernels.nn.shared_bags import SharedBags
+from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, SelectedKeys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.testing import assert_same_sum, same_bits
 
 FUSED = [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5)]
@@ -97,7 +96,7 @@ def test_every_format(groups: str, dtype: torch.dtype, weighted: bool) -> None:
         for seed in range(3):
             # Averaged bags have at most one id: 1 / n is exact then.
             batch = sessions(names, seed=seed, most=1, weighted=weighted, dtype=dtype)
-            grad = whole_numbers(9, sum(few._output_dims), seed=seed)
+            grad = whole_numbers(9, sum(few._features.output_dims), seed=seed)
             assert same_bits(step(few, dedup(batch, by_name), grad), step(whole, batch, grad))
         assert_same(few, whole)
 
@@ -128,7 +127,7 @@ def test_exact_sums(groups: str, tables: str, optimizer) -> None:
     few, whole = collection(optimizer, tables), collection(optimizer, tables)
     for seed in range(3):
         batch = sessions(list("abcd"), seed=seed, most=1, weighted=True)
-        grad = whole_numbers(9, sum(few._output_dims), seed=seed)
+        grad = whole_numbers(9, sum(few._features.output_dims), seed=seed)
         step(few, dedup(batch, groups), grad)
         step(whole, batch, grad)
     assert_same_gradients(few, whole)
@@ -149,7 +148,7 @@ def test_any_batch(case: tuple, tables: str, optimizer) -> None:
     if not batch.keys():
         assert made[0](dedup(batch, groups)).values().shape == (0, 0)
         return
-    grad = whole_numbers(batch.stride(), sum(made[0]._output_dims))
+    grad = whole_numbers(batch.stride(), sum(made[0]._features.output_dims))
     assert same_bits(step(made[0], dedup(batch, groups), grad), step(made[1], batch, grad))
     assert_same_gradients(*made)
     assert_same(*made)
@@ -296,7 +295,7 @@ def test_row_caches(backing: str, groups: int, tmp_path: Path) -> None:
     by_name = [[keys], [keys[:2], keys[3:]]][groups]
     for seed in range(4):
         batch = sessions(keys, seed=seed, most=1)
-        grad = whole_numbers(9, sum(plain._output_dims), seed=seed)
+        grad = whole_numbers(9, sum(plain._features.output_dims), seed=seed)
         outputs = [step(plain, dedup(batch, by_name), grad), step(whole, batch, grad)]
         few = dedup(batch, by_name)
         ahead.prefetch(few)

@@ -13,7 +13,7 @@ from layout_calls import OPS, InLists, as_call
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.ops.autograd import signature_of
 from rec_kernels.testing import same_bits
 

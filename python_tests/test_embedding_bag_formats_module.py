@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import initialize
+from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.testing import same_bits
 
 

@@ -11,7 +11,7 @@ from layout_calls import OPS
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits, use_threads
 
 ops = OPS

@@ -13,7 +13,7 @@ from collection_format_cases import DIMS, DTYPES, OPTIMIZERS, ROWS, assert_same,
 from torch import Tensor, nn
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
 WAYS = ["deepcopy", "pickle", "state_dict", "assign", "file", "meta", "meta context"]
@@ -88,7 +88,7 @@ def test_moves() -> None:
     collection = make(rk.SGD(lr=0.5), seed=7).to("meta")
     assert all(t.is_meta for t in collection.state_dict().values())
     collection.to_empty(device="cpu")
-    assert collection._seed.item() == 7
+    assert collection._layout.seed.item() == 7
     assert bytes(collection.embedding_bags["t3"].format.tolist()) == b"int8"
     assert is_tied(collection)
 
@@ -286,7 +286,7 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
         train(one)
         one.freeze("f1")
     state = {name: t.clone() for name, t in collection.state_dict().items()}
-    kept = {name: collection._buffers[name].clone() for name in ("_seed", "_layout_records")}
+    kept = {name: collection._layout._buffers[name].clone() for name in ("seed", "records")}
 
     def filled(t: Tensor) -> Tensor:  # what to_empty() does, in memory that holds something
         return torch.empty_like(t).view(torch.uint8).fill_(77).view(t.dtype) if t.dim() else torch.full_like(t, 1)
@@ -294,7 +294,7 @@ def test_to_empty_of_a_collection_with_memory(held, cache) -> None:
     module = nn.Sequential(collection) if held else collection
     module._apply(filled)
     module.to_empty(device="cpu")
-    assert all(same_bits(collection._buffers[name], t) for name, t in kept.items())
+    assert all(same_bits(collection._layout._buffers[name], t) for name, t in kept.items())
     collection.load_state_dict(state)
     assert collection.lr.item() == 0.25
     assert_same(collection, expected)

@@ -18,7 +18,7 @@ from embedding_bag_format_cases import ROUNDINGS, STEP, EncodedCase
 from embedding_bag_moment_cases import BETAS, ELEMENTWISE, MomentCase
 from torch import Tensor
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference import row_formats as reference
 from rec_kernels.testing import same_bits
 

@@ -186,7 +186,7 @@ def test_freeze_inside_accumulate() -> None:
     collection = make(rk.SGD(lr=0.5))
     with collection.accumulate(), pytest.raises(RuntimeError, match="inside accumulate"):
         collection.freeze("f")
-    assert not collection._frozen_features
+    assert not collection._layout.frozen
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from layout_calls import OPS, forged, make_layout
 from test_embedding_bag_partitions import told
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.embedding_bag import Parts
 from rec_kernels.testing import same_bits
 

@@ -10,7 +10,7 @@ from embedding_bag_format_cases import ROUNDINGS
 from embedding_bag_samples import Sample, samples
 from hypothesis import find, given, settings
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 
 
 def check(sample: Sample, backends: Backends) -> None:

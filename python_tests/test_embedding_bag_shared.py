@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_embedding_bag_partitions import partitioned
 from torch import Tensor
 
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.reference.numerics import chunked_sum
 from rec_kernels.testing import same_bits
 

@@ -270,8 +270,8 @@ def test_sparse_gradients_of_tables() -> None:
             tables,
             batch().values(),
             batch().offsets(),
-            collection._layout_records,
-            collection._layout_sizes,
+            collection._layout.records,
+            collection._layout.sizes,
             sparse=sparse,
         )
         grads[sparse] = torch.autograd.grad(output.square().sum(), tables)
@@ -299,7 +299,7 @@ def test_unknown_keys() -> None:
 
 def test_select_keys() -> None:
     """Any order and repetition, with weights; both integer widths; no copy where nothing is to do."""
-    from rec_kernels.nn.selected import select_keys
+    from rec_kernels.nn.jagged.select_features import select_keys
 
     given = batch(torch.arange(7.0))
     assert select_keys(given, ["f", "g", "h"])[0] is given.values()

@@ -16,7 +16,7 @@ from test_embedding_bag_partitions import partitioned
 from torch import Tensor
 
 import rec_kernels as rk
-from rec_kernels.nn.tables import BAG_FORMATS
+from rec_kernels.nn.tables.config import BAG_FORMATS
 from rec_kernels.testing import same_bits
 
 BAD_LAYOUT = torch.iinfo(torch.int64).min

@@ -79,9 +79,23 @@ def functions(path: Path) -> Iterator[tuple[str, int, int]]:
     return (python_functions if path.suffix == ".py" else cpp_functions)(path.read_text())
 
 
+def docstring_lines(text: str) -> int:
+    """Lines of the docstrings of a Python file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    first = [node.body[0] for node in ast.walk(ast.parse(text)) if isinstance(node, kinds) and ast.get_docstring(node)]
+    return sum(node.end_lineno - node.lineno + 1 for node in first)
+
+
+def file_lines(path: Path) -> int:
+    """Lines of a file. Docstrings do not count: what documents a class well would cut it in pieces."""
+    text = path.read_text()
+    return len(text.splitlines()) - (docstring_lines(text) if path.suffix == ".py" else 0)
+
+
 def test_files_are_short() -> None:
     """Up to 450 lines."""
-    lines = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in SOURCES}
+    assert docstring_lines('"""One."""\ndef f():\n    """Two\n    three."""\n    return """none"""\n') == 3
+    lines = {str(path.relative_to(ROOT)): file_lines(path) for path in SOURCES}
     assert {name: n for name, n in lines.items() if n > FILE} == {}
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import rec_kernels as rk
-from rec_kernels.nn import inverse_jagged
-from rec_kernels.nn.selected import select_keys
+from rec_kernels.nn.jagged import inverse as inverse_jagged
+from rec_kernels.nn.jagged.select_features import select_keys
 from rec_kernels.testing import same_bits
 
 KEYS = ["a", "b", "c", "d"]

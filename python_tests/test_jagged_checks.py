@@ -18,7 +18,8 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree
 
 import rec_kernels as rk
-from rec_kernels.nn import jagged, jagged_checks
+from rec_kernels.nn.jagged import checks as jagged_checks
+from rec_kernels.nn.jagged import tensors as jagged
 
 IDS = torch.arange(6)
 KEYS = ["user", "item"]

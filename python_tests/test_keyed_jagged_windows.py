@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import rec_kernels as rk
-from rec_kernels.nn import jagged_windows
+from rec_kernels.nn.jagged import windows as jagged_windows
 from rec_kernels.testing import same_bits
 
 KEYS = ["a", "b"]

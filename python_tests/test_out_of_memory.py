@@ -15,7 +15,7 @@ import resource, sys
 import torch
 import rec_kernels as rk
 from process_cases import address_space, batch, collection, limit_address_space, state, step
-from rec_kernels.nn import row_cache as caches
+from rec_kernels.nn.tables import row_cache as caches
 from rec_kernels.testing import same_bits
 
 optimizer, cached, threads = sys.argv[1], sys.argv[2] == "True", int(sys.argv[3])

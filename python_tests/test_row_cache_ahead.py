@@ -175,13 +175,13 @@ def test_what_others_read_waits(what: str, monkeypatch) -> None:
     for waits in (False, True):
         if waits:
             ahead.prefetch(batch(ahead, 1))
-            ahead._ahead._stream, ahead._ahead._event = stream, event  # those of a GPU
+            ahead._store._prefetched._stream, ahead._store._prefetched._event = stream, event  # those of a GPU
         if "lookup" in what:
             served(batch(ahead, 9))
         else:
             getattr(ahead, what)()
         assert stream.waited_for == [event] * waits
-    ahead._ahead._event = None
+    ahead._store._prefetched._event = None
     for c in (plain, ahead):
         step(c, batch(c, 1))
     assert not differing(everything(plain), everything(ahead))

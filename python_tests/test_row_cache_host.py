@@ -15,7 +15,7 @@ from row_cache_samples import arguments, cached_calls
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rec_kernels as rk
-from rec_kernels.nn import host_memory
+from rec_kernels.nn.tables import host_memory
 from rec_kernels.ops.autograd import overload_of
 from rec_kernels.testing import same_bits
 
@@ -157,10 +157,10 @@ def test_fake_collections() -> None:
         assert c.embedding_bags["t0"].weight.device.type == "cpu"
         assert {t.device.type for n, t in c.named_buffers() if n != "_weights" and "format" not in n} == {"cuda"}
         assert c.row_cache.rows.is_cuda
-        assert c._token.is_cuda
+        assert c._update.token.is_cuda
         served = c.for_serving()
         assert served._weights.device.type == "cpu"
-        assert served._seed.is_cuda
+        assert served._layout.seed.is_cuda
 
 
 def test_fake_ops() -> None:

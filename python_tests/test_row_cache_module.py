@@ -212,7 +212,7 @@ def test_two_lookups_before_their_backwards() -> None:
     ops, twin = torch.ops.rec_kernels, copy.deepcopy(collection)
     batches = [batch(collection, seed) for seed in (20, 21)]
     outputs = [collection(given).values() for given in batches]
-    layout, options, grads, slots = twin._layout(), twin._options(), [], []
+    layout, options, grads, slots = twin._layout.arguments(), twin._update_options(), [], []
     for given in batches:
         bags = given.values(), given.offsets()
         slots.append(twin.row_cache.insert(twin._weights, bags, layout, twin._rounding()))

@@ -279,7 +279,7 @@ def test_saved_parameters(made: str, accumulates: bool) -> None:
 
 @pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=str)
 def test_moves_keep_parameters(optimizer: object) -> None:
-    """Moving keeps parameters and what users gave them, whoever refers to them."""
+    """JaggedContainer keeps parameters and what users gave them, whoever refers to them."""
     tables = collection(optimizer)
     weight = tables.embedding_bags["a"].weight
     weight.note = "mine"

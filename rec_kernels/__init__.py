@@ -3,23 +3,23 @@
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
-from rec_kernels.nn.compression import Hash, MixedDimension, Partitions, QuotientRemainder
+from rec_kernels.models.low_rank_cross import LowRankCrossNet
+from rec_kernels.models.path import PathEmbeddingBag
+from rec_kernels.models.popularity import MixedDimensionEmbeddingBag, popularity_blocks
+from rec_kernels.models.wukong import Wukong, WukongLayer
 from rec_kernels.nn.deduplicated import Deduplicated, deduplicated
-from rec_kernels.nn.embedding import EmbeddingCollection
-from rec_kernels.nn.embedding_bag import EmbeddingBagCollection
-from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor, KeyedTensor
-from rec_kernels.nn.jagged_windows import KeyedJaggedWindows
-from rec_kernels.nn.low_rank_cross import LowRankCrossNet
-from rec_kernels.nn.mixed_dimensions import mixed_dimensions
-from rec_kernels.nn.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
-from rec_kernels.nn.path import PathEmbeddingBag
-from rec_kernels.nn.placement import Placement, place_tables
-from rec_kernels.nn.popularity import MixedDimensionEmbeddingBag, popularity_blocks
-from rec_kernels.nn.pytrees import register as _register_pytrees
-from rec_kernels.nn.row_cache import RowCache
-from rec_kernels.nn.tables import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
-from rec_kernels.nn.wukong import Wukong, WukongLayer
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.pytrees import register as _register_pytrees
+from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
+from rec_kernels.nn.tables.compression import Hash, MixedDimension, Partitions, QuotientRemainder
+from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, EmbeddingConfig
+from rec_kernels.nn.tables.mixed_dimensions import mixed_dimensions
+from rec_kernels.nn.tables.placement import Placement, place_tables
+from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.ops.dot_interaction import dot_interaction
 from rec_kernels.ops.embedding_bag import embedding_bag
 from rec_kernels.ops.expand import expand

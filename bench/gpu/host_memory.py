@@ -21,7 +21,7 @@ from torch import Tensor
 import rec_kernels as rk
 from bench.gpu.cases import ZIPF, batches_of_ids
 from bench.shapes import Workload
-from rec_kernels.nn.row_cache import slot_bytes
+from rec_kernels.nn.tables.row_cache import slot_bytes
 
 FULL = Workload("host-d120-zipf", 8, 4096, 40_000_000, 120, 8, zipf=ZIPF), 2_000_000_000
 TRIAL = Workload("trial-d12-zipf", 2, 8, 1_000, 12, 2, zipf=ZIPF), 20_000

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import rec_kernels as rk
 from bench.run import machine
 from bench.studies.movielens_reader import find, read_ratings
-from rec_kernels.nn.jagged import JaggedTensor
+from rec_kernels.nn.jagged.tensors import JaggedTensor
 
 TEST_SHARE = 10
 

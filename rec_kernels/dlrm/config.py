@@ -19,10 +19,10 @@ from rec_kernels.dlrm.data import DataError, Feature
 from rec_kernels.dlrm.model import ACTIVATIONS, PRECISIONS
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, is_run_name
 from rec_kernels.dlrm.shapes import FLAG, TEXT, Check, shown
-from rec_kernels.nn.compression import Compression
-from rec_kernels.nn.optimizers import Optimizer
-from rec_kernels.nn.row_cache import BACKINGS, POLICIES
-from rec_kernels.nn.tables import BAG_FORMATS as FORMATS
+from rec_kernels.nn.tables.compression import Compression
+from rec_kernels.nn.tables.config import BAG_FORMATS as FORMATS
+from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES
+from rec_kernels.nn.training.optimizers import Optimizer
 
 COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import rec_kernels as rk
 from rec_kernels.dlrm.data import Batch, Feature
-from rec_kernels.nn.compression import Compression
+from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
 #: Of the dense side, and of what the tables give it, by name.

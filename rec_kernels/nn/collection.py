@@ -1,53 +1,48 @@
-"""What collections of tables have in common: storage, state, the fused optimizer, checkpoints."""
+"""What collections of tables have in common: parameters, lookups, the fused optimizer, checkpoints."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import copy
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 from torch import Tensor, nn
+from torch.amp import GradScaler
 
-from rec_kernels.nn import bounds
-from rec_kernels.nn.accumulate import Lookup, Pending, join
-from rec_kernels.nn.ahead import Ahead
+from rec_kernels.nn import late_errors
 from rec_kernels.nn.arguments import check_choice
-from rec_kernels.nn.assigned import allocate, assigns, copied
-from rec_kernels.nn.cached_tables import holds_rows
-from rec_kernels.nn.layout import move
-from rec_kernels.nn.loss_scaling import ScaledLosses
-from rec_kernels.nn.optimizers import FusedOptimizer, Optimizer
-from rec_kernels.nn.processes import refuse_data_parallel
-from rec_kernels.nn.row_cache import CacheState, RowCache, choose_cache
-from rec_kernels.nn.selected import SelectedKeys
-from rec_kernels.nn.shared_bags import SharedBags
-from rec_kernels.nn.state import KINDS, StatePlaces
-from rec_kernels.nn.tables import (
-    EmbeddingConfig,
-    Storage,
-    Tables,
-    describe,
-    fit_formats,
-    format_tensor,
-    initialize,
-    leave_bytes,
-    zeros,
-)
-from rec_kernels.nn.tied import Tied, refuse_replaced, show
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.nn.tables.config import EmbeddingConfig, checked_tables, describe
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
+from rec_kernels.nn.tables.load_state import allocate, assigns, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
+from rec_kernels.nn.tables.parameters import Tables
+from rec_kernels.nn.tables.row_cache import CacheState, RowCache
+from rec_kernels.nn.tables.store import TableCall, make_store
+from rec_kernels.nn.training.accumulate import Lookup
+from rec_kernels.nn.training.data_parallel import refuse_data_parallel
+from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
+from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
-from rec_kernels.ops.table_layout import TableLayout, set_frozen
 from rec_kernels.ops.version_counters import call_in_place
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ops = torch.ops.rec_kernels
 
 
-class TableCollection(ScaledLosses):
-    """Tables in one flat tensor, their optimizer and its state. Lookups are the subclasses'.
+class TableCollection(nn.Module):
+    """Tables in one flat tensor, their optimizer and its state. What a lookup returns is the subclasses' business.
 
-    The arguments are ``rk.EmbeddingBagCollection``'s.
+    It has a layout (``LayoutBuffers``), a store of its rows (``TableStore``) and, with a fused optimizer, an update
+    (``FusedUpdate``). The arguments are ``rk.EmbeddingBagCollection``'s.
     """
 
     process_local = False
@@ -55,7 +50,14 @@ class TableCollection(ScaledLosses):
 
     lr: Tensor
     step: Tensor
-    _sum: Tensor | None
+    embedding_bags: Tables
+    row_cache: CacheState | None
+    _weights: Tensor
+    _layout: LayoutBuffers
+    _tied: Tied
+    _update: FusedUpdate | None = None
+    _convert = False  # whether states in other row formats are converted
+    _pools = True  # whether ``forward`` makes one row of a bag
 
     def __init__(
         self,
@@ -69,176 +71,140 @@ class TableCollection(ScaledLosses):
         seed: int = 0,
         cache: RowCache | None = None,
     ) -> None:
-        tables = self._checked(tables)
-        stored = [s for t in tables for s in t.stored]
-        names = [s.name for s in stored]
-        if len(set(names)) != len(names):
-            raise ValueError(f"table names must differ, those of parts too, got {names}")
-        check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
-        if not isinstance(optimizer, (Optimizer, type(None))):
-            raise ValueError(
-                "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
-                f"got {optimizer!r}"
-            )
-        check_choice("rounding", rounding, ("stochastic", "nearest"))
-        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
-        if output_dtype not in FLOAT_DTYPES.values():
-            raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
-        if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
-            raise ValueError(
-                f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
-                f"optimizer {optimizer!r}"
-            )
+        super().__init__()
+        _check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
         kinds = {} if optimizer is None else optimizer.state
-        super().__init__(
-            tables,
-            Storage(stored),
-            StatePlaces(stored, kinds, getattr(optimizer, "state_dtype", torch.float32)),
-            device=device,
-            output_dtype=output_dtype,
-            bounds_check=bounds_check,
-            seed=int(seed),
-            in_host=cache is not None and cache.backing == "host",
-        )
+        tables = checked_tables(tables, pooled=self._pools)
+        self._features = FeatureMap(tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
         self.optimizer, self.rounding = optimizer, rounding
-        self.embedding_bags = Tables(names)
-        self._file, self._ahead = self._open_file(cache, device), Ahead()
+        self.output_dtype, self.bounds_check, self.seed = output_dtype, bounds_check, int(seed)
+        self._store = make_store(self._features, cache, device)
+        self.row_cache = self._store.cache
         try:
-            self._make_weights(device)
-            self.row_cache = None if cache is None else CacheState(cache, self._stored, self._features, device=device)
-            if cache is not None:  # its places are part of the layout
-                self._make_layout(device)
-        except BaseException:
-            self.close()  # whoever keeps the error keeps the collection, and would have the file locked
-            raise
-        if self._file is not None:
-            self.register_buffer("file_generation", torch.tensor(self._file.file.generation, device="cpu"))
-        self._pending, self._convert = None, False
-        rows = [t.num_embeddings for t in self.tables for _ in t.feature_names]
-        self._reports = bounds.Reports(rows, bounds_check == "error")
-
-    def _make_weights(self, device: torch.device | str | None) -> None:
-        storage, file = self._storage, self._file
-        self.register_buffer("_weights", self._new_weights(device), persistent=False)
-        if file is not None:
-            self.register_buffer("file_identity", torch.tensor(file.identity, device="cpu"))
-        trains = self._trained_by_torch
-        for i, table in enumerate(self._stored):
-            weight = nn.Parameter(storage.view(self._weights, i), requires_grad=trains)
-            self.embedding_bags[table.name].weight = weight
-            self.embedding_bags[table.name].in_bytes = storage.is_bytes
-            self.embedding_bags[table.name].in_file = file is not None
-        for config in self.tables:
-            if config.projection:
-                matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
-                self.embedding_bags[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
-        self._renew_token()
-        if self.optimizer is not None:
-            self.register_buffer(
-                "lr", torch.tensor(self.optimizer.lr, dtype=torch.float32, device=device), persistent=False
+            places = None if self.row_cache is None else self.row_cache.places()
+            self._layout = LayoutBuffers(
+                self._features, places, bounds_check=bounds_check, seed=self.seed, device=device
             )
-            self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device))
-        for kind in KINDS:
-            known = kind in self._places.kinds
-            flat = zeros(self._places.size(kind), self._places.dtype(kind), device) if known else None
-            self.register_buffer(f"_{kind}", flat, persistent=False)
-        if "exp_avg" in self._places.kinds:
-            self.register_buffer("beta_powers", torch.ones(2, dtype=torch.float32, device=device))
-        self._tie_tables()
-        self._initialize()
-        self._fused_optimizer = None
-        if self.optimizer is not None:
-            weights = [self.embedding_bags[n].weight for n in self.embedding_bags]
-            self._fused_optimizer = FusedOptimizer(weights, self.optimizer.lr, self.lr)
+            self._make_tables(device)
+        except BaseException:
+            self.close()  # the exception's traceback keeps the collection alive, which would keep a file locked
+            raise
+        rows = [t.num_embeddings for t in tables for _ in t.feature_names]
+        self._reports = late_errors.Reports(rows, bounds_check == "error")
 
-    @torch.no_grad()
-    def _initialize(self) -> None:
-        file = self._file
-        for i, table in enumerate(self._stored):
-            weight = self.embedding_bags[table.name].weight
-            if file is None:
-                initialize(weight, table)
-            elif file.is_new:
-                initialize(weight, table, file.rows_at_once(i), functools.partial(file.load_table, i))
-        if file is not None and file.is_new:
-            file.flush(apply=True)  # nobody asks for the file before it had rows
+    def _make_tables(self, device: torch.device | str | None) -> None:
+        features = self._features
+        self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
+        numbers = self._store.numbers()
+        trains = self._trained_by_torch
+        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
+        for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features.state, device).items():
+            self.register_buffer(name, tensor, persistent)
+        for name, number in numbers.items():
+            self.register_buffer(name, torch.tensor(number, device="cpu"))
+        self._tied = tie_tables(self.embedding_bags, features, self._weights, self._buffers)
+        weights = self.embedding_bags.weights()
+        self._store.initialize(weights)
+        if self.optimizer is not None:
+            self._update = FusedUpdate(self.optimizer, weights, self.lr)
+
+    @property
+    def tables(self) -> Sequence[EmbeddingConfig]:
+        """The configs that it was made of, in this order."""
+        return self._features.tables
+
+    @property
+    def feature_names(self) -> list[str]:
+        """The features that it looks up, table by table."""
+        return self._features.feature_names
+
+    @property
+    def _device(self) -> torch.device:
+        """Where lookups are made; the weights may be elsewhere."""
+        return self._layout.device
+
+    @property
+    def _trained_by_torch(self) -> bool:
+        """Whether the tables have gradients of torch, and hence an optimizer of torch has their parameters."""
+        return self.optimizer is None and not self._features.storage.is_bytes
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
+        """The matrix [D, dim] of a table that has one."""
         return self.embedding_bags[table.name].projection
 
-    def _tie_tables(self) -> None:
-        """Makes every table's parameters views of the flat tensors, and names formats beside them."""
-        self._tied = Tied(self._weights, [], [], [], [])
-        for i, table in enumerate(self._stored):
-            holder, view = self.embedding_bags[table.name], self._storage.view(self._weights, i)
-            grad = holder.weight.grad
-            if torch._has_compatible_shallow_copy_type(holder.weight, view):
-                show(holder.weight, view)
-            else:
-                holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
-            if grad is not None and grad.device != view.device:
-                holder.weight.grad = grad.to(view.device)
-            if view.dtype == torch.uint8:
-                holder.register_buffer("format", format_tensor(table.format, view.device))
-                holder.weight.__dict__["requires_grad_"] = leave_bytes
-            for kind in self._places.kinds:
-                holder.register_buffer(kind, self._places.view(kind, self._buffers[f"_{kind}"], i))
-            self._tied.add(table.name, holder._parameters, view)
+    # Moves, copies and states.
 
-    def _tie_optimizer(self) -> None:
-        if self._fused_optimizer is not None:
-            weights = [self.embedding_bags[n].weight for n in self.embedding_bags]
-            self._fused_optimizer.retie(weights, self.lr, self._shown_token())
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        if self._file is not None and fn(torch.empty(0, dtype=torch.uint8, device="cpu")).device.type != "cpu":
-            raise NotImplementedError(
-                f"tables on disk ({self._file.path}) cannot be moved: their file backs host memory"
-            )
-        if self._file is not None:  # even a cast that is undone would read all of their file
-            given, window = fn, self._weights
-            fn = lambda t: t if t is window else given(t)  # noqa: E731
-        self._ahead.refuse("moving the collection")
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self._store.refuse_prefetched("moving the collection")
         refuse_replaced(self._tied)
+        fn = self._store.mover(self._weights, fn)
         # The flat tensors first, then the tables as views of them.
-        super()._apply(fn, recurse)
+        self._layout._apply(fn)
+        move_buffers(self, fn)
         if self.row_cache is not None:
             self.row_cache._apply(fn)
         for table in self.tables:
             if table.projection:
                 move(self.embedding_bags[table.name], "projection", fn)
-        self._renew_token()
-        self._tie_tables()
-        self._tie_optimizer()
+        self._store.forget_prefetched()
+        self._tie()
+        if self._update is not None:
+            self._update.follow(self.embedding_bags.weights(), self.lr)
         return self
+
+    def _tie(self) -> None:
+        self._tied = tie_tables(self.embedding_bags, self._features, self._weights, self._buffers)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
+        self._store.wait(self._device)
+        self._store.refuse_copies()
+        reduced: Any = super().__reduce_ex__(protocol)
+        make, arguments, state, *others = reduced
+        # pickle writes a whole storage for every view of it, so views stay out. They may stay in where the storage is
+        # written once, in torch.save, whose protocol is 2, unless it is seen as several dtypes. And they have to where
+        # an optimizer of torch may be pickled together with the collection: it is to find the same parameters again.
+        if self._features.storage.is_bytes or (not self._trained_by_torch and int(protocol) > 2):
+            state["_modules"] = {**self._modules, "embedding_bags": self.embedding_bags.without_rows()}
+        return make, arguments, state, *others
+
+    def __getstate__(self) -> dict:
+        refuse_replaced(self._tied)
+        return {name: value for name, value in self.__dict__.items() if name != "_tied"}
+
+    def __setstate__(self, state: dict) -> None:
+        # Copying and unpickling give every parameter storage of its own.
+        super().__setstate__(state)
+        self._weights = self._store.placed(self._weights, self._device)
+        self._layout.bad_position.fill_(NOTHING_BAD)  # as for _reports: the original tells what it has found
+        self._tie()
+        if self._update is not None:
+            self._update.tie(self.embedding_bags.weights(), self.lr)
+
+    def __deepcopy__(self, memo: dict) -> Self:
+        self._store.wait(self._device)
+        self._store.refuse_copies()
+        state = self.__getstate__()
+        # Copies of views would double the memory. Whoever else holds a parameter, as an optimizer, gets the copy's.
+        for table in self.embedding_bags:
+            memo.update({at: t for at, t in self.embedding_bags[table].empty_views().items() if at not in memo})
+        other = memo[id(self)] = type(self).__new__(type(self))
+        other.__setstate__(copy.deepcopy(state, memo))
+        return other
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
-        # It is torch's own copy of what the caller gave.
-        fit_formats(state_dict, prefix, self._stored, convert=self._convert)
-        states = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
-        for name, own in states.items():
-            given = state_dict.get(prefix + name, own)
-            if getattr(given, "shape", None) != own.shape:
-                found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
-                raise RuntimeError(
-                    f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(own.shape)}; "
-                    "none of its tables was changed"
-                )
+        # ``state_dict`` is torch's own copy of what the caller gave.
+        stored = self._features.stored
+        fit_formats(state_dict, prefix, stored, convert=self._convert)
+        own = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
+        check_shapes(state_dict, prefix, own)
         if assigns(local_metadata) and self._weights.is_meta:
-            allocate(self, {name: state_dict.get(prefix + name) for name in states}, prefix)
-        if self._file is not None:
-            self._check_generation(state_dict, prefix)
-            if not any(name.startswith(f"{prefix}row_cache.") for name in state_dict):
-                state_dict.update(self.row_cache.own_state(f"{prefix}row_cache."))
-            elif not self.row_cache.fits(state_dict, f"{prefix}row_cache."):
-                self.flush()  # the cache will be emptied
-        elif choose_cache(self.row_cache, state_dict, prefix, self._stored):
+            allocate(self, {name: state_dict.get(prefix + name) for name in own}, prefix)
+        if self._store.fit_state(state_dict, prefix):
             self.flush()
-        if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in self._stored):
-            self._ahead.forget()  # the cache is another one then, too
-        self._wait()
+        if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in stored):
+            self._store.forget_prefetched()  # the cache is another one then, too
+        self._store.wait(self._device)
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
@@ -266,123 +232,108 @@ class TableCollection(ScaledLosses):
         finally:
             self._convert = False
 
-    @property
-    def fused_optimizer(self) -> FusedOptimizer:
-        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers and ``GradScaler.step``.
-
-        Raises:
-            ValueError: the collection has none (``optimizer=None``).
-        """
-        if self._fused_optimizer is None:
-            raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
-        return self._fused_optimizer
-
-    @holds_rows
-    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        if not torch.compiler.is_compiling():
-            refuse_replaced(self._tied)
-            self._reports.raise_arrived(self._bad_position)  # before anything changes
-        bags, cache = (given.values, given.offsets, given.weights), {}
-        if self.row_cache is not None:
-            cache = self.row_cache.arguments(self._slots((*bags[:2], starts), self._layout(starts)))
-        layout = self._layout(starts, shared) | self._output() | cache | {"per_sample_weights": given.weights}
-        if tables := self._differentiated(given.weights):
-            output, status = call(_ops.embedding_bag_tables.layout, self._weights, tables, *bags[:2], **layout)
-        elif self.optimizer is None or not torch.is_grad_enabled():
-            output, status = call(_ops.embedding_bag.layout, self._weights, *bags[:2], **layout)
-        else:
-            refuse_data_parallel(self)
-            if self._pending is None:
-                state, options = (*self._state(), self._token), self._options() | self._scaling()
-                if cache:
-                    options["cache_dirty"] = self.row_cache.dirty
-                output, status = call(_ops.embedding_bag_fused.layout, *state, *bags[:2], **layout, **options)
-                self._watch(output)
-            else:
-                output, status = call(_ops.embedding_bag.layout, self._weights, *bags[:2], **layout)
-                output = self._pending.record(output, shared, *bags, status, starts)
-        if bounds.reports_late(status):
-            self._note(status, given, starts, shared)
-        if self._file is not None and output.requires_grad:
-            output.register_hook(functools.partial(self._load_again, self._file.loads, bags[:2], starts))
-        return output
-
-    def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
-        """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
-        if self.optimizer is not None or self._storage.is_bytes or not torch.is_grad_enabled():
-            return []
-        bags = self.embedding_bags  # looked up once
-        tables: list[Tensor] = [bags[t.name].weight for t in self._stored]
-        return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
-
-    def _note(self, status: Tensor, *what: Any) -> None:
-        self._reports.add(status, self._bad_position, *what)
-
-    def freeze(self, *features: str) -> None:
-        """From now on, ids of these features give their tables no gradient; outputs stay as they are.
-
-        A table that other features share still learns from those. Call it between a backward and the next forward.
-        Captured CUDA graphs and compiled models follow. Not part of ``state_dict()``.
-
-        Raises:
-            KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
-            one set of frozen features.
-        """
-        self._set_frozen(self._frozen_features | self._known(features))
-
-    def unfreeze(self, *features: str) -> None:
-        """The reverse of ``freeze``."""
-        self._set_frozen(self._frozen_features - self._known(features))
-
-    def _known(self, features: tuple[str, ...]) -> set[str]:
-        unknown = [f for f in features if f not in self.feature_names]
-        if unknown:
-            raise KeyError(f"features {unknown} are not among the collection's, {self.feature_names}")
-        return set(features)
-
-    def _set_frozen(self, features: set[str]) -> None:
-        if self._pending is not None:
-            raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
-        self._frozen_features = features
-        layout = TableLayout(self._layout_records, self._layout_sizes)
-        set_frozen(layout, [f in features for f in self.feature_names])
-
-    def check(self) -> None:
-        """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
-
-        There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
-        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Of
-        lookups inside ``torch.compile`` and of replayed CUDA graphs only these two know, and not which one it was. On
-        the CPU there is nothing to do.
-
-        Raises:
-            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
-            on.
-        """
-        self._reports.check(self._bad_position)
-
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """As ``torch.nn.Module``'s, after ``check()`` and ``flush()``."""
         self.check()
         self.flush()
-        if self._file is not None:
-            self.file_generation.fill_(self._file.file.generation)
+        for name, number in self._store.numbers().items():
+            self._buffers[name].fill_(number)
         return super().state_dict(*args, **options)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As ``torch.nn.Module``'s, of the parameters that can have gradients.
+
+        Tables with a fused optimizer, and those of a collection with a format other than fp32, are left as they are:
+        they have none. ``freeze`` is for fused ones.
+        """
+        for name in self.embedding_bags:
+            for kind, parameter in self.embedding_bags[name].named_parameters(recurse=False):
+                if kind != "weight" or self._trained_by_torch:
+                    parameter.requires_grad_(requires_grad)
+        return self
+
+    # Lookups and updates.
+
+    @abstractmethod
+    def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
+        """The bags of a batch that are looked up, and [F + 1] where features begin if each has a row of the output."""
+
+    def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
+        """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
+        with self._store.held():
+            return self._look_up(given, starts, shared)
+
+    def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
+        layout: Any = self._modules["_layout"]
+        if not torch.compiler.is_compiling():
+            refuse_replaced(self._tied)
+            self._reports.raise_arrived(layout.bad_position)  # before anything changes
+        weights, bags, is_cached = self._buffers["_weights"], (given.values, given.offsets), self.row_cache is not None
+        options = layout.arguments(starts, shared) | self._features.output(self.output_dtype)
+        options["per_sample_weights"] = given.weights
+        if is_cached:
+            table_call = self._call(given.values, given.offsets, starts)
+            inserts = self.training and torch.is_grad_enabled()
+            options |= self._store.lookup_arguments(table_call, inserts=inserts)
+        if tables := self._differentiated(given.weights):
+            output, status = call(_ops.embedding_bag_tables.layout, weights, tables, *bags, **options)
+        elif self._update is None or not torch.is_grad_enabled():
+            output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
+        else:
+            refuse_data_parallel(self)
+            if self._update.pending is None:
+                options |= self._update_options() | self._update.scaling()
+                if is_cached:
+                    options["cache_dirty"] = self.row_cache.dirty
+                state = (*self._state(), self._update.token)
+                output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
+                self._store.watch(output)
+            else:
+                output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
+                output = self._update.pending.record(output, shared, *bags, given.weights, status, starts)
+        if late_errors.reports_late(status):
+            self._note(status, given, starts, shared)
+        if is_cached:
+            self._store.keep(output, table_call)
+        return output
+
+    def _call(self, values: Tensor, offsets: Tensor, starts: Tensor | None) -> TableCall:
+        return TableCall(self._weights, (values, offsets, starts), self._layout.arguments(starts), self._rounding())
+
+    def _differentiated(self, factors: Tensor | None) -> list[Tensor]:
+        """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
+        if not self._trained_by_torch or not torch.is_grad_enabled():
+            return []
+        tables = self.embedding_bags.weights()
+        return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
+
+    def _note(self, status: Tensor, *what: Any) -> None:
+        """Keeps what a lookup on a GPU says later of its input (``Reports.add``)."""
+        self._reports.add(status, self._layout.bad_position, *what)
 
     def _state(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         held = self._buffers  # nn.Module looks attributes up in several places, and each costs as long as all of these
         return held["_weights"], held["_sum"], held["step"], held["lr"]
 
-    def _options(self) -> dict[str, object]:
-        options = self.optimizer.options()
-        if "exp_avg" in self._places.kinds:
-            options |= {"exp_avg": self._exp_avg, "exp_avg_sq": self._exp_avg_sq, "beta_powers": self.beta_powers}
-        if not self._storage.is_bytes and not self._places.is_rounded:
-            return options
-        return options | self._rounding()
+    def _update_options(self) -> dict[str, object]:
+        options = self._update.options(self._buffers)
+        is_rounded = self._features.storage.is_bytes or self._features.state.is_rounded
+        return options | self._rounding() if is_rounded else options
 
     def _rounding(self) -> dict[str, object]:
-        return {"rounding": self.rounding, "seed": self._seed}
+        return {"rounding": self.rounding, "seed": self._layout.seed}
+
+    def _apply_update(self, lookup: Lookup, scaling: dict[str, Tensor]) -> None:
+        self._store.refuse_prefetched("an update")
+        options = self._update_options() | scaling
+        if self._store.cache is not None:
+            options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
+        options |= self._layout.arguments(lookup.bag_starts, lookup.shared)
+        bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
+        given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
+        given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
+        with torch.no_grad():
+            call_in_place("embedding_bag_backward_fused_.layout", given)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -402,36 +353,205 @@ class TableCollection(ScaledLosses):
             ValueError: the collection has no fused optimizer. RuntimeError: the block is inside another one of the same
             collection. RuntimeError, from a backward: it is inside and its lookup was not, or the other way round.
         """
-        if self.optimizer is None:
+        if self._update is None:
             raise ValueError(
                 "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
                 "gradients add up by themselves until optimizer.zero_grad()"
             )
-        if self._pending is not None:
-            raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
-        scaling = self._scaling()
-        self._pending = pending = Pending(self._token)
-        try:
+        with self._store.held_back(), self._update.accumulate(len(self.feature_names), self._apply_update):
             yield
-            if pending.lookups:
-                self._apply_update(join(pending.lookups, len(self.feature_names)), scaling)
-        finally:
-            pending.close()
-            self._pending = None
-        self._insert_after_update()
 
-    def _apply_update(self, lookup: Lookup, scaling: dict[str, Tensor]) -> None:
-        self._ahead.refuse("an update")
-        options = self._options() | ({} if self.row_cache is None else self.row_cache.update_arguments())
-        if self._file is not None:
-            self._load_for_update((lookup.values, lookup.offsets), lookup.bag_starts)
-        options |= self._layout(lookup.bag_starts, lookup.shared) | self._found_by(scaling, lookup.grad)
-        bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
-        given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
-        given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
-        with torch.no_grad():
-            call_in_place("embedding_bag_backward_fused_.layout", given)
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The fused optimizer's ``torch.optim.Optimizer`` face, for learning-rate schedulers and ``GradScaler.step``.
+
+        Raises:
+            ValueError: the collection has none (``optimizer=None``).
+        """
+        if self._update is None:
+            raise ValueError("this collection has no fused optimizer: it was built with optimizer=None")
+        return self._update.face
+
+    def set_grad_scaler(self, scaler: GradScaler | None) -> None:
+        """From now on, losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
+
+        Without this call, a scaled loss trains the tables with gradients as many times too large. With it, an update
+        divides by the scale, and is skipped where the gradient of the lookup's output has an infinite or NaN element:
+        tables, state and ``step`` stay as they are. ``scaler.step(collection.fused_optimizer)``, beside the steps of
+        other optimizers and before ``scaler.update()``, tells the scaler of it. Where only others have overflowed, the
+        update was made: it came with the backward, and no step takes it back.
+
+        The scale is that of the lookup, inside ``accumulate()`` that of the block's beginning: no ``scaler.update()``
+        may come between it and ``scaler.scale(loss)``. Call ``set_grad_scaler`` before the lookups it is for, and
+        before a CUDA graph is captured. Not part of ``state_dict()``. Copies and pickles have no scaler: they raise at
+        the first lookup of training, unless they have been told theirs, or None.
+
+        Args:
+            scaler: whose ``scale()`` the loss goes through. One that is not enabled is as None: losses are as they are.
+
+        Raises:
+            TypeError: ``scaler`` has no ``scale()``. ValueError: the collection has no fused optimizer. RuntimeError:
+            inside ``accumulate()``.
+        """
+        if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
+            raise TypeError(f"scaler must be a torch.amp.GradScaler or None, got {scaler!r}")
+        if self._update is None:
+            raise ValueError(
+                "set_grad_scaler() is for a fused optimizer, and this collection was built with optimizer=None: its "
+                "gradients are torch's, which scaler.step(optimizer) divides as any"
+            )
+        self._update.set_grad_scaler(scaler, self.embedding_bags.weights(), self.lr)
+
+    def freeze(self, *features: str) -> None:
+        """From now on, ids of these features give their tables no gradient; outputs stay as they are.
+
+        A table that other features share still learns from those. Call it between a backward and the next forward.
+        Captured CUDA graphs and compiled models follow. Not part of ``state_dict()``.
+
+        Raises:
+            KeyError: the collection has no such feature. RuntimeError: inside ``accumulate()``, whose one update has
+            one set of frozen features.
+        """
+        self._set_frozen(self._layout.frozen | self._known(features))
+
+    def unfreeze(self, *features: str) -> None:
+        """The reverse of ``freeze``."""
+        self._set_frozen(self._layout.frozen - self._known(features))
+
+    def _known(self, features: tuple[str, ...]) -> set[str]:
+        unknown = [f for f in features if f not in self.feature_names]
+        if unknown:
+            raise KeyError(f"features {unknown} are not among the collection's, {self.feature_names}")
+        return set(features)
+
+    def _set_frozen(self, features: set[str]) -> None:
+        if self._update is not None and self._update.pending is not None:
+            raise RuntimeError("freeze() and unfreeze() inside accumulate(): call them before the block or after it")
+        self._layout.freeze(features)
+
+    def check(self) -> None:
+        """Waits for the lookups made on a GPU and raises the first error in their input that has not been told yet.
+
+        There, a lookup cannot raise: it goes on without the bad id, and the fused update of its batch is skipped. The
+        next lookups raise what has become known by then, ``state_dict()`` and this method wait for all there is. Of
+        lookups inside ``torch.compile`` and of replayed CUDA graphs only these two know, and not which one it was. On
+        the CPU there is nothing to do.
+
+        Raises:
+            IndexError, ValueError: the ids or offsets of an earlier lookup are bad. Each is told once; training may go
+            on.
+        """
+        self._reports.check(self._layout.bad_position)
+
+    # Stores.
+
+    def prefetch(self, features) -> None:
+        """Begins to read what the next batch needs of tables in a file or in host memory, while this one is computed.
+
+        To be called between a lookup and the next, with the features of the next. What is learned is the same without
+        it. Tables of backing "device" need none: nothing happens.
+
+        Backing "disk": blocks are read, and another batch may come instead. Where the rows of both batches do not fit
+        in the memory budget together, nothing is read.
+
+        Backing "host": in training, the batch's rows come into the cache, on a GPU on a stream beside the current one,
+        as soon as the update of the lookup before has been made. From then on that batch is looked up next, with the
+        same tensors unchanged: until then, other lookups, updates, ``flush()``, ``state_dict()``, copies and moves
+        raise RuntimeError. Within ``accumulate()``, and once lookups are compiled, the rows come in no earlier than
+        without it.
+
+        Args:
+            features: as of ``forward``.
+
+        Raises:
+            As ``forward``, but for MemoryError. RuntimeError: the rows of another prefetched batch are in the cache.
+        """
+        if self._store.takes_prefetches(training=self.training):
+            given, starts = self._bags_of(features)
+            self._store.prefetch(self._call(given.values, given.offsets, starts), training=self.training)
+
+    def close(self, *, apply: bool = False) -> None:
+        """Closes the file of tables on disk, which cannot be used then. What was not flushed is lost.
+
+        Args:
+            apply: first copies into the file what the last ``flush()`` has left in ``<path>.log``: the file is whole
+                without it then, and has no generation but the last.
+
+        Raises:
+            OSError: the copying failed; nothing is closed or lost, and it may be tried again. ValueError: it is closed
+            already, and was to be applied.
+        """
+        self._store.close(apply=apply)
+
+    def flush(self) -> None:
+        """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
+
+        They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
+        of ``embedding_bags[name].weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
+        is the state of the last ``flush()``, or the next one. Where nothing was trained or loaded since the last, the
+        file keeps its generation.
+        """
+        if self.row_cache is not None:
+            self._store.flush(self._weights, self._layout.arguments(), self._rounding(), self.step)
+
+    def reset_cache_states(self) -> None:
+        """Empties the row cache, so that rows are read in their tables until they come in anew; else it does nothing.
+
+        For tables that are written in place, which the cache does not hear of: ``flush()``, write, then this. Uses and
+        counters begin anew, too.
+
+        Raises:
+            RuntimeError: there were updates since the last ``flush()``; nothing was changed.
+        """
+        if self.row_cache is not None:
+            self._store.reset(self.step)
+
+    def memory_report(self) -> list[dict[str, object]]:
+        """One dict per table that is kept: name, num_embeddings, embedding_dim, format, weight_bytes, state_bytes.
+
+        With a row cache also: cached_rows and dirty_rows (now in slots, and changed there), cache_bytes (the table's
+        share of the slots, tags, stamps and counts), lookups and hits (ids of training batches, and those of them whose
+        row was cached), hit_rate (None before the first), inserted, evicted, written and left_out (rows taken in, rows
+        evicted, those of them that had to be encoded, rows that found no slot).
+        """
+        return self._store.memory_report()
+
+    def tier_report(self) -> dict[str, int]:
+        """Bytes of the tables where they are, and bytes that were moved.
+
+        cache_bytes: slots with their tags, stamps, flags and counts, and the rows' counts; row_bytes: encoded rows in
+        memory; host_bytes: those of them that backing "host" keeps in host memory; file_bytes: rows in the file, 0
+        without one; index_bytes: what is kept in memory of the file's blocks; moved_bytes: encoded rows that went into
+        slots or came back; read_bytes and written_bytes: of the file.
+        """
+        return self._store.tier_report(self._weights)
 
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
         return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
+
+
+def _check_options(
+    optimizer: Optimizer | None,
+    output_dtype: torch.dtype,
+    bounds_check: str,
+    rounding: str,
+    seed: int,
+    cache: RowCache | None,
+) -> None:
+    check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
+    if not isinstance(optimizer, (Optimizer, type(None))):
+        raise ValueError(
+            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
+            f"got {optimizer!r}"
+        )
+    check_choice("rounding", rounding, ("stochastic", "nearest"))
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
+    if output_dtype not in FLOAT_DTYPES.values():
+        raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
+    if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
+        raise ValueError(
+            f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
+            f"optimizer {optimizer!r}"
+        )

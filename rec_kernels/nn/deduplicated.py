@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from rec_kernels.nn.inverse_jagged import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged import JaggedTensor, KeyedJaggedTensor
-from rec_kernels.nn.selected import select_bags
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.select_features import select_bags
+from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
 from rec_kernels.ops.expand import expand
 
 

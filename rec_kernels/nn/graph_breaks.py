@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from rec_kernels.nn.processes import warn_of_processes
+from rec_kernels.nn.training.data_parallel import warn_of_processes
 
 
 @torch.compiler.disable(reason="prefetch() keeps its batch in a Python object")

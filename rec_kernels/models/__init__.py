@@ -1,0 +1,1 @@
+"""Networks and tables built from the ops and collections."""

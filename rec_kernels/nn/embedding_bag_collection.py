@@ -1,0 +1,100 @@
+"""EmbeddingBagCollection: many tables, one kernel call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rec_kernels.nn import pooled_lookups
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.tensors import KeyedTensor
+from rec_kernels.nn.served import ServedTables
+
+
+class EmbeddingBagCollection(TableCollection):
+    """Pooled lookups of many tables in one kernel call, optionally with the optimizer fused into the backward.
+
+    Args:
+        tables: the tables; several features may share one.
+        device: where weights and state live.
+        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.RowwiseAdam`` or ``rk.LAMB``:
+            each backward updates the touched rows at once, and no gradient of a table is ever stored. None: tables are
+            ordinary parameters with dense torch gradients.
+        output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
+            end; gradients come back in the same type and are used as float32.
+        bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),
+            "ignore" (left out) or "none" (not checked: only for trusted input).
+        rounding: how updated rows of a format other than fp32, and state in bfloat16, are encoded: "stochastic"
+            (unbiased: updates smaller than a format's step are not lost) or "nearest".
+        seed: of stochastic rounding; the noise depends on it, on ``step``, table, row and column, and on nothing else.
+            Collections of one model should differ in it: both count their tables from 0.
+        cache: a ``rk.RowCache``: some rows are kept, read and trained in float32; None: none. It needs an optimizer.
+            ``embedding_bags[name].weight`` is up to date after ``flush()``, ``state_dict()`` always.
+
+    All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
+    bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
+    ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
+    ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
+    state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``: [E, D] of the optimizer's ``state_dtype``
+    or, if row-wise, float32 [E].
+    ``.to(device)`` moves them; ``.half()`` and ``.bfloat16()`` leave them as they are.
+    Formats other than fp32 train with a fused optimizer only; without one, no table of the collection has a gradient.
+    Dense parameters elsewhere in the model are the user's optimizer's business.
+    A loss that ``torch.amp.GradScaler`` multiplies needs ``set_grad_scaler``: else gradients are as much too large.
+    With a fused optimizer, tables are the process's own: where torch.distributed has several, a lookup that will update
+    them warns once, unless ``process_local`` of the collection has been set to True.
+
+    Raises:
+        ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
+            unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
+    """
+
+    def forward(self, features) -> KeyedTensor:
+        """Looks up a batch.
+
+        Args:
+            features: ``rk.KeyedJaggedTensor``, ``rk.InverseKeyedJaggedTensor`` or TorchRec's, with at least the
+                collection's features, in any order; its weights are the per-sample weights. Features with batch sizes
+                of their own need inverse indices, which say what the rows of the full batch are. Each distinct bag is
+                looked up, combined and projected once.
+
+        Returns:
+            KeyedTensor, values [B, sum of D] of ``output_dtype``: one block of columns per feature, in table order. A
+            feature of two tables appears as ``feature@table``, as in TorchRec.
+
+        Raises:
+            KeyError: a feature is missing. IndexError: an id is out of range (``bounds_check="error"``). ValueError:
+            bad shapes, dtypes, devices or offsets. RuntimeError: fused tables inside DistributedDataParallel. Nothing
+            has changed when one is raised. On a GPU, bad ids and offsets of earlier lookups are raised, see ``check``.
+        """
+        return pooled_lookups.look_up(self, features)
+
+    def by_feature(self, features) -> dict[str, Tensor]:
+        """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ.
+
+        Of an ``rk.InverseKeyedJaggedTensor``, [B, D_f].
+        """
+        return pooled_lookups.look_up_by_feature(self, features)
+
+    def for_serving(self) -> ServedEmbeddingBags:
+        """A module with the same ``forward`` and ``by_feature`` and nothing else, which shares the tables' memory.
+
+        For ``torch.export`` and inference: its tables are one buffer, which a saved program has once. On a GPU, bad ids
+        and offsets are left out of sums, as ever, and nobody is told.
+        """
+        return ServedEmbeddingBags(self)
+
+    def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
+        return pooled_lookups.bags_of(self, features)
+
+
+class ServedEmbeddingBags(ServedTables):
+    """What ``EmbeddingBagCollection.for_serving`` returns."""
+
+    def forward(self, features) -> KeyedTensor:
+        """As ``rk.EmbeddingBagCollection.forward``."""
+        return pooled_lookups.look_up(self, features)
+
+    def by_feature(self, features) -> dict[str, Tensor]:
+        """As ``rk.EmbeddingBagCollection.by_feature``."""
+        return pooled_lookups.look_up_by_feature(self, features)

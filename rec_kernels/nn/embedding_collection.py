@@ -1,0 +1,74 @@
+"""EmbeddingCollection: a row for each id of many tables, in one kernel call."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rec_kernels.nn import sequence_lookups
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.jagged.tensors import JaggedTensor
+from rec_kernels.nn.served import ServedTables
+
+
+class EmbeddingCollection(TableCollection):
+    """A row for each id, in one kernel call for all tables: sequence embeddings.
+
+    Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
+    ``set_grad_scaler()``, ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
+
+    Args:
+        tables: ``rk.EmbeddingConfig``, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is not used.
+
+    The others are ``rk.EmbeddingBagCollection``'s.
+
+    Raises:
+        ValueError: a table's compression has not compose "per_id"; and as ``rk.EmbeddingBagCollection``.
+    """
+
+    _pools = False
+
+    def forward(self, features) -> dict[str, JaggedTensor]:
+        """Looks up a batch.
+
+        Args:
+            features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order.
+                Rows are multiplied by its weights, if it has any.
+
+        Returns:
+            feature -> ``rk.JaggedTensor`` of its rows: values [N_f, D_f] of ``output_dtype`` in the order of the ids,
+            offsets [B + 1]. A feature of two tables appears as ``feature@table``. On a GPU, where the rows of a feature
+            begin is read from ``features.offset_per_key()``, which waits for the device unless it is known already.
+
+        Raises:
+            As ``rk.EmbeddingBagCollection``; in messages about ids, every id is a bag of its feature. On a GPU, of
+            the offsets only those where features begin are looked at.
+        """
+        return sequence_lookups.look_up(self, features)
+
+    def rows(self, features) -> Tensor:
+        """[N, largest D]: what ``forward`` returns, before it is cut into features; columns behind a D are zeros.
+
+        For ``torch.compile`` and CUDA graphs: it asks the device for nothing if the keys of ``features`` are the
+        collection's ``feature_names`` in their order, and all of one batch size.
+        """
+        return sequence_lookups.look_up_rows(self, features)
+
+    def for_serving(self) -> ServedEmbeddings:
+        """As ``rk.EmbeddingBagCollection``'s, with ``forward`` and ``rows``."""
+        return ServedEmbeddings(self)
+
+    def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
+        return sequence_lookups.bags_of(self, features)
+
+
+class ServedEmbeddings(ServedTables):
+    """What ``EmbeddingCollection.for_serving`` returns."""
+
+    def forward(self, features) -> dict[str, JaggedTensor]:
+        """As ``rk.EmbeddingCollection.forward``."""
+        return sequence_lookups.look_up(self, features)
+
+    def rows(self, features) -> Tensor:
+        """As ``rk.EmbeddingCollection.rows``."""
+        return sequence_lookups.look_up_rows(self, features)

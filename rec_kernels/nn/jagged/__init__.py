@@ -1,0 +1,1 @@
+"""Jagged containers of ids: features, their checks, and bags that samples share."""

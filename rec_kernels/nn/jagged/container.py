@@ -1,0 +1,65 @@
+"""What all jagged containers do: follow an input pipeline to a GPU, and remember what was read of their offsets."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar, TypeVar
+
+import torch
+
+_Container = TypeVar("_Container", bound="JaggedContainer")
+
+
+class JaggedContainer:
+    """A container whose ``_parts`` are attributes that are tensors, such containers, or None."""
+
+    _parts: ClassVar[tuple[str, ...]]
+
+    def to(self: _Container, device: torch.device | str, non_blocking: bool = False) -> _Container:
+        """The same on another device."""
+        return self._mapped(lambda part: part.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self: _Container) -> _Container:
+        """The same in page-locked host memory."""
+        return self._mapped(lambda part: part.pin_memory())
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Says that ``stream`` uses it, too: its memory is not reused before what the stream has to do now is done.
+
+        For batches that one stream copies to a GPU and another reads, as ``torch.Tensor.record_stream``. Of tensors in
+        host memory nothing is said.
+        """
+        for name in self._parts:
+            part = getattr(self, name)
+            if isinstance(part, JaggedContainer) or (part is not None and part.device.type != "cpu"):
+                part.record_stream(stream)
+
+    @abstractmethod
+    def _mapped(self: _Container, move: Callable[[Any], Any]) -> _Container:
+        """A container of its parts as ``move`` returns them."""
+
+
+class OffsetsContainer(JaggedContainer):
+    """A container that keeps in ``_offset_per_key`` the versions of its tensors and what was read of these.
+
+    Copies and pickles begin with what is still true: their tensors are others, which count changes of their own.
+    """
+
+    _offset_per_key: tuple[Any, list[int]] | None
+
+    @abstractmethod
+    def known_offset_per_key(self) -> list[int] | None:
+        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
+
+    @abstractmethod
+    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
+        """Keeps what was read of the tensors as they are now."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_offset_per_key": self.known_offset_per_key()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _offset_per_key=None)
+        if state["_offset_per_key"] is not None:
+            self.keep_offset_per_key(state["_offset_per_key"])

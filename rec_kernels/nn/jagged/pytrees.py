@@ -1,0 +1,65 @@
+"""The jagged containers as trees of tensors: inputs and outputs of ``torch.export`` and of ``torch.utils._pytree``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+from rec_kernels.nn.jagged.container import JaggedContainer
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
+
+# Attributes that are plain values; the others are ``_parts``, or learned.
+_OTHERS = {
+    JaggedTensor: (),
+    KeyedJaggedTensor: ("_keys", "_strides", "_inverse_keys"),
+    KeyedJaggedWindows: ("_keys", "_strides"),
+    KeyedTensor: ("_keys", "_lengths"),
+    InverseKeyedJaggedTensor: ("_groups", "_keys"),
+}
+# What is learned of the tensors, and so not of those that stand for them: None at first.
+_LEARNED = {
+    KeyedJaggedTensor: ("_offset_per_key",),
+    KeyedJaggedWindows: ("_offset_per_key", "_bags"),
+}
+
+
+def _register(kind: type[JaggedContainer]) -> None:
+    tensors, others, learned = kind._parts, _OTHERS[kind], _LEARNED.get(kind, ())
+
+    def flatten(x: object) -> tuple[list, list]:
+        # Lists, which saving a program and loading it leaves what they are.
+        return [getattr(x, name) for name in tensors], [getattr(x, name) for name in others]
+
+    def unflatten(leaves: Iterable, context: Iterable) -> object:
+        # Without the checks of the constructor: leaves may be anything that stands for a tensor.
+        x: Any = object.__new__(kind)
+        for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
+            setattr(x, name, value)
+        for name in learned:
+            setattr(x, name, None)
+        return x
+
+    def with_keys(x: object) -> tuple[list, list]:
+        leaves, context = flatten(x)
+        return [(_pytree.GetAttrKey(n), leaf) for n, leaf in zip(tensors, leaves, strict=True)], context
+
+    _pytree.register_pytree_node(
+        kind,
+        flatten,
+        unflatten,
+        serialized_type_name=f"rec_kernels.{kind.__name__}",
+        flatten_with_keys_fn=with_keys,
+    )
+
+
+def register() -> None:
+    """Makes the containers known, once, when the package is imported."""
+    for kind in _OTHERS:
+        _register(kind)
+    # A saved program holds example inputs. They are tensors and names; loading them runs nothing.
+    torch.serialization.add_safe_globals(list(_OTHERS))

@@ -1,0 +1,170 @@
+"""Features and bags of a jagged batch, chosen: what collections look up of it."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.checks import bad_offset, has_data, place_of_bag
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
+from rec_kernels.ops.jagged_index_select import jagged_index_select
+
+_ops = torch.ops.rec_kernels
+
+#: The first element of a ``status`` of the ops on bags is the smallest bad position; this, if nothing is bad.
+NOTHING_BAD = torch.iinfo(torch.int64).max
+#: A bad id has its position in ``values``, ``offsets[i]`` has BAD_LAYOUT + 1 + i, and ``inverse`` lies behind as many
+#: of these as there are offsets.
+BAD_LAYOUT = torch.iinfo(torch.int64).min
+
+
+class Origin(NamedTuple):
+    """The batch that features were chosen from, for messages about its offsets.
+
+    Args:
+        offsets: [bags + 1]; keys: F names; strides: F batch sizes; num_values: how many ids it has.
+        from_lengths: whether the batch was made from lengths.
+    """
+
+    offsets: Tensor
+    keys: list[str]
+    strides: list[int]
+    num_values: int
+    from_lengths: bool
+
+    def describe_bad(self) -> str | None:
+        """What is wrong with its offsets; None: nothing. On a GPU the host waits."""
+        return bad_offset(
+            self.offsets.tolist(),
+            self.num_values,
+            lambda bag: place_of_bag(bag, self.keys, self.strides),
+            from_lengths=self.from_lengths,
+        )
+
+
+class SelectedKeys(NamedTuple):
+    """Features of a KeyedJaggedTensor in an order that was asked for.
+
+    Args:
+        values: [N] ids; offsets: [bags + 1]; weights: [N] or None.
+        strides: their batch sizes where these differ, or None.
+        origin: what they were copied from on a GPU, or None.
+        from_lengths: whether ``offsets`` were made from lengths, which messages then name.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    strides: list[int] | None
+    origin: Origin | None = None
+    from_lengths: bool = False
+
+    def bag_starts(self, features: int) -> list[int]:
+        """[F + 1]: where the bags of each of ``features`` features start."""
+        batch = (self.offsets.shape[0] - 1) // max(features, 1)
+        return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
+
+
+def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *, exact: bool = False) -> SelectedKeys:
+    """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
+
+    No copy when the keys are already these. Bad offsets raise on the CPU; of a batch on a GPU, bags with bad offsets
+    are empty, and the first of the result's offsets is bad for the lookup to tell.
+
+    Args:
+        offset_per_key: where the ids of ``kjt``'s features start, if it is known. Without it, on a GPU, there may be
+            ids in no bag behind the others, as nobody waits to learn how many there are.
+        exact: whether there may be none of these. The host waits for a GPU then, unless it is known, or each feature of
+            the batch is in ``keys`` once.
+
+    Raises:
+        KeyError: a key is missing. TypeError: another kind of batch. ValueError: bad offsets, on the CPU.
+    """
+    if not (hasattr(kjt, "keys") and hasattr(kjt, "offsets")):
+        raise TypeError(
+            f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
+            "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
+        )
+    have = list(kjt.keys())
+    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+    variable = getattr(kjt, "variable_stride_per_key", bool)()
+    strides = list(kjt.stride_per_key()) if variable and have else None
+    # Compiled code names no place, and would be compiled anew for batches of the other kind.
+    from_lengths = not torch.compiler.is_compiling() and getattr(kjt, "_from_lengths", False)
+    if have == keys:
+        return SelectedKeys(values, offsets, weights, strides, from_lengths=from_lengths)
+    check_keys(keys, have)
+    places = {k: f for f, k in enumerate(have)}
+    order = [places[k] for k in keys]
+    if not order:
+        return SelectedKeys(values[:0], offsets.new_zeros(1), None if weights is None else weights[:0], None)
+    sizes = [(offsets.shape[0] - 1) // len(have)] * len(have) if strides is None else strides
+    known = offset_per_key
+    if known is None and isinstance(kjt, KeyedJaggedTensor):
+        known = kjt.known_offset_per_key()
+    chosen = _permuted(values, offsets, weights, order, sizes, known, exact)
+    origin = Origin(offsets, have, sizes, values.shape[0], from_lengths) if _tells_late(values) else None
+    return SelectedKeys(*chosen, None if strides is None else [strides[f] for f in order], origin)
+
+
+def _tells_late(values: Tensor) -> bool:
+    """Whether bad offsets are told by a status, and not raised."""
+    return values.device.type != "cpu"
+
+
+def _permuted(
+    values: Tensor,
+    offsets: Tensor,
+    weights: Tensor | None,
+    order: list[int],
+    strides: list[int],
+    offset_per_key: list[int] | None,
+    exact: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Features in that order; ``offset_per_key`` if it is known."""
+    times = collections.Counter(order)
+    once = len(order) == len(times) == len(strides)
+    total = None
+    if offset_per_key:
+        total = max(sum(offset_per_key[f + 1] - offset_per_key[f] for f in order), 0)  # bad offsets may fall
+    elif _tells_late(values):
+        # As many as there may be, where nobody is to wait for how many there are.
+        total = None if once or exact else values.shape[0] * max(times.values())
+    elif has_data(offsets) and once:
+        # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.
+        first, last = int(offsets[0]), int(offsets[-1])
+        total = None if last - first == values.shape[0] else max(last - first, 0)
+    # The op takes float32; which others a lookup takes is for the lookup to say.
+    wide = None if weights is None else weights.float()
+    out, new_offsets, new_wide, status = _ops.jagged_permute(values, offsets, order, strides, wide, total)
+    if _tells_late(values):
+        # Bags that were bad are empty, and so good. One that is bad again has the lookup tell, and skip its update. A
+        # total that is not the bags' is no error, unless it was said to be theirs.
+        # (A copy: the gradient of weights needs the offsets as they are.)
+        bad = status[:1] < (NOTHING_BAD if offset_per_key else 0)
+        new_offsets = torch.cat([new_offsets[:1].masked_fill(bad, -1), new_offsets[1:]])
+    return out, new_offsets, None if weights is None else new_wide.to(weights.dtype)
+
+
+def select_bags(
+    values: Tensor, offsets: Tensor, weights: Tensor | None, index: Tensor, total: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, offsets and weights of the bags that ``index`` names; ``total``: as of ``rk.jagged_index_select``."""
+    chosen, new_offsets = jagged_index_select(values, offsets, index, total=total)
+    if weights is not None:
+        weights, _ = jagged_index_select(weights, offsets, index, total=chosen.shape[0])
+    return chosen, new_offsets, weights
+
+
+def check_keys(keys: Sequence[str], have: list[str]) -> None:
+    """Raises KeyError unless a batch that has features ``have`` has all of ``keys``; ValueError of one name alone."""
+    if isinstance(keys, str):
+        raise ValueError(f"keys must be a list of feature names, got {keys!r}")
+    known = set(have)
+    if missing := [k for k in keys if k not in known]:
+        raise KeyError(f"features {missing} are not among the input's keys {have}")

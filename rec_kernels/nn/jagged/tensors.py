@@ -1,0 +1,426 @@
+"""Jagged containers: the light counterparts of TorchRec's, key-major, int32 or int64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged import checks
+from rec_kernels.nn.jagged.checks import has_data
+from rec_kernels.nn.jagged.container import JaggedContainer, OffsetsContainer
+from rec_kernels.ops.status import cannot_read
+
+
+def to_offsets(lengths: Tensor) -> Tensor:
+    """[len(lengths) + 1], of the dtype of ``lengths``."""
+    offsets = lengths.new_zeros(lengths.shape[0] + 1)
+    if has_data(lengths):  # in place, which takes half the time of a copy: fresh memory is slow
+        torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+    else:
+        offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
+    return offsets
+
+
+def _place(key: str, keys: list[str]) -> int:
+    if key not in keys:
+        raise KeyError(f"{key!r} is not among the keys {keys}")
+    return keys.index(key)
+
+
+class JaggedTensor(JaggedContainer):
+    """Rows of different lengths: row b is ``values[offsets[b] : offsets[b+1]]``.
+
+    Args:
+        values: [N, ...].
+        offsets: [B + 1] int32 or int64, which rise, in [0, N]. Values before the first and behind the last are in no
+            row.
+        weights: [N] float32 or None.
+
+    Raises:
+        ValueError: shapes, dtypes or devices that do not fit together; on the CPU, offsets that do not rise in [0, N].
+            Those of a GPU are told by what reads them: ``to_dense()``, ``to_padded_dense()``, some lookups. TypeError:
+            one is no tensor. Compiled code raises none of these.
+    """
+
+    _parts = ("_values", "_offsets", "_weights")
+
+    def __init__(self, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+        if not torch.compiler.is_compiling():
+            _check_rows(values, offsets, weights)
+        self._values, self._offsets, self._weights = values, offsets, weights
+
+    @classmethod
+    def _of(cls, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> JaggedTensor:
+        """From parts that fit."""
+        new = cls.__new__(cls)
+        new._values, new._offsets, new._weights = values, offsets, weights
+        return new
+
+    def values(self) -> Tensor:
+        """[N, ...]."""
+        return self._values
+
+    def offsets(self) -> Tensor:
+        """[B + 1]."""
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        """[B]."""
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> Tensor | None:
+        """[N] or None."""
+        return self._weights
+
+    def to_dense(self) -> list[Tensor]:
+        """One tensor per row.
+
+        Raises:
+            ValueError: on a GPU, or after somebody has written to them, offsets do not rise in [0, N].
+        """
+        bounds = self._read_offsets().tolist()
+        return [self._values[a:b] for a, b in itertools.pairwise(bounds)]
+
+    def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
+        """[B, L, ...]: the rows side by side, cut or padded to ``desired_length``; None: the longest row's.
+
+        On a GPU the host waits. Compiled code does not look at offsets: a row with bad ones has padding, or torch's
+        index error.
+
+        Raises:
+            ValueError: as ``to_dense()``.
+        """
+        if not cannot_read(self._offsets):
+            self._read_offsets()
+        lengths = self.lengths()
+        batch = lengths.shape[0]  # a symbol in an exported program, which len() would make a number
+        if desired_length is None:
+            desired_length = int(lengths.max()) if batch else 0
+        places = torch.arange(desired_length, device=lengths.device)
+        inside = places < lengths[:, None]
+        source = (self._offsets[:-1, None] + places)[inside]
+        shape = (batch, desired_length, *self._values.shape[1:])
+        padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
+        return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
+
+    def _read_offsets(self) -> Tensor:
+        """The offsets on the CPU, which were looked at. A tracer's stay what they are."""
+        if self._offsets.is_meta or type(self._offsets) is not Tensor:
+            return self._offsets
+        offsets = self._offsets.cpu()
+        checks.check_bounds(offsets, self._values.shape[0], _row)
+        return offsets
+
+    def _mapped(self, move: Callable[[Any], Any]) -> JaggedTensor:
+        weights = None if self._weights is None else move(self._weights)
+        return self._of(move(self._values), move(self._offsets), weights)
+
+
+def _row(number: int) -> str:
+    return f"row {number}"
+
+
+def _check_rows(values: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+    checks.check_tensor("values", values)
+    if not values.dim():
+        raise ValueError("values must have one dimension at least, got a tensor without any")
+    checks.check_integers("offsets", offsets, values)
+    if weights is not None:
+        checks.check_weights(weights, values)
+    checks.check_bounds(offsets, values.shape[0], _row)
+
+
+class KeyedJaggedTensor(OffsetsContainer):
+    """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
+
+    Args:
+        keys: F feature names, all different.
+        values: [N] ids, int32 or int64.
+        lengths: [F * B] bag lengths, 0 or more, which add up to N at most, or
+        offsets: [F * B + 1], which rise, in [0, N]; exactly one of the two. Ids in no bag, before the first or behind
+            the last, are left out of pooled lookups.
+        weights: [N] float32 (per-sample weights) or None.
+        stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
+        inverse_indices: with ``stride_per_key``, which bag of its feature each row of the full batch has: the names,
+            and an int64 tensor [F, B]. As in TorchRec.
+
+    Raises:
+        ValueError: sizes, dtypes or devices that do not fit together; on the CPU, lengths or offsets that are not as
+            above. The message names the argument. TypeError: one is no tensor. IndexError: on the CPU,
+            ``inverse_indices`` name a bag that is not there. Of tensors on a GPU, and in compiled code, numbers are not
+            looked at: a lookup tells, see ``rk.EmbeddingBagCollection.check``.
+    """
+
+    _parts = ("_values", "_offsets", "_weights", "_inverse")
+    _from_lengths = False  # whether messages name lengths
+
+    def __init__(
+        self,
+        keys: list[str],
+        values: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        stride_per_key: list[int] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> None:
+        if (lengths is None) == (offsets is None):
+            raise ValueError("exactly one of lengths and offsets must be given")
+        which, given = ("lengths", lengths) if offsets is None else ("offsets", offsets)
+        checks.check_integers("values", values, values)
+        checks.check_integers(which, given, values)
+        checks.check_bags(keys, stride_per_key, given.shape[0] - (0 if offsets is None else 1), which)
+        if inverse_indices is not None:
+            checks.check_inverse(inverse_indices, keys, stride_per_key)
+        if weights is not None:
+            checks.check_weights(weights, values)
+        self._set(keys, values, to_offsets(lengths) if offsets is None else offsets, weights, stride_per_key)
+        self._inverse_keys, self._inverse = inverse_indices or (None, None)
+        self._from_lengths = offsets is None
+        checks.check_bounds(self._offsets, values.shape[0], self._place_of_bag, lengths)
+
+    @classmethod
+    def _of(
+        cls,
+        keys: list[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride_per_key: list[int] | None = None,
+    ) -> KeyedJaggedTensor:
+        """From parts that fit, without inverse indices."""
+        new = cls.__new__(cls)
+        new._set(keys, values, offsets, weights, stride_per_key)
+        return new
+
+    def _set(
+        self, keys: list[str], values: Tensor, offsets: Tensor, weights: Tensor | None, strides: list[int] | None
+    ) -> None:
+        self._keys, self._values, self._offsets, self._weights = list(keys), values, offsets, weights
+        self._strides = None if strides is None else list(strides)
+        self._inverse_keys, self._inverse, self._offset_per_key = None, None, None
+
+    def keys(self) -> list[str]:
+        """F feature names, in order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """[N] ids."""
+        return self._values
+
+    def offsets(self) -> Tensor:
+        """[F * B + 1]."""
+        return self._offsets
+
+    def lengths(self) -> Tensor:
+        """[F * B]."""
+        return self._offsets.diff()
+
+    def weights_or_none(self) -> Tensor | None:
+        """[N] or None."""
+        return self._weights
+
+    def stride(self) -> int:
+        """Batch size B; of the full batch, where features have their own."""
+        if self._strides is None:
+            return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
+        return max(self._strides, default=0) if self._inverse is None else self._inverse.shape[1]
+
+    def stride_per_key(self) -> list[int]:
+        """F batch sizes."""
+        return [self.stride()] * len(self._keys) if self._strides is None else self._strides
+
+    def variable_stride_per_key(self) -> bool:
+        """Whether features have batch sizes of their own."""
+        return self._strides is not None
+
+    def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
+        """The names and [F, B], or None."""
+        return None if self._inverse is None else (self._inverse_keys, self._inverse)
+
+    def offset_per_key(self) -> list[int]:
+        """[F + 1]: where each feature's ids start. Read from the device, and kept until the offsets change.
+
+        Raises:
+            ValueError: on a GPU, or after somebody has written to them, these do not rise in [0, N].
+        """
+        found = self.known_offset_per_key()
+        if found is None:
+            bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
+            found = self._offsets[bounds].tolist() if self._keys else [0]
+            self._check_starts(bounds, found)
+            self.keep_offset_per_key(found)
+        return found
+
+    def _check_starts(self, bags: list[int], starts: list[int]) -> None:
+        if torch.compiler.is_compiling():
+            return
+        count = self._values.shape[0]
+        for f, (before, start) in enumerate(itertools.pairwise([0, *starts])):
+            if not before <= start <= count:
+                where = f"feature {self._keys[f]!r} begins" if f < len(self._keys) else "the last feature ends"
+                raise ValueError(
+                    f"offsets[{bags[f]}] = {start}, where {where}, must be in [{before}, {count}], from where the one "
+                    "before begins to the number of values"
+                )
+
+    def _place_of_bag(self, bag: int) -> str:
+        return checks.place_of_bag(bag, self._keys, self.stride_per_key())
+
+    def known_offset_per_key(self) -> list[int] | None:
+        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
+        known = self._offset_per_key
+        if known is None or torch.compiler.is_compiling():  # compiled code cannot see whether the offsets have changed
+            return None
+        return known[1] if known[0] == self._offsets._version else None
+
+    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
+        """Keeps what was learned of the offsets as they are now."""
+        # Nobody counts changes of an inference tensor, and compiled code has no object that it could be kept in.
+        if not torch.compiler.is_compiling() and not self._offsets.is_inference():
+            self._offset_per_key = self._offsets._version, offset_per_key
+
+    def __getitem__(self, key: str) -> JaggedTensor:
+        i, strides = _place(key, self._keys), self.stride_per_key()
+        start, (first, last) = sum(strides[:i]), self.offset_per_key()[i : i + 2]
+        offsets = self._offsets[start : start + strides[i] + 1]
+        weights = None if self._weights is None else self._weights[first:last]
+        return JaggedTensor._of(self._values[first:last], offsets - offsets[0], weights)
+
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
+        weights = None if self._weights is None else move(self._weights)
+        moved = self._of(self._keys, move(self._values), move(self._offsets), weights, self._strides)
+        moved._from_lengths = self._from_lengths
+        if self._inverse is not None:
+            moved._inverse_keys, moved._inverse = self._inverse_keys, move(self._inverse)
+        # Where it costs nothing to look, so that nobody has to wait for a GPU afterwards.
+        known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
+        if known is not None:
+            moved.keep_offset_per_key(known)
+        return moved
+
+    @staticmethod
+    def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """The features of several, one after the other. As in TorchRec.
+
+        Args:
+            kjt_list: of different keys and one device, all with weights or none, none with ``inverse_indices``. Batch
+                sizes may differ: they are the features' own then (``stride_per_key``). Ids are of the wider dtype.
+                If one has all features, it is returned as it is. Ids in no bag are left out. Of a batch on a GPU whose
+                ``offset_per_key()`` the host does not know, and in compiled code, they make offsets[0] of the result
+                -1, which its lookup tells.
+
+        Raises:
+            ValueError: none is given, a key is in two of them, or one is not as above. RuntimeError: other devices.
+        """
+        if not kjt_list:
+            raise ValueError("kjt_list is empty: it must have an rk.KeyedJaggedTensor at least")
+        keys = list(itertools.chain.from_iterable(kjt.keys() for kjt in kjt_list))
+        if any(kjt.inverse_indices_or_none() is not None for kjt in kjt_list):
+            raise ValueError("kjt_list has inverse_indices, which are of a batch of their own")
+        parts = [kjt for kjt in kjt_list if kjt.keys()]
+        weights = [kjt.weights_or_none() for kjt in parts]
+        if len({w is None for w in weights}) > 1:
+            without = next(kjt.keys() for kjt, w in zip(parts, weights, strict=True) if w is None)
+            raise ValueError(f"kjt_list has features with weights, and without, {without}: all must have them, or none")
+        if len(parts) < 2 and len(set(keys)) == len(keys):
+            return parts[0] if parts else kjt_list[0]
+        own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
+        values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
+        ends = list(itertools.accumulate(each.shape[0] for each in values))
+        if ends[-1] >= 2**31:
+            offsets = tuple(each.long() for each in offsets)
+        known = [kjt.known_offset_per_key() for kjt in parts]
+        first = offsets[0][:1]
+        if None in known and not has_data(first):
+            first = first.masked_fill(_have_gaps(values, offsets), -1)
+        moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
+        checks.check_keys_differ(keys)
+        joined = KeyedJaggedTensor._of(
+            keys,
+            torch.cat(values),
+            torch.cat([first, *moved]),
+            None if factors[0] is None else torch.cat(factors),
+            [size for kjt in parts for size in kjt.stride_per_key()] if own else None,
+        )
+        if None not in known:
+            starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
+            joined.keep_offset_per_key([*starts, ends[-1]])
+        return joined
+
+    def __repr__(self) -> str:
+        return f"KeyedJaggedTensor(keys={self._keys}, batch={self.stride()}, values={self._values.shape[0]})"
+
+
+def _have_gaps(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:
+    """[1] bool: whether values of a batch that are in no bag would come between its bags and those of another."""
+    ends = [each[-1:] != ids.shape[0] for ids, each in zip(values[:-1], offsets, strict=False)]
+    return torch.cat([*ends, *(each[:1] != 0 for each in offsets[1:])]).any(0, keepdim=True)
+
+
+def _from_zero(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values that bags have, offsets from 0 on, and weights: offsets may be a view of those of a larger batch."""
+    values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()
+    known = kjt.known_offset_per_key()
+    if known is None and not has_data(offsets):
+        return values, offsets, weights
+    first, last = (known[0], known[-1]) if known else (int(offsets[0]), int(offsets[-1]))
+    if (first, last) == (0, values.shape[0]):
+        return values, offsets, weights
+    return values[first:last], offsets - first, None if weights is None else weights[first:last]
+
+
+class KeyedTensor(JaggedContainer):
+    """Pooled embeddings [B, sum of D] whose columns belong to named features.
+
+    Args:
+        keys: F names, all different; length_per_key: F widths; values: [B, sum of widths].
+
+    Raises:
+        ValueError: they do not fit together. TypeError: ``values`` are no tensor.
+    """
+
+    _parts = ("_values",)
+
+    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
+        checks.check_columns(keys, length_per_key, values)
+        self._keys, self._lengths, self._values = keys, length_per_key, values
+
+    @classmethod
+    def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
+        """From parts that fit."""
+        new = cls.__new__(cls)
+        new._keys, new._lengths, new._values = keys, length_per_key, values
+        return new
+
+    def keys(self) -> list[str]:
+        """F names, in column order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """[B, sum of D]."""
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        """Columns of each key."""
+        return self._lengths
+
+    def __getitem__(self, key: str) -> Tensor:
+        i = _place(key, self._keys)
+        start = sum(self._lengths[:i])
+        return self._values[:, start : start + self._lengths[i]]
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """name -> [B, D]."""
+        return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
+
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
+        return self._of(self._keys, self._lengths, move(self._values))
+
+    def __repr__(self) -> str:
+        return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"

@@ -1,0 +1,217 @@
+"""Bad ids and offsets of lookups on a GPU, which cannot raise in time: raised by a later call, without waiting."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.checks import bad_step
+from rec_kernels.nn.jagged.select_features import BAD_LAYOUT, NOTHING_BAD, SelectedKeys
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.ops.status import cannot_read
+
+_LATER = "; found on the GPU, in an earlier lookup of this collection"
+
+
+def reports_late(status: Tensor) -> bool:
+    """Whether the lookup that gave ``status``, int64 [2], could not raise: on a GPU.
+
+    False for the fake tensors of a tracer, which hold no data.
+    """
+    return status.is_cuda and type(status) is Tensor
+
+
+def _copied(device: torch.device) -> torch.cuda.Event | None:
+    """An event behind what the current stream of a GPU has to do; None on the CPU, where copies are done at once."""
+    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+class _Lookup(NamedTuple):
+    """A lookup whose status is on its way: ``status`` is on the CPU, and valid once ``event`` is done."""
+
+    status: Tensor
+    event: torch.cuda.Event | None
+    given: SelectedKeys | None
+    bag_starts: Tensor | None
+    shared: SharedBags | None
+
+    def is_done(self, *, wait: bool) -> bool:
+        if wait and self.event is not None:
+            self.event.synchronize()
+        return self.event is None or self.event.query()
+
+
+class Reports:
+    """What the lookups of a collection have found in their input, raised when it arrives.
+
+    Args:
+        num_embeddings: rows of each feature's table, in the order of features.
+        check_ids: whether ids out of range are errors (``bounds_check="error"``); bad offsets always are.
+    """
+
+    def __init__(self, num_embeddings: list[int], check_ids: bool) -> None:
+        self._num_embeddings, self._check_ids = num_embeddings, check_ids
+        self._lookups: deque[_Lookup] = deque()
+        self._lock = threading.Lock()  # inference may use a collection on several threads
+
+    def __reduce__(self) -> tuple:
+        # A copy has made no lookups, and those of the original are told by the original.
+        return Reports, (self._num_embeddings, self._check_ids)
+
+    def add(
+        self,
+        status: Tensor,
+        unseen: Tensor,
+        given: SelectedKeys | None,
+        bag_starts: Tensor | None = None,
+        shared: SharedBags | None = None,
+    ) -> None:
+        """Takes up a lookup. Never waits, and raises nothing: the lookup may have changed a row cache.
+
+        Args:
+            status: [2] int64. unseen: as ``check``'s, of lookups whose status the host does not see.
+            given: the bags; None: rows were handed out to samples, no bags looked up. bag_starts: [F + 1], or None for
+                B bags of each feature. shared: which of them samples have, or None. Tensors other than ``status`` are
+                read if there is an error to tell.
+        """
+        if cannot_read(status):
+            unseen.copy_(torch.minimum(unseen, status[0]))
+            return
+        # torch makes the target of a copy that does not block page-locked, without which it would block.
+        host = status.to("cpu", non_blocking=True)
+        self._lookups.append(_Lookup(host, _copied(status.device), given, bag_starts, shared))
+
+    def raise_arrived(self, unseen: Tensor) -> None:
+        """Raises what earlier lookups have found as far as it has arrived: before a lookup. Never waits.
+
+        Args:
+            unseen: as ``add``'s.
+
+        Raises:
+            IndexError, ValueError: the input of an earlier lookup is bad; each is told once.
+        """
+        if self._lookups and not cannot_read(unseen):
+            self._raise_next(wait=False)
+
+    def check(self, position: Tensor) -> None:
+        """Waits for all lookups and raises the first error that has not been told.
+
+        Args:
+            position: 0-dim int64, the smallest bad position of the lookups whose status the host does not see. It is
+                set back before it is told.
+
+        Raises:
+            IndexError, ValueError: as in ``raise_arrived``.
+        """
+        self._raise_next(wait=True)
+        if type(position) is not Tensor or position.is_meta:
+            return
+        if position.is_cuda:
+            torch.cuda.synchronize(position.device)  # graphs are replayed on any stream
+        found = int(position)
+        if self._is_error(found):
+            position.fill_(NOTHING_BAD)
+            raise _error_of_unseen(found)
+
+    def _raise_next(self, *, wait: bool) -> None:
+        while (lookup := self._next(wait=wait)) is not None:
+            position = int(lookup.status[0])
+            if self._is_error(position):
+                raise _error(position, lookup, self._num_embeddings)
+
+    def _next(self, *, wait: bool) -> _Lookup | None:
+        with self._lock:
+            arrived = self._lookups and self._lookups[0].is_done(wait=wait)
+            return self._lookups.popleft() if arrived else None
+
+    def _is_error(self, position: int) -> bool:
+        return position < 0 or (self._check_ids and position != NOTHING_BAD)
+
+
+def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
+    """What the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), and that it is late."""
+    if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
+        return ValueError(text + _LATER)
+    if position == BAD_LAYOUT:
+        wrong = "the collection's layout of tables has been overwritten"
+        if lookup.bag_starts is not None:
+            wrong = "the offsets where features begin must ascend from 0 to the number of values or bags"
+        if lookup.shared is not None:
+            wrong += ", and the features of a group have as many bags, no more than there are samples"
+        return ValueError(wrong + _LATER)
+    if (place := _place_in_inverse(position, lookup)) is not None:
+        text = lookup.shared.message(*place)
+        return IndexError((text or "inverse_indices were not valid; they have been overwritten since") + _LATER)
+    describe, i = (_id, position) if position >= 0 else (_offset, position - BAD_LAYOUT - 1)
+    text = describe(i, lookup, num_embeddings)
+    if text is None:
+        name = "values" if position >= 0 else "offsets"
+        text = f"{name}[{i}] was not valid; {name} or offsets have been overwritten since"
+    return (IndexError if position >= 0 else ValueError)(text + _LATER)
+
+
+def _of_origin(position: int, lookup: _Lookup) -> str | None:
+    """What is wrong with the batch that features were chosen from; None: there is none, or it is good.
+
+    Of such features the first offset is bad, or where the first of them begins.
+    """
+    origin = None if lookup.given is None else lookup.given.origin
+    if origin is None or (text := origin.describe_bad()) is not None or position == BAD_LAYOUT:
+        return None if origin is None else text
+    return "offsets were not those that the batch's offset_per_key() is of, or have been overwritten since"
+
+
+def _place_in_inverse(position: int, lookup: _Lookup) -> tuple[int, int] | None:
+    """Group and sample of a bad number; None: something else is bad."""
+    if lookup.given is None:
+        return 0, position  # of ``expand``, which is given one group's
+    place = position - BAD_LAYOUT - 1 - len(lookup.given.offsets)
+    return divmod(place, lookup.shared.inverse.shape[1]) if lookup.shared and position < 0 <= place else None
+
+
+def _place(bag: int, lookup: _Lookup, features: int) -> tuple[int, int]:
+    """A bag's feature, and its number there."""
+    starts = lookup.bag_starts
+    if starts is None:
+        return divmod(bag, (len(lookup.given.offsets) - 1) // features)
+    feature = int(torch.searchsorted(starts, bag, right=True)) - 1
+    return feature, bag - int(starts[feature])
+
+
+def _id(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
+    """None: ids or offsets are not those of the lookup any more."""
+    place = int(torch.searchsorted(lookup.given.offsets.long(), i, right=True)) - 1
+    feature, bag = _place(place, lookup, len(num_embeddings))
+    value = int(lookup.given.values[i])
+    if not 0 <= feature < len(num_embeddings) or 0 <= value < num_embeddings[feature]:
+        return None
+    return (
+        f"values[{i}] = {value} (feature {feature}, bag {bag}) is out of range: ids of this feature must be in "
+        f"[0, {num_embeddings[feature]})"
+    )
+
+
+def _offset(i: int, lookup: _Lookup, num_embeddings: list[int]) -> str | None:
+    """None: offsets are not those of the lookup any more."""
+    values, offsets = lookup.given.values, lookup.given.offsets
+    feature, bag = _place(max(i - 1, 0), lookup, len(num_embeddings))
+    value, before = int(offsets[i]), int(offsets[max(i - 1, 0)])
+    text = bad_step(i, before if i else 0, value, len(values), lookup.given.from_lengths)
+    return None if text is None else text.format(f" (feature {feature}, bag {bag})")
+
+
+def _error_of_unseen(position: int) -> Exception:
+    where = "in a lookup that was compiled or replayed from a CUDA graph, since the last check"
+    if position >= 0:
+        return IndexError(f"values[{position}] was out of range {where}; of several, the smallest position is named")
+    if position == BAD_LAYOUT:
+        return ValueError(f"the collection's layout of tables was overwritten {where}")
+    i = position - BAD_LAYOUT - 1
+    return ValueError(
+        f"offsets[{i}] was below the offset before it or outside [0, number of values], or, if there are not so many, "
+        f"an inverse out of range {where}" + ("; if keys were in another order, any of the offsets" if i == 0 else "")
+    )

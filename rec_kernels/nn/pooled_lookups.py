@@ -1,0 +1,134 @@
+"""Lookups whose bags are pooled: from a batch to one row of each bag, parts combined and narrow columns projected."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rec_kernels import _library
+from rec_kernels.nn import late_errors
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.distinct_bags import select_distinct
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.select_features import SelectedKeys, select_keys
+from rec_kernels.nn.jagged.shared_bags import SharedBags, starts_on
+from rec_kernels.nn.jagged.tensors import KeyedTensor
+from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.tables.feature_map import FeatureLookup
+from rec_kernels.ops.grouped_projection import grouped_projection
+
+_ops = torch.ops.rec_kernels
+
+
+def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
+    """``forward`` of ``rk.EmbeddingBagCollection``."""
+    feature_map = tables._features
+    given, shared = select_distinct(features, feature_map.feature_names)
+    if shared is not None:
+        pooled = _of_shared(tables, given, shared)
+    elif given.strides is not None:
+        raise ValueError(
+            "the features have batch sizes of their own and no inverse indices, so there is no batch that their "
+            "outputs could be rows of: use by_feature()"
+        )
+    else:
+        pooled = _finish(tables, tables._lookup(given))
+    return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, pooled)
+
+
+def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict[str, Tensor]:
+    """``by_feature`` of ``rk.EmbeddingBagCollection``."""
+    if isinstance(features, InverseKeyedJaggedTensor):
+        return look_up(tables, features).to_dict()
+    feature_map = tables._features
+    given, starts = bags_of(tables, features)
+    pooled = tables._lookup(given, starts)
+    if starts is None:
+        return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, _finish(tables, pooled)).to_dict()
+    return dict(zip(feature_map.output_keys, _finish_each(tables, pooled, given.strides), strict=True))
+
+
+def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor | None]:
+    """The bags of a batch that are looked up, and where features begin if each bag has a row of the output."""
+    names = tables._features.feature_names
+    if isinstance(features, InverseKeyedJaggedTensor):
+        return _with_starts(tables, select_distinct(features, names)[0])
+    return _with_starts(tables, select_keys(features, names))
+
+
+def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
+    """With where features begin, if they have batch sizes of their own that the lookup is to know."""
+    strides, device = given.strides, given.offsets.device
+    if strides is None or (_hands_out_later(tables, device) and all(size == strides[0] for size in strides)):
+        return given, None
+    return given, starts_on(strides, device)
+
+
+def _hands_out_later(tables: TableCollection | ServedTables, device: torch.device) -> bool:
+    """Whether distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
+
+    The Triton kernels know no shared bags, nor batch sizes that differ.
+    """
+    compiled = device.type != "cuda" or _library.cuda_unavailable is None
+    return bool(tables._features.combines_later or tables._features.projected) or not compiled
+
+
+def _finish(tables: TableCollection | ServedTables, pooled: Tensor) -> Tensor:
+    """[B, sum of D] of ``output_dtype``: pooled parts that lie side by side combined, narrow columns projected."""
+    feature_map = tables._features
+    if feature_map.combines_later:
+        blocks = zip(feature_map.features, pooled.split(feature_map.widths, dim=1), strict=True)
+        pooled = torch.cat([feature.combined(block) for feature, block in blocks], dim=1)
+    if not feature_map.projected:
+        return pooled.to(tables.output_dtype)
+    flat = torch.cat([tables._projection(table).reshape(-1) for table in feature_map.projected])
+    return grouped_projection(pooled, flat, feature_map.combined_dims, feature_map.output_dims).to(tables.output_dtype)
+
+
+def _finish_each(tables: TableCollection | ServedTables, rows: Tensor, strides: list[int]) -> list[Tensor]:
+    """``_finish`` for rows that are bags of all features, one after the other: [bags, D] for each feature."""
+    blocks = zip(tables._features.features, rows.split(strides), strict=True)
+    return [_finish_feature(tables, feature, block) for feature, block in blocks]
+
+
+def _finish_feature(tables: TableCollection | ServedTables, feature: FeatureLookup, block: Tensor) -> Tensor:
+    """``_finish`` for the columns of one feature."""
+    block = feature.combined(block[:, : feature.width])
+    if not feature.table.projection:
+        return block.to(tables.output_dtype)
+    matrix = tables._projection(feature.table)
+    dims = list(matrix.shape)
+    return grouped_projection(block.float(), matrix.reshape(-1), dims[1:], dims[:1]).to(tables.output_dtype)
+
+
+def _of_shared(tables: TableCollection | ServedTables, given: SelectedKeys, shared: SharedBags) -> Tensor:
+    """[B, sum of D] of ``output_dtype``, of bags that samples share."""
+    given, starts = _with_starts(tables, given)
+    if not _hands_out_later(tables, given.offsets.device) and shared.fits_ops():
+        return tables._lookup(given, starts, shared)
+    pooled = tables._lookup(given, starts)
+    if starts is not None:
+        return _hand_out(tables, _finish_each(tables, pooled, shared.sizes), shared)
+    pooled = _finish(tables, pooled)
+    if shared.is_one_group():
+        return _expand(tables, pooled, shared.of_group(shared.groups[0]))
+    return _hand_out(tables, list(pooled.split(tables._features.output_dims, dim=1)), shared)
+
+
+def _hand_out(tables: TableCollection | ServedTables, blocks: list[Tensor], shared: SharedBags) -> Tensor:
+    """[B, sum of D] of [bags, D] of each feature."""
+    dims = tables._features.output_dims
+    for group, members in shared.together().items():
+        distinct = torch.cat([blocks[f] for f in members], dim=1)
+        wide = _expand(tables, distinct, shared.of_group(group))
+        for f, block in zip(members, wide.split([dims[f] for f in members], dim=1), strict=True):
+            blocks[f] = block
+    return torch.cat(blocks, dim=1)
+
+
+def _expand(tables: TableCollection | ServedTables, rows: Tensor, shared: SharedBags) -> Tensor:
+    """[B, C]: of the rows [bags, C] of a group, those that the samples have."""
+    wide, status = _ops.expand(rows, shared.inverse[0])
+    if late_errors.reports_late(status):
+        tables._note(status, None, None, shared)
+    return wide

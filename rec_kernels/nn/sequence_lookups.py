@@ -1,0 +1,74 @@
+"""Lookups that are not pooled: from a batch to a row of each id."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.checks import check_offsets
+from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
+from rec_kernels.nn.jagged.select_features import SelectedKeys, select_keys
+from rec_kernels.nn.jagged.tensors import JaggedTensor
+from rec_kernels.nn.served import ServedTables
+
+
+def look_up(tables: TableCollection | ServedTables, features) -> dict[str, JaggedTensor]:
+    """``forward`` of ``rk.EmbeddingCollection``."""
+    feature_map = tables._features
+    given = _select(feature_map.feature_names, features)
+    rows = tables._lookup(*_each_id(given, len(feature_map.feature_names)))
+    bags = given.bag_starts(len(feature_map.feature_names))
+    bounds = _bounds(features, feature_map.feature_names, given, bags)
+    blocks = rows.split([stop - start for start, stop in itertools.pairwise(bounds)]) if bags[1:] else ()
+    output = {}
+    for f, (key, dim, block) in enumerate(zip(feature_map.output_keys, feature_map.output_dims, blocks, strict=True)):
+        offsets = given.offsets[bags[f] : bags[f + 1] + 1]
+        output[key] = JaggedTensor._of(block[:, :dim], offsets - offsets[:1])
+    return output
+
+
+def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:
+    """``rows`` of ``rk.EmbeddingCollection``."""
+    return tables._lookup(*bags_of(tables, features))
+
+
+def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor]:
+    """Every id of a batch as a bag of its own, and [F + 1] where features begin among them."""
+    names = tables._features.feature_names
+    return _each_id(_select(names, features), len(names))
+
+
+def _select(names: list[str], features) -> SelectedKeys:
+    if isinstance(features, InverseKeyedJaggedTensor):
+        raise TypeError(
+            "lookups that are not pooled take no rk.InverseKeyedJaggedTensor: give them features.to_kjt(), or wrap "
+            "the module in rk.deduplicated if its features are in one group"
+        )
+    given = select_keys(features, names, exact=True)
+    check_offsets(features.offsets(), features.values().shape[0])
+    return given
+
+
+def _each_id(given: SelectedKeys, features: int) -> tuple[SelectedKeys, Tensor]:
+    count, offsets = given.values.shape[0], given.offsets
+    each = torch.arange(count + 1, device=offsets.device)
+    batch = (offsets.shape[0] - 1) // max(features, 1)
+    starts: Any
+    if given.strides:
+        starts = given.bag_starts(features)
+    elif torch.compiler.is_compiling() or not batch:  # where the batch depends on data, it is not to be asked for
+        starts = torch.arange(features + 1, device=offsets.device) * batch
+    else:  # a view, on a device without a kernel
+        starts = slice(None, None, batch)
+    return given._replace(offsets=each), offsets[starts].long().contiguous()
+
+
+def _bounds(features, keys: list[str], given: SelectedKeys, bags: list[int]) -> list[int]:
+    """[F + 1]: where each feature's ids start."""
+    if list(features.keys()) == keys and hasattr(features, "offset_per_key"):
+        return list(features.offset_per_key())
+    return given.offsets[bags].tolist()

@@ -1,0 +1,1 @@
+"""Tables of a collection: what they are, where their rows lie, and what moves them between memories."""

@@ -1,0 +1,198 @@
+"""Configurations of tables: what a user says of one, and the tables that it is kept in."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
+
+from torch import Tensor
+
+from rec_kernels.nn.arguments import check_choice, positive_integer
+from rec_kernels.nn.tables.compression import Compression, MixedDimension, Part
+from rec_kernels.ops.row_formats import row_bytes
+
+#: The row formats that tables can have.
+BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
+
+
+@dataclass(frozen=True)
+class StoredTable:
+    """A table that has memory: a whole one, or a part of a compressed one.
+
+    Args:
+        part: what it has of the ids; None: id i is row i.
+        bound: numbers start uniform in +-bound.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    format: str
+    part: Part | None
+    init: Callable[[Tensor], object] | None
+    bound: float
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a row."""
+        return row_bytes(self.format, self.embedding_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows."""
+        return self.num_embeddings * self.row_bytes
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "init": None}  # which is called once, and which pickle may refuse
+
+
+@dataclass(frozen=True)
+class EmbeddingConfig:
+    """One table, whose lookups are not pooled.
+
+    Args:
+        num_embeddings: E, rows; at least 1.
+        embedding_dim: D, columns; at least 1.
+        name: the table's name, different for every table of a collection, without dots.
+        feature_names: the features looked up in this table.
+        format: of the rows: "fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6" or "mx4" (docs/numerics.md).
+        compression: None, or how the table is kept in fewer numbers: ``rk.Hash``, ``rk.QuotientRemainder``,
+            ``rk.Partitions`` or, where bags are pooled, ``rk.MixedDimension``. E is then the number of ids. Of several
+            parts, each is a table of its own, named ``<name>_0``, ``<name>_1`` and so on.
+        init: called once with the [E, D] float32 weight to fill it in place (rows of other formats are then rounded
+            to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
+            several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
+            that the rows that they make have that variance. A pickled collection has none.
+
+    Raises:
+        ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
+            named, have the same row in every part.
+    """
+
+    num_embeddings: int
+    embedding_dim: int
+    _: KW_ONLY
+    name: str
+    feature_names: list[str]
+    format: str = "fp32"
+    compression: Compression | None = None
+    init: Callable[[Tensor], object] | None = None
+
+    def __post_init__(self) -> None:
+        name, feature_names = self.name, self.feature_names
+        for size in ("num_embeddings", "embedding_dim"):
+            object.__setattr__(self, size, positive_integer(f"table {name!r}: {size}", getattr(self, size)))
+        if not name or "." in name:
+            raise ValueError(f"table name {name!r} must be non-empty and without dots")
+        if not feature_names or isinstance(feature_names, str):
+            raise ValueError(f"table {name!r}: feature_names must be a non-empty list of names, got {feature_names!r}")
+        if self.format not in BAG_FORMATS:
+            raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
+        object.__setattr__(self, "feature_names", list(feature_names))
+        if not isinstance(self.compression, Compression | None):
+            raise ValueError(
+                f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions, rk.MixedDimension "
+                f"or None, got {self.compression!r}"
+            )
+        self._check_compression()
+        try:
+            self.stored  # noqa: B018 -- finds what does not fit
+        except ValueError as error:
+            raise ValueError(f"table {name!r}: {error}") from None
+
+    def _check_compression(self) -> None:
+        _check_per_id(self)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "stored"}
+
+    def without_init(self) -> EmbeddingConfig:
+        """The same table, as a collection that has rows is to remember it in a pickle."""
+        other = copy.copy(self)
+        object.__setattr__(other, "init", None)
+        return other
+
+    @functools.cached_property
+    def stored(self) -> list[StoredTable]:
+        """The tables that it is kept in."""
+        bound = self.num_embeddings**-0.5
+        if self.compression is None:
+            size = self.num_embeddings, self.embedding_dim
+            return [StoredTable(self.name, *size, self.format, None, self.init, bound)]
+        parts = self.compression.parts(self.num_embeddings, self.embedding_dim)
+        names = [f"{self.name}_{p}" for p in range(len(parts))] if len(parts) > 1 else [self.name]
+        bounds = self.compression.bounds(len(parts), bound)
+        whole = len(parts) == 1 and parts[0].num_embeddings == self.num_embeddings
+        return [
+            StoredTable(
+                name, part.num_embeddings, part.embedding_dim, self.format, None if whole else part, self.init, own
+            )
+            for name, part, own in zip(names, parts, bounds, strict=True)
+        ]
+
+    @property
+    def projection(self) -> tuple[int, int] | None:
+        """Shape [embedding_dim, dim] of the matrix that rows are multiplied by once pooled, or None."""
+        dim = sum(table.embedding_dim for table in self.stored)
+        narrow = isinstance(self.compression, MixedDimension) and dim < self.embedding_dim
+        return (self.embedding_dim, dim) if narrow else None
+
+
+@dataclass(frozen=True)
+class EmbeddingBagConfig(EmbeddingConfig):
+    """One table whose bags are pooled.
+
+    Args:
+        pooling: "sum" or "mean". Each feature gets ``embedding_dim`` columns of the output.
+
+    The others are ``EmbeddingConfig``'s.
+    """
+
+    _: KW_ONLY
+    pooling: str = "sum"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice(f"table {self.name!r}: pooling", self.pooling, ("sum", "mean"))
+
+    def _check_compression(self) -> None:
+        """Parts may be pooled before they are combined."""
+
+
+def _check_per_id(table: EmbeddingConfig) -> None:
+    if table.compression is not None and table.compression.compose != "per_id":
+        raise ValueError(
+            f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
+            "must be None or one with compose 'per_id'"
+        )
+
+
+def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[EmbeddingConfig]:
+    """The tables of a collection as a list; ``pooled``: whether its lookups are.
+
+    Raises:
+        ValueError: they are none, or one has a compression that is for lookups of the other kind.
+    """
+    if not isinstance(tables, Iterable):
+        raise ValueError(f"tables must be a list of rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {tables!r}")
+    tables = list(tables)
+    for i, table in enumerate(tables):
+        if not isinstance(table, EmbeddingConfig):
+            raise ValueError(f"tables[{i}] must be an rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {table!r}")
+        if not pooled:
+            _check_per_id(table)
+    return tables
+
+
+def describe(table: EmbeddingConfig) -> str:
+    """Name, size, the format unless it is the usual one, and the pooling if there is one."""
+    parts = [f"{table.name}: {table.num_embeddings} x {table.embedding_dim}"]
+    if table.format != "fp32":
+        parts.append(table.format)
+    if table.compression is not None:
+        parts.append(str(table.compression))
+    if isinstance(table, EmbeddingBagConfig):
+        parts.append(table.pooling)
+    return " ".join(parts)

@@ -1,0 +1,175 @@
+"""What the features of a collection look up: parts of tables, and their columns of the ops' output."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.tables.config import EmbeddingConfig, StoredTable
+from rec_kernels.nn.tables.optimizer_state import StatePlaces
+from rec_kernels.nn.tables.storage import Storage
+from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, TableLayout, table_layout
+
+
+@dataclass(frozen=True)
+class PartLookup:
+    """A stored table, by its number, and the first of the feature's columns that it goes to."""
+
+    stored: int
+    column: int
+
+
+@dataclass(frozen=True)
+class FeatureLookup:
+    """A feature: the parts of its table, and ``width`` columns of the ops' output from ``column`` on.
+
+    The ops combine the parts; or ("concat", and parts that are pooled first) leave them side by side.
+    """
+
+    table: EmbeddingConfig
+    parts: list[PartLookup]
+    combine: str
+    column: int
+    width: int
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "table": self.table.without_init()}
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether the ops multiply rows of its parts."""
+        return self.combine == "mult" and len(self.parts) > 1
+
+    @property
+    def is_combined_later(self) -> bool:
+        """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
+        compression = self.table.compression
+        return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
+
+    def combined(self, block: Tensor) -> Tensor:
+        """[B, width] of the ops' output with its pooled parts added or multiplied, in their order."""
+        if not self.is_combined_later:
+            return block
+        first, *others = block.split(self.table.embedding_dim, dim=1)
+        for other in others:
+            first = first * other if self.table.compression.combine == "mult" else first + other
+        return first
+
+
+class FeatureMap:
+    """The features of a collection, their tables, and where these lie in its flat tensors. It never changes.
+
+    Args:
+        tables: the tables, in this order.
+        state_kinds, state_dtype: what the optimizer keeps, as of ``StatePlaces``.
+
+    Attributes:
+        stored: the tables with parts of compressed ones in their place, as they lie in memory.
+        storage: their places in the flat tensor of weights; state: in those of the optimizer's state.
+        features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
+            ``output_dims`` columns; those of the ops have ``widths``, and ``combined_dims`` when parts are combined.
+        projected: the tables of features whose columns are multiplied by a matrix, in the order of features.
+        combines_later: whether pooled parts of a feature are combined after the ops.
+
+    Raises:
+        ValueError: two tables, or two outputs, have one name.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        state_kinds: dict[str, bool],
+        state_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.tables = tables
+        self.stored = [s for t in tables for s in t.stored]
+        names = [s.name for s in self.stored]
+        if len(set(names)) != len(names):
+            raise ValueError(f"table names must differ, those of parts too, got {names}")
+        self.storage = Storage(self.stored)
+        self.state = StatePlaces(self.stored, state_kinds, state_dtype)
+        self.feature_names = [f for t in tables for f in t.feature_names]
+        self.output_keys = _output_keys(tables, self.feature_names)
+        self.output_dims = [t.embedding_dim for t in tables for _ in t.feature_names]
+        self.features = _lookups(tables)
+        self.widths = [feature.width for feature in self.features]
+        dims = zip(self.features, self.output_dims, strict=True)
+        self.combined_dims = [f.table.projection[1] if f.table.projection else dim for f, dim in dims]
+        self.combines_later = any(f.is_combined_later for f in self.features)
+        self.projected = [f.table for f in self.features if f.table.projection]
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle has no use for an ``init`` that was called, and often no way to write it.
+        bare = {name: [t.without_init() for t in getattr(self, name)] for name in ("tables", "projected")}
+        return self.__dict__ | bare
+
+    def layout(
+        self, frozen: Collection[str], cache: CachePlaces | None, device: torch.device | str | None
+    ) -> TableLayout:
+        """The ops' layout. ``frozen``: features whose ids give no gradient. ``cache``: places in the row cache."""
+        numbers = [p.stored for feature in self.features for p in feature.parts]
+        parts = [self.stored[i] for i in numbers]
+        return table_layout(
+            [t.num_embeddings for t in parts],
+            [t.embedding_dim for t in parts],
+            weight_offsets=[self.storage.starts[i] for i in numbers],
+            row_offsets=[self.state.rows[i] for i in numbers],
+            state_offsets=[self.state.starts[i] for i in numbers],
+            formats=[t.format for t in parts] if self.storage.is_bytes else None,
+            table_ids=numbers,
+            mean=[getattr(feature.table, "pooling", "sum") == "mean" for feature in self.features],
+            frozen=[f in frozen for f in self.feature_names],
+            cache=cache,
+            num_rows=self.state.rows[-1],
+            device=device,
+            partitions=self._partitions(parts) if any(t.part for t in self.stored) else None,
+        )
+
+    def output(self, dtype: torch.dtype) -> dict[str, object]:
+        """The ops' argument for outputs of ``dtype``; none where they are combined or projected, and then rounded."""
+        whole = dtype == torch.float32 or self.combines_later or self.projected
+        return {} if whole else {"output_dtype": dtype}
+
+    def _partitions(self, parts: list[StoredTable]) -> IdPartitions:
+        """How ids find rows."""
+        return IdPartitions(
+            starts=list(itertools.accumulate((len(f.parts) for f in self.features), initial=0)),
+            divisors=[t.part.divisor if t.part else 1 for t in parts],
+            moduli=[t.part.modulus if t.part else t.num_embeddings for t in parts],
+            id_limits=[f.table.num_embeddings for f in self.features],
+            combine=[f.combine for f in self.features],
+        )
+
+
+def _output_keys(tables: Sequence[EmbeddingConfig], feature_names: list[str]) -> list[str]:
+    shared = {f for f in feature_names if feature_names.count(f) > 1}
+    keys = [f"{f}@{t.name}" if f in shared else f for t in tables for f in t.feature_names]
+    twice = sorted({key for key in keys if keys.count(key) > 1})
+    if twice:
+        raise ValueError(
+            f"feature_names of the tables give more than one output the name {twice}: a table must name a feature "
+            "once, and no feature be called <feature>@<table> as the outputs of one in several tables are"
+        )
+    return keys
+
+
+def _lookups(tables: Sequence[EmbeddingConfig]) -> list[FeatureLookup]:
+    """One for each feature, in the order of the tables."""
+    features, column, stored = [], 0, 0
+    for table in tables:
+        compression = table.compression
+        combined = compression is not None and compression.compose == "per_id" and compression.combine != "concat"
+        parts, width = [], 0
+        for part in table.stored:
+            parts.append(PartLookup(stored, width))
+            stored, width = stored + 1, 0 if combined else width + part.embedding_dim
+        width = table.embedding_dim if combined else width
+        for _ in table.feature_names:
+            features.append(FeatureLookup(table, parts, compression.combine if combined else "concat", column, width))
+            column += width
+    return features

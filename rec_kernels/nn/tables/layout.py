@@ -1,0 +1,124 @@
+"""The layout of a collection's tables on its device, and how a module's tensors are moved without a cast."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.ops.table_layout import CachePlaces, TableLayout, set_frozen
+
+
+class LayoutBuffers(nn.Module):
+    """What the ops take from the device beside weights and state. No state has it: the tables' configs say it all.
+
+    Args:
+        features: what the layout is of. cache: places of its tables in a row cache.
+        bounds_check, seed: ``rk.EmbeddingBagCollection``'s.
+
+    Attributes:
+        records: [parts, columns] int64, the layout; sizes: its ``layout_sizes``.
+        seed: 0-dim int64, of stochastic rounding.
+        bad_position: 0-dim int64, the smallest bad position of lookups whose status the host does not see.
+        frozen: the features whose ids give no gradient.
+    """
+
+    records: Tensor
+    seed: Tensor
+    bad_position: Tensor
+
+    def __init__(
+        self,
+        features: FeatureMap,
+        cache: CachePlaces | None,
+        *,
+        bounds_check: str,
+        seed: int,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self._features, self._cache, self._bounds_check, self._seed = features, cache, bounds_check, seed
+        self.frozen: set[str] = set()
+        self._make(device)
+
+    def _make(self, device: torch.device | str | None) -> None:
+        made = self._features.layout(self.frozen, self._cache, device)
+        self.sizes = made.layout_sizes
+        numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
+        tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
+        for name, tensor in {"records": made.layout, **tensors}.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def shared(self) -> LayoutBuffers:
+        """The same tensors in another module, which can be moved by itself."""
+        other = copy.copy(self)
+        other._buffers = dict(self._buffers)
+        return other
+
+    @property
+    def device(self) -> torch.device:
+        """Where lookups are made; weights may be elsewhere."""
+        return self._buffers["seed"].device
+
+    def arguments(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:
+        """The ops' arguments: the layout, which bags the features have, and which of these the samples share."""
+        arguments: dict[str, object] = {
+            "layout": self._buffers["records"],
+            "layout_sizes": self.sizes,
+            "bounds_check": self._bounds_check,
+        }
+        if bag_starts is not None:
+            arguments["bag_starts"] = bag_starts
+        if shared is not None:
+            arguments |= {"inverse": shared.inverse, "groups": shared.groups}
+        return arguments
+
+    def freeze(self, features: set[str]) -> None:
+        """Changes, in place, which features give no gradient."""
+        self.frozen = features
+        set_frozen(TableLayout(self.records, self.sizes), [f in features for f in self._features.feature_names])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:
+        # ``to_empty()`` must not empty what no state_dict brings back.
+        device = fn(torch.empty(0, device=self.device)).device
+        if self.device.type == "meta" and device.type != "meta":
+            self._make(device)
+        else:
+            move_whole(self, list(self._buffers), device)
+        return self
+
+
+def uncast(t: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+    """``fn`` of a tensor; the tensor where ``fn`` would have it, if ``fn`` casts it."""
+    moved = fn(t)
+    return moved if moved.dtype == t.dtype else t.to(moved.device)
+
+
+def move_whole(module: nn.Module, names: list[str], device: torch.device) -> None:
+    """Moves some of a module's buffers with their numbers, whatever is done to the others."""
+    for name in names:
+        module._buffers[name] = module._buffers[name].to(device)
+
+
+def move_buffers(module: nn.Module, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to a module's buffers, and never casts them."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = uncast(buffer, fn)
+
+
+def move(module: nn.Module, name: str, fn: Callable[[Tensor], Tensor]) -> None:
+    """Applies ``fn`` to a parameter and its gradient as ``torch.nn.Module._apply`` does, but never casts them."""
+    old = module._parameters[name]
+    with torch.no_grad():
+        new, grad = uncast(old, fn), None if old.grad is None else uncast(old.grad, fn)
+    if torch._has_compatible_shallow_copy_type(old, new):
+        old.data = new
+    else:
+        old = module._parameters[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+    old.grad = grad

@@ -1,0 +1,122 @@
+"""States that are loaded into a collection: what is checked, converted and allocated before a table is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn.tables.config import BAG_FORMATS, StoredTable
+from rec_kernels.nn.tables.rows import decode, encode
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, row_bytes
+
+_ASSIGN = "assign_to_params_buffers"  # torch's own name for it, in every module's metadata
+
+
+def assigns(local_metadata: dict) -> bool:
+    """Whether a state's tensors are to take the place of a module's."""
+    return local_metadata.get(_ASSIGN, False)
+
+
+def copied(local_metadata: dict) -> dict:
+    """The metadata of a module whose tensors are copied into: an optimizer and other modules hold them, too."""
+    return {**local_metadata, _ASSIGN: False}
+
+
+def allocate(module: nn.Module, state: dict[str, Tensor | None], prefix: str) -> None:
+    """Gives a collection on the meta device memory on the device of a state that is to be assigned to it.
+
+    Args:
+        state: what the state has for each name of the collection's; None: nothing. If it has no numbers at all,
+            the collection stays as it is.
+
+    Raises:
+        RuntimeError: some are missing. They have no start, and could not stay on the meta device beside the others.
+    """
+    real = {name: t for name, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
+    # The name of a format says nothing that the collection does not know.
+    missing = [prefix + name for name in state if name not in real and not name.endswith(".format")]
+    if not real:
+        return
+    if missing:
+        raise RuntimeError(
+            f"{', '.join(missing)}: not in the state, and this collection is on the meta device, where "
+            "load_state_dict(assign=True) needs all of its state; or give it memory with to_empty() first; none of its "
+            "tables was changed"
+        )
+    # Tables in host memory go with a step on the GPU.
+    module.to_empty(device=real.get("step", next(iter(real.values()))).device)
+
+
+def check_shapes(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError if a tensor of a state has not the shape of the collection's, ``own``."""
+    for name, tensor in own.items():
+        given = state_dict.get(prefix + name, tensor)
+        if getattr(given, "shape", None) != tensor.shape:
+            found = list(given.shape) if hasattr(given, "shape") else type(given).__name__
+            raise RuntimeError(
+                f"size mismatch for {prefix}{name}: the state has {found}, this collection has {list(tensor.shape)}; "
+                "none of its tables was changed"
+            )
+
+
+def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
+    """A format's name as a tensor, its characters' codes: a state has tensors only."""
+    return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
+
+
+def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert: bool) -> None:
+    """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
+
+    Args:
+        state: names to tensors, those of a collection's tables below ``prefix``. Missing ones are not looked at.
+        convert: whether tables in another format are converted.
+
+    Raises:
+        RuntimeError: a table is in another format and ``convert`` is False, or in one that tables cannot have, or its
+            rows are not of the width that its format and the table's columns ask for.
+    """
+    fitting: dict[str, Tensor | None] = {}
+    for table in tables:
+        name = f"{prefix}embedding_bags.{table.name}"
+        rows = state.get(f"{name}.weight")
+        found = _format_of_state(rows, state.get(f"{name}.format"), table)
+        if found in (None, table.format):
+            continue
+        if found not in BAG_FORMATS:
+            raise RuntimeError(
+                f"{name}.format must name the rows of {name}.weight, as one of {', '.join(BAG_FORMATS)}, got "
+                f"{found!r}; no table of the collection was changed"
+            )
+        if not convert:
+            raise RuntimeError(
+                f"{name}.weight has rows of format {found}, this collection's are {table.format}: "
+                "load_state_dict(..., convert=True) of the collection converts them, or its convert_formats() around "
+                "that of a model; none of its tables was changed"
+            )
+        width = table.embedding_dim if found in FLOAT_DTYPES else row_bytes(found, table.embedding_dim)
+        if rows.dim() != 2 or rows.shape[1] != width:
+            raise RuntimeError(
+                f"size mismatch for {name}.weight: {list(rows.shape)} with rows of format {found}, which are {width} "
+                f"wide for {table.embedding_dim} columns; no table of the collection was changed"
+            )
+        fitting[f"{name}.weight"] = encode(decode(rows, found, table.embedding_dim), table.format)
+        fitting[f"{name}.format"] = None if table.format in FLOAT_DTYPES else format_tensor(table.format)
+    state.update(fitting)
+    for name in [name for name, value in fitting.items() if value is None]:
+        del state[name]
+
+
+def _format_of_state(rows: object, name: object, table: StoredTable) -> str | None:
+    """None: nothing that could be told, or floats that torch casts to the table's own. "": bytes of no named format."""
+    if not isinstance(rows, Tensor):
+        return None
+    for format, dtype in FLOAT_DTYPES.items():
+        if rows.dtype == dtype:
+            return format
+    if rows.dtype != torch.uint8:
+        return None if table.format in FLOAT_DTYPES else "fp32"
+    if not isinstance(name, Tensor) or name.dtype != torch.uint8 or name.dim() != 1:
+        return ""  # two formats may have rows of one width
+    return bytes(name.tolist()).decode(errors="replace")

@@ -1,0 +1,125 @@
+"""The modules that hold a collection's parameters: one for each table."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.load_state import copied
+
+
+def leave_bytes(requires_grad: bool = True) -> None:
+    """In the place of ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's."""
+
+
+class Table(nn.Module):
+    """Holds one table's parameters: views of the collection's flat tensors, and the projection if there is one."""
+
+    weight: nn.Parameter
+    projection: nn.Parameter  # of tables that have one
+    in_bytes = False  # whether the flat tensor of the weights is one of bytes
+    in_file = False  # whether the weights are in a file, and not part of a state
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        views = ["weight", *self._views()]
+        if self.in_file:
+            del destination[prefix + views.pop(0)]
+        # A storage of its own, in the same memory: pickle writes all of the storage that a tensor is a view of, and
+        # torch.save refuses one that is seen as several dtypes. Who asks for parameters gets the module's, if fp32.
+        for name in [] if keep_vars and not self.in_bytes else views:
+            rows = destination[prefix + name].detach()
+            if type(rows) is Tensor and not rows.is_meta:
+                own = torch.from_dlpack(rows)
+                held = keep_vars and name == "weight"
+                destination[prefix + name] = nn.Parameter(own, requires_grad=False) if held else own
+
+    def _views(self) -> dict[str, Tensor]:
+        """The state of the fused optimizer, views of flat tensors as the weight is."""
+        return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
+
+    def empty_views(self) -> dict[int, Tensor]:
+        """What is a view of a flat tensor, by its ``id``, with an empty tensor of its kind."""
+        return {id(self.weight): self._empty_weight()} | {id(t): t.new_empty(0) for t in self._views().values()}
+
+    def without_rows(self) -> Table:
+        """The same table, to be pickled, with an empty weight and no state: its collection has the rows."""
+        other = copy.copy(self)
+        other._parameters = {**self._parameters, "weight": self._empty_weight()}
+        other._buffers = {name: t for name, t in self._buffers.items() if name == "format"}
+        return other
+
+    def _empty_weight(self) -> nn.Parameter:
+        return nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        *args: object,
+    ) -> None:
+        missing: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), strict, missing, *args)
+        missing_keys += [name for name in missing if not (self.in_file and name == f"{prefix}weight")]
+
+
+class Tables(nn.Module):
+    """name -> Table. Unlike nn.ModuleDict, any name is allowed, "type" and "keys" too.
+
+    Args:
+        features: of which tables. weights: the flat tensor that they are views of.
+        in_file: whether that is the window of a file.
+        trains: whether the weights have gradients of torch.
+        device: of the projections.
+    """
+
+    def __init__(
+        self,
+        features: FeatureMap,
+        weights: Tensor,
+        *,
+        in_file: bool,
+        trains: bool,
+        device: torch.device | str | None,
+    ) -> None:
+        super().__init__()
+        self._modules.update({table.name: Table() for table in features.stored})
+        for i, table in enumerate(features.stored):
+            holder = self[table.name]
+            holder.weight = nn.Parameter(features.storage.view(weights, i), requires_grad=trains)
+            holder.in_bytes, holder.in_file = features.storage.is_bytes, in_file
+        for config in features.tables:
+            if config.projection:
+                matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
+                self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
+
+    def weights(self) -> list[Tensor]:
+        """The tables' parameters."""
+        return [self[name].weight for name in self]
+
+    def without_rows(self) -> Tables:
+        """The same tables, to be pickled, each as ``Table.without_rows`` has it."""
+        other = copy.copy(self)
+        other._modules = {name: self[name].without_rows() for name in self}
+        return other
+
+    def __getitem__(self, name: str) -> Table:
+        table: Any = self._modules[name]
+        return table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules

@@ -1,0 +1,185 @@
+"""Which rows to cache, and where to keep the others, from how often each was used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
+
+#: Of ``rk.RowCache``, near ones first.
+TIERS = BACKINGS
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What ``place_tables`` chose for a table.
+
+    Args:
+        fraction: of its rows, how many get slots: the table's entry of ``rk.RowCache(fraction=...)``.
+        tier: where its encoded rows go, "device", "host" or "disk": the ``backing`` of the ``rk.RowCache`` of a
+            collection of all tables of this tier.
+        hit_rate: of the uses that were counted, the share that the rows in slots have; 0 without uses.
+        encoded_bytes: of its rows in the tier. slot_bytes: of its rows in slots, with tags and counts; of a table with
+            slots of its own, of its whole sets.
+    """
+
+    fraction: float
+    tier: str
+    hit_rate: float
+    encoded_bytes: int
+    slot_bytes: int
+
+
+def place_tables(
+    tables: Sequence[EmbeddingConfig],
+    counts: Mapping[str, Tensor],
+    *,
+    cache_bytes: int,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    policy: str = "lfu",
+    ways: int = 32,
+) -> dict[str, Placement]:
+    """Chooses fractions and tiers of tables for given amounts of memory.
+
+    Slots go to the rows with the most uses for each byte that a slot of their width takes. Encoded rows go to the first
+    tier that has room for all of their table, tables with the most uses that miss the slots, for each byte, first.
+
+    Args:
+        tables: of one collection or several. Those of several parts get no slots.
+        counts: table name -> [E] uses of each row or id, as ``torch.bincount(ids, minlength=E)`` gives them.
+        cache_bytes: for slots with their tags, stamps, flags and counts. Sets are whole: for each width of tables that
+            share slots, a cache may take ``ways`` - 1 slots more.
+        device_bytes: for encoded rows in the device's memory; host_bytes: in host memory. None: as much as needed.
+        policy: of the cache; "lfu" keeps a byte for each row of all tables.
+        ways: of the cache. Tables with slots for all rows, and those of at most ``ways`` rows, which get slots for all
+            or none, have whole sets of their own.
+
+    Returns:
+        name -> Placement, in the order of ``tables``.
+
+    Raises:
+        ValueError: counts of a table are missing, negative or not [E]; a budget is negative; a bad ``ways``.
+    """
+    RowCache(ways=ways)  # refuses what a cache would
+    check_choice("policy", policy, POLICIES)
+    for name, budget in (("cache_bytes", cache_bytes), ("device_bytes", device_bytes), ("host_bytes", host_bytes)):
+        if budget is not None and budget < 0:
+            raise ValueError(f"{name} = {budget} must not be negative")
+    sorted_counts = [_sorted_counts(t, counts) for t in tables]
+    slot = [slot_bytes(t.stored[0].embedding_dim, policy) for t in tables]  # of the rows that are kept
+    stored = [sum(s.num_embeddings for s in t.stored) for t in tables]
+    candidates = [
+        _Candidate(uses, rows, slot_bytes=b, is_whole=len(t.stored) == 1, ways=ways)
+        for t, uses, rows, b in zip(tables, sorted_counts, stored, slot, strict=True)
+    ]
+    chosen = _choose_rows(candidates, cache_bytes - (sum(stored) if policy == "lfu" else 0))
+    counted = policy == "lfu" and any(chosen)
+    hits = [int(uses[:n].sum()) for uses, n in zip(sorted_counts, chosen, strict=True)]
+    encoded = [sum(s.num_bytes for s in t.stored) for t in tables]
+    uses = [int(c.sum()) for c in sorted_counts]
+    tiers = _choose_tiers([u - h for u, h in zip(uses, hits, strict=True)], encoded, (device_bytes, host_bytes, None))
+    return {
+        t.name: Placement(
+            fraction=chosen[i] / stored[i],
+            tier=tiers[i],
+            hit_rate=hits[i] / uses[i] if uses[i] else 0.0,
+            encoded_bytes=encoded[i],
+            slot_bytes=candidates[i].cost(chosen[i]) + (stored[i] if counted else 0),
+        )
+        for i, t in enumerate(tables)
+    }
+
+
+def _sorted_counts(table: EmbeddingConfig, counts: Mapping[str, Tensor]) -> Tensor:
+    """Uses of a table's rows, the most first."""
+    if table.name not in counts:
+        raise ValueError(f"counts have nothing of table {table.name!r}, only {sorted(counts)}")
+    given = torch.as_tensor(counts[table.name], device="cpu").long()
+    if given.shape != (table.num_embeddings,) or (len(given) and int(given.min()) < 0):
+        raise ValueError(
+            f"counts of table {table.name!r} must be [{table.num_embeddings}], none negative, got shape "
+            f"{list(given.shape)}"
+        )
+    if len(table.stored) == 1 and table.stored[0].num_embeddings < len(given):
+        # Hashed: ids share rows.
+        rows = torch.arange(len(given), device=given.device) % table.stored[0].num_embeddings
+        given = given.new_zeros(table.stored[0].num_embeddings).index_add_(0, rows, given)
+    return given.sort(descending=True).values
+
+
+class _Candidate:
+    """A table whose rows may get slots, in the order of their uses.
+
+    Args:
+        uses: of its rows, the most first; rows: how many. is_whole: whether it can be cached at all.
+        slot_bytes: of a slot. ways: slots of a set.
+    """
+
+    def __init__(self, uses: Tensor, rows: int, *, slot_bytes: int, is_whole: bool, ways: int) -> None:
+        self._rows, self._slot_bytes = rows, slot_bytes
+        self._whole_sets = -(-rows // ways) * ways
+        # Small ones get slots for all rows, or none.
+        self._step = rows if rows <= ways else 1
+        self._negated = -(uses.sum(0, keepdim=True) if rows <= ways else uses)  # ascending
+        self._step_bytes = (self._whole_sets if rows <= ways else 1) * slot_bytes
+        self.used = self._step * int((self._negated < 0).sum()) if is_whole else 0
+
+    @property
+    def most(self) -> float:
+        """A bound of the uses for a byte."""
+        return -float(self._negated[0]) / self._step_bytes
+
+    def above(self, least: float) -> int:
+        """How many rows have more uses for a byte than this."""
+        bar = torch.tensor(-least * self._step_bytes, dtype=torch.float64, device=self._negated.device)
+        return min(self._step * int(torch.searchsorted(self._negated, bar)), self.used)
+
+    def cost(self, rows: int) -> int:
+        """In bytes, of so many rows in slots: all of them have sets of their own."""
+        return (self._whole_sets if rows == self._rows else rows) * self._slot_bytes
+
+    def most_within(self, rows: int, budget: int) -> int:
+        """At most so many rows, which cost no more than the budget."""
+        rows = min(rows, max(0, budget // self._step_bytes) * self._step)
+        return rows if self.cost(rows) <= budget else max(0, rows - self._step)
+
+
+def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
+    """Of each table, how many of its most used rows get slots: those above one number of uses for a byte."""
+
+    def rows_above(least: float) -> list[int]:
+        return [t.above(least) for t in tables]
+
+    def cost(rows: list[int]) -> int:
+        return sum(t.cost(n) for t, n in zip(tables, rows, strict=True))
+
+    used = [t.used for t in tables]
+    if cost(used) <= budget:
+        return used
+    low, high = 0.0, 1.0 + max(t.most for t in tables)
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cost(rows_above(middle)) <= budget else (middle, high)
+    rows = rows_above(high)
+    for i, most in enumerate(rows_above(low)):  # rows that are used as much as the last that is in
+        left = budget - cost(rows) + tables[i].cost(rows[i])
+        rows[i] = max(rows[i], tables[i].most_within(most, left))
+    return rows
+
+
+def _choose_tiers(misses: list[int], sizes: list[int], budgets: tuple[int | None, ...]) -> list[str]:
+    tiers = [TIERS[-1]] * len(sizes)
+    left = list(budgets)
+    for i in sorted(range(len(sizes)), key=lambda i: -misses[i] / max(sizes[i], 1)):
+        number = next(n for n, room in enumerate(left) if room is None or sizes[i] <= room)
+        tiers[i] = TIERS[number]
+        if left[number] is not None:
+            left[number] -= sizes[i]
+    return tiers

@@ -1,0 +1,59 @@
+"""Rows in their formats: the first ones of a table, and floats as rows and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.tables.config import StoredTable
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows, quantize_rows
+
+# Numbers that are drawn and rounded at once when a table is made, to do without a float32 copy of it.
+_FLOATS_AT_ONCE = 1 << 20
+
+
+def initialize(
+    weight: Tensor, table: StoredTable, most: int | None = None, begin: Callable[[int, int], object] | None = None
+) -> None:
+    """Fills a table's rows, a view of ``Storage.view``, as its ``init`` says.
+
+    ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is
+    True fills the rows of consecutive calls; another one is given all of them at once.
+    """
+    rows, bound = table.num_embeddings, table.bound
+    if table.format == "fp32" and begin is None:
+        weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
+        return
+    in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
+    step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
+    # One piece of memory for all: glibc cannot always give a freed one of torch's alignment to the next that asks.
+    chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
+    for first in range(0, rows, step):
+        floats = chunk[: rows - first]
+        floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
+        if not weight.is_meta:
+            _write(weight, encode(floats, table.format), first, most, begin)
+
+
+def _write(
+    weight: Tensor, rows: Tensor, first: int, most: int | None, begin: Callable[[int, int], object] | None
+) -> None:
+    for chunk in rows.split(most or len(rows)):
+        if begin is not None:
+            begin(first, len(chunk))
+        weight[first : first + len(chunk)] = chunk
+        first += len(chunk)
+
+
+def encode(floats: Tensor, format: str) -> Tensor:
+    """[N, D] floats as rows of a format, rounded to the nearest: of its dtype, or uint8 [N, row_bytes]."""
+    if format in FLOAT_DTYPES:
+        return floats.to(FLOAT_DTYPES[format])
+    return quantize_rows(floats, format)
+
+
+def decode(rows: Tensor, format: str, embedding_dim: int) -> Tensor:
+    """The reverse of ``encode``: float32 [N, D]."""
+    return rows.float() if format in FLOAT_DTYPES else dequantize_rows(rows, format, embedding_dim)

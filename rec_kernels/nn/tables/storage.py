@@ -1,0 +1,54 @@
+"""The flat tensor that the tables of a collection lie in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.tables.config import StoredTable
+from rec_kernels.ops.embedding_bag import table_starts
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+_ops = torch.ops.rec_kernels
+
+
+class Storage:
+    """Where the tables of a collection lie in its one flat tensor.
+
+    Float32 tables alone lie in a float32 tensor; with any other format among them, in one of bytes.
+
+    Args:
+        tables: the tables, in this order; each starts at a cache line.
+    """
+
+    def __init__(self, tables: list[StoredTable]) -> None:
+        self.formats = sorted({t.format for t in tables if t.format != "fp32"})
+        self.is_bytes = bool(self.formats)
+        if any(t.format == "fp32" for t in tables):
+            self.formats.append("fp32")
+        self.dtype = torch.uint8 if self.is_bytes else torch.float32
+        self._tables = tables
+        self.starts = table_starts([self._size(t) for t in tables], 64 // self.dtype.itemsize)
+
+    def _size(self, table: StoredTable) -> int:
+        row = table.row_bytes if self.is_bytes else table.embedding_dim
+        return table.num_embeddings * row
+
+    def view(self, flat: Tensor, i: int) -> Tensor:
+        """Table i of the flat tensor: [E, D] of the format's dtype, or uint8 [E, row_bytes]."""
+        table, start = self._tables[i], self.starts[i]
+        rows = flat[start : start + self._size(table)]
+        return rows.view(FLOAT_DTYPES.get(table.format, torch.uint8)).view(table.num_embeddings, -1)
+
+
+@torch.library.register_fake("rec_kernels::_advise_huge_pages")
+def _(flat: Tensor) -> bool:
+    return False  # a fake tensor has no memory
+
+
+def zeros(size: int, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """[size] zeros; in the CPU's memory on huge pages, where the system offers them."""
+    flat = torch.empty(size, dtype=dtype, device=device)
+    if flat.device.type == "cpu":
+        _ops._advise_huge_pages(flat)  # before the first touch, which is what allocates the pages
+    return flat.zero_()

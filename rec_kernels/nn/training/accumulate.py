@@ -1,0 +1,172 @@
+"""Gradient accumulation for fused tables: lookups whose backwards have run and whose common update has not."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.nn.jagged.shared_bags import join as join_shared
+from rec_kernels.ops.autograd import differentiable_once
+
+
+class Lookup(NamedTuple):
+    """What an update needs to know of a micro-batch.
+
+    Args:
+        grad: [B, C] float32, gradient of the pooled output.
+        values: [N] ids; offsets: [F * B + 1], key-major; weights: [N] float32 or None. Ids and offsets are int32 or
+            int64, each on its own.
+        status: [2] int64, what the lookup reported: its first element is below the largest int64 if an id was out of
+            range. The update is skipped then, on devices where the lookup itself cannot raise in time.
+        bag_starts: [F + 1] where features have batch sizes of their own, and every bag a row of the output and of
+            grad; or None. shared: which bags the rows have instead, or None.
+    """
+
+    grad: Tensor
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    status: Tensor
+    bag_starts: Tensor | None = None
+    shared: SharedBags | None = None
+
+
+class Pending:
+    """The lookups of one ``accumulate()`` block, in the order of their backwards.
+
+    Args:
+        token: the collection's, whose gradient arrives when a lookup from before the block runs its backward.
+    """
+
+    def __init__(self, token: Tensor) -> None:
+        self.lookups: list[Lookup] = []
+        self._is_open = True
+        # A token of its own: the collection's belongs to lookups that update at once.
+        self._token = torch.empty_like(token, requires_grad=True)
+        self._watch = token.register_hook(_refuse_earlier_lookup)
+
+    def close(self) -> None:
+        """No further backward is taken."""
+        self._is_open = False
+        self.lookups = []
+        self._watch.remove()
+
+    def add(self, lookup: Lookup) -> None:
+        """Keeps copies: callers may reuse the memory of ids and gradients for the next micro-batch.
+
+        Raises:
+            RuntimeError: the block has ended.
+        """
+        if not self._is_open:
+            raise RuntimeError(
+                "this lookup was made in an accumulate() block that has ended, so its backward cannot be part of the "
+                "update any more: call backward() inside the block"
+            )
+        tensors, shared = (None if t is None else t.detach().clone() for t in lookup[:-1]), lookup.shared
+        if shared is not None:
+            shared = shared._replace(inverse=shared.inverse.clone())
+        self.lookups.append(Lookup._make((*tensors, shared)))
+
+    def record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
+        """``pooled``, [B, C], the result of a lookup; its backward becomes part of the update.
+
+        Args:
+            pooled: the lookup's output. shared: as in ``Lookup``.
+            bags: values, offsets, weights, status and bag_starts, as in ``Lookup``.
+        """
+        from rec_kernels.nn.graph_breaks import record_lookup
+
+        return record_lookup(self._record, pooled, shared, *bags)
+
+    def _record(self, pooled: Tensor, shared: SharedBags | None, *bags: Tensor | None) -> Tensor:
+        inverse = None if shared is None else shared.inverse
+        return _Recorded.apply(pooled, self._token, self, shared, *bags, inverse)
+
+
+def _note(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    saved = ctx.saved_tensors  # looked at once, for the sake of activation checkpointing
+    shared = None if ctx.shared is None else ctx.shared._replace(inverse=saved[-1])
+    ctx.pending.add(Lookup._make((grad.float(), *saved[:-1], shared)))
+    return grad, None, None, None, *[None] * len(saved)
+
+
+class _Recorded(torch.autograd.Function):
+    """Identity; the backward notes the gradient, and hands it on for the sake of per-sample weights."""
+
+    @staticmethod
+    def forward(
+        ctx, pooled: Tensor, token: Tensor, pending: Pending, shared: SharedBags | None, *bags: Tensor | None
+    ) -> Tensor:
+        ctx.mark_dirty(pooled)  # not a view of it, which could not be changed in place
+        ctx.pending = pending
+        ctx.shared = None if shared is None else shared._replace(inverse=None)  # which is among the bags
+        ctx.save_for_backward(*bags)
+        return pooled
+
+    backward = staticmethod(differentiable_once("embedding_bag_fused.layout", _note))
+
+
+def _refuse_earlier_lookup(_) -> None:
+    raise RuntimeError(
+        "a lookup made before this accumulate() block ran its backward inside it, and has updated the tables by "
+        "itself: call the collection inside the block, too"
+    )
+
+
+def join(lookups: list[Lookup], num_features: int) -> Lookup:
+    """One batch of all micro-batches: per feature, micro-batch after micro-batch.
+
+    Args:
+        lookups: at least one; F = ``num_features`` features each, batch sizes of their own.
+
+    Returns:
+        Lookup of the sum of the batch sizes. Where only some have per-sample weights, the others' are 1, which
+        changes no bit of an update (docs/numerics.md, "Row gradients"). ``status`` names a bad id if any does.
+
+    Raises:
+        RuntimeError: only some have ``bag_starts``, or not all ``shared`` with the same groups.
+    """
+    status = torch.stack([lookup.status for lookup in lookups]).amin(0)
+    lookups = [lookup for lookup in lookups if len(lookup.grad)] or lookups[:1]
+    if len(lookups) == 1:
+        return lookups[0]._replace(status=status)
+    if len({_kind(lookup) for lookup in lookups}) > 1:
+        raise RuntimeError(
+            "the lookups of an accumulate() block must be of one kind: of batches, of features with batch sizes of "
+            "their own, or of distinct bags with the same groups"
+        )
+    bags = [_bags_of_features(lookup, num_features) for lookup in lookups]
+    places = [torch.tensor(b, device=lookup.offsets.device) for lookup, b in zip(lookups, bags, strict=True)]
+    bounds = [lookup.offsets[place].tolist() for lookup, place in zip(lookups, places, strict=True)]
+
+    def by_feature(parts: list[Tensor], places: list[list[int]]) -> Tensor:
+        pairs = [(f, part, place) for f in range(num_features) for part, place in zip(parts, places, strict=True)]
+        return torch.cat([part[place[f] : place[f + 1]] for f, part, place in pairs])
+
+    lengths = by_feature([lookup.offsets.long().diff() for lookup in lookups], bags)
+    weights = None
+    if any(lookup.weights is not None for lookup in lookups):
+        ones = [torch.ones_like(x.values, dtype=torch.float32) if x.weights is None else x.weights for x in lookups]
+        weights = by_feature(ones, bounds)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    values, starts = by_feature([x.values for x in lookups], bounds), None
+    own_rows = lookups[0].bag_starts is not None and lookups[0].shared is None
+    grad = by_feature([x.grad for x in lookups], bags) if own_rows else torch.cat([x.grad for x in lookups])
+    if lookups[0].bag_starts is not None:
+        starts = torch.stack([x.bag_starts for x in lookups]).sum(0)
+    shared = None if lookups[0].shared is None else join_shared([x.shared for x in lookups])
+    return Lookup(grad, values, offsets, weights, status, starts, shared)
+
+
+def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
+    return lookup.bag_starts is None, None if lookup.shared is None else tuple(lookup.shared.groups)
+
+
+def _bags_of_features(lookup: Lookup, num_features: int) -> list[int]:
+    """[F + 1]: where each feature's bags start."""
+    if lookup.bag_starts is not None:
+        return lookup.bag_starts.tolist()
+    return [f * len(lookup.grad) for f in range(num_features + 1)]

@@ -1,0 +1,155 @@
+"""The update of a collection with a fused optimizer: its numbers, scaled losses, and updates that are put off."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+
+from rec_kernels.nn.tables.optimizer_state import KINDS, StatePlaces
+from rec_kernels.nn.tables.storage import zeros
+from rec_kernels.nn.training.accumulate import Lookup, Pending, join
+from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.ops.embedding_bag_autograd import overflow_of
+
+
+def optimizer_buffers(
+    optimizer: Optimizer | None, places: StatePlaces, device: torch.device | str | None
+) -> dict[str, tuple[Tensor | None, bool]]:
+    """The buffers of a collection that updates read and write: name -> tensor, and whether a state has it by itself.
+
+    ``lr``, ``step`` and ``beta_powers`` are numbers; ``_sum``, ``_exp_avg`` and ``_exp_avg_sq`` state of all tables,
+    None where the optimizer has none of the kind.
+    """
+    buffers: dict[str, tuple[Tensor | None, bool]] = {}
+    if optimizer is not None:
+        buffers["lr"] = torch.tensor(optimizer.lr, dtype=torch.float32, device=device), False
+        buffers["step"] = torch.zeros((), dtype=torch.int64, device=device), True
+    for kind in KINDS:
+        flat = zeros(places.size(kind), places.dtype(kind), device) if kind in places.kinds else None
+        buffers[f"_{kind}"] = flat, False
+    if "exp_avg" in places.kinds:
+        buffers["beta_powers"] = torch.ones(2, dtype=torch.float32, device=device), True
+    return buffers
+
+
+class FusedUpdate:
+    """How backwards update the tables of a collection.
+
+    ``token`` is what autograd calls a fused update for. With a ``GradScaler`` it has an element, whose gradient says
+    whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
+
+    Args:
+        optimizer: the optimizer. weights: the tables' parameters. lr: the tensor that the kernels read.
+
+    Attributes:
+        face: the ``torch.optim.Optimizer`` that schedulers and scalers see.
+        pending: the lookups of the ``accumulate()`` block that is open, or None.
+    """
+
+    token: Tensor
+
+    def __init__(self, optimizer: Optimizer, weights: list[Tensor], lr: Tensor) -> None:
+        self.optimizer = optimizer
+        self.face = FusedOptimizer(weights, optimizer.lr, lr)
+        self.pending: Pending | None = None
+        self._scaler: GradScaler | None = None
+        self._lost_scaler = False  # whether this is a copy of a collection that had one
+        self._renew_token(lr.device)
+
+    def _renew_token(self, device: torch.device) -> None:
+        size = 0 if self._scaler is None else 1
+        self.token = torch.zeros(size, dtype=torch.float32, device=device, requires_grad=True)
+        self._one = torch.ones(1, dtype=torch.float32, device=device)
+
+    def follow(self, weights: list[Tensor], lr: Tensor) -> None:
+        """Takes up the collection's tensors after it was moved."""
+        self._renew_token(lr.device)
+        self.tie(weights, lr)
+
+    def tie(self, weights: list[Tensor], lr: Tensor) -> None:
+        """Has ``face`` show these tensors."""
+        self.face.retie(weights, lr, None if self._scaler is None else self.token)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy would scale nobody's loss; and a scaler may not be pickled between a backward and its update().
+        state = {**self.__dict__, "pending": None, "_scaler": None}
+        if self._scaler is not None:
+            empty = torch.empty(0, dtype=torch.float32, device=self.token.device, requires_grad=True)
+            state |= {"_lost_scaler": True, "token": empty}
+        return state
+
+    def options(self, buffers: Mapping[str, Tensor | None]) -> dict[str, object]:
+        """The arguments of the ops that say how gradients are used."""
+        options = self.optimizer.options()
+        if "exp_avg" in self.optimizer.state:
+            options |= {
+                "exp_avg": buffers["_exp_avg"],
+                "exp_avg_sq": buffers["_exp_avg_sq"],
+                "beta_powers": buffers["beta_powers"],
+            }
+        return options
+
+    def set_grad_scaler(self, scaler: GradScaler | None, weights: list[Tensor], lr: Tensor) -> None:
+        """``set_grad_scaler()`` of a collection with these tensors."""
+        if self.pending is not None:
+            raise RuntimeError("set_grad_scaler() inside accumulate(): call it before the block or after it")
+        enabled = getattr(scaler, "is_enabled", None)
+        self._scaler = scaler if enabled is None or enabled() else None
+        self._lost_scaler = False
+        self.follow(weights, lr)
+
+    def scaling(self) -> dict[str, Tensor]:
+        """The arguments of the ops that say what the loss is multiplied by: numbers of now, not the scaler's tensor.
+
+        Raises:
+            RuntimeError: this is a copy of a collection with a scaler, and has none.
+        """
+        if self._scaler is not None:
+            if torch.compiler.is_compiling():
+                from rec_kernels.nn.graph_breaks import scale_while_traced
+
+                return {"grad_scale": scale_while_traced(self._scaler, self._one)}
+            if self.token.is_cuda and torch.cuda.is_current_stream_capturing():
+                self.face.is_captured = True
+            return {"grad_scale": self._scaler.scale(self._one)}
+        if self._lost_scaler:
+            raise RuntimeError(
+                "this is a copy of a collection with a GradScaler, which copies do not take along: call "
+                "set_grad_scaler() with the one that scales the copy's losses, or with None if they are not scaled"
+            )
+        return {}
+
+    def _found_by(self, scaling: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+        """``scaling``, and whether ``grad``, of the pooled output, has overflowed; notes it for the scaler, too."""
+        if not scaling:
+            return {}
+        overflow, token = overflow_of(grad), self.token
+        if token.grad is None:
+            token.grad = torch.zeros_like(token)
+        token.grad += overflow
+        return scaling | {"found_inf": overflow}
+
+    @contextlib.contextmanager
+    def accumulate(self, num_features: int, update: Callable[[Lookup, dict[str, Tensor]], None]) -> Iterator[None]:
+        """Within the block, lookups are collected; at its end ``update(lookup, options)`` is called with all of them.
+
+        Raises:
+            RuntimeError: it is inside another one.
+        """
+        if self.pending is not None:
+            raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
+        scaling = self.scaling()
+        self.pending = pending = Pending(self.token)
+        try:
+            yield
+            if pending.lookups:
+                lookup = join(pending.lookups, num_features)
+                update(lookup, self._found_by(scaling, lookup.grad))
+        finally:
+            pending.close()
+            self.pending = None
