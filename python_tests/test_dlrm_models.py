@@ -20,7 +20,7 @@ from command_lines import main
 
 from bench.studies import compare
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
-from rec_kernels.dlrm.config import MODELS, OPTIONS_OF
+from rec_kernels.dlrm.config import MODELS, options_of
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.model import flops_per_example
 from rec_kernels.dlrm.runs import CONFIG, Records
@@ -96,7 +96,7 @@ def test_counting_changes_nothing(cache: float, data: Synthetic) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_model_trains(model: str, data: Synthetic, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The command line trains every model: its name, loss, counts, reports, title and new score are checked."""
-    others = {name for other, names in OPTIONS_OF.items() if other != model for name in names}
+    others = {name for other in MODELS if other != model for name in options_of(other)}
     own = {name: v[0] if isinstance(v, tuple) else v for name, v in OPTIONS.items() if name not in others}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in own.items()]
     assert main(["train", *flags, "--model", model, "--epochs", "4", "--runs-dir", str(tmp_path)]) == 0

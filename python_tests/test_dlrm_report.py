@@ -198,7 +198,7 @@ def test_memory_is_sorted_and_summed(write):
 def test_options_that_are_not_at_their_default_come_first(write):
     page = write(CURVE, weeks=4, bottom=[32, 16], tensorboard=False, lr=0.05)
     start = page.texts.index("default") + 1
-    assert page.texts[start : start + 6] == ["weeks", "4", "-", "bottom", "32, 16", "64"]
+    assert page.texts[start : start + 6] == ["weeks", "4", "-", "bottom", "32,16", "64"]
     assert page.texts[start + 6 : start + 9] == ["lr", "0.05", "0.05"]
     assert any(text.startswith("2 of 4 options are not at their default") for text in page.texts)
     assert sum(attributes.get("class") == "strong" for _, attributes in page.elements) == 3  # and the total of the time

@@ -315,13 +315,12 @@ def test_nan_loss_leaves_the_tables_untouched_and_the_batch_behind(data, tmp_pat
         (["--patience", "3"], "patience is 3, which needs eval_every (now 0) and valid_fraction (now 0.0) above 0"),
         (
             ["--cross-rank", "16"],
-            "cross_rank is an option of model 'dcnv2', and model is 'dlrm': leave it out, or choose model 'dcnv2' "
-            "(allowed here: none)",
+            "cross_rank is 16, an option of model 'dcnv2', and model is 'dlrm': leave it out (allowed here: none)",
         ),
         (
             ["--model", "dcnv2", "--wukong-layers", "2"],
-            "wukong_layers is an option of model 'wukong', and model is 'dcnv2': leave it out, or choose model "
-            "'wukong' (allowed here: cross_layers, cross_rank)",
+            "wukong_layers is 2, an option of model 'wukong', and model is 'dcnv2': leave it out "
+            "(allowed here: cross_layers, cross_rank)",
         ),
         (["--tensorboard", "perhaps"], "argument --tensorboard: invalid switch value: 'perhaps'"),
     ],

@@ -194,11 +194,11 @@ def test_folders_of_others_are_refused(command, tmp_path, capsys):
         ),
         (
             ["a", "b", "--cross-rank", "8"],
-            "cross_rank is an option of model 'dcnv2', and model is 'dlrm': leave it out",
+            "cross_rank is 8, an option of model 'dcnv2', and model is 'dlrm': leave it out",
         ),
         (["--model", "dlrm,wukong", "--cross-rank", "8"], "and model is 'dlrm' or 'wukong': leave it out"),
-        (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is an option of model 'dcnv2'"),
-        (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is an option of model"),
+        (["a", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, an option of model 'dcnv2'"),
+        (["a:model=dcnv2", "b:cross_rank=8"], "configuration 'b:cross_rank=8': cross_rank is 8, an option of model"),
         ([], "there is nothing to compare: give configurations, or lists as in --format fp32,int8"),
     ],
 )
@@ -213,7 +213,7 @@ def test_wrong_comparisons_give_readable_errors(arguments, message, tmp_path, ca
 def test_options_of_one_model_reach_the_configurations_of_it():
     """Configurations of other models in the same comparison ignore them."""
     base = TrainConfig(cross_rank=8)
-    plan = compare.plan(["a"], base, "1", "c", models="dlrm,dcnv2", given=["cross_rank"])
+    plan = compare.plan(["a"], base, "1", "c", models="dlrm,dcnv2", given={"cross_rank": 8})
     assert {config.cross_rank for config in plan.configs.values()} == {8}
     plan = compare.plan(["a:wukong_hidden=8+4", "b"], base, "1", "c", models="dlrm,wukong")
     assert plan.configs["a-wukong"].wukong_hidden == (8, 4)

@@ -105,7 +105,7 @@ def _plan(parser: argparse.ArgumentParser, options: dict) -> compare.Comparison:
     configurations, seeds, name = (options.pop(key) for key in ("configurations", "seeds", "name"))
     lists = {f"{option}s": options.pop(option) for option in ("format", "rounding", "embedding", "model")}
     try:
-        return compare.plan(configurations, config_of(parser, options), seeds, name, **lists, given=list(options))
+        return compare.plan(configurations, config_of(parser, options), seeds, name, **lists, given=options)
     except ValueError as error:
         parser.error(str(error))
 

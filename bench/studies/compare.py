@@ -9,30 +9,33 @@ import gc
 import itertools
 import os
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from rec_kernels.dlrm import checkpoint, datasets, files
+from rec_kernels.dlrm import checkpoint, files
 from rec_kernels.dlrm.config import (
+    DATA,
     EMBEDDINGS,
     FORMATS,
     MODELS,
     ROUNDINGS,
     TrainConfig,
+    options_of,
     refuse_options_of_others,
     widths,
 )
 from rec_kernels.dlrm.data import DataError, DataSet
+from rec_kernels.dlrm.datasets import open_data
 from rec_kernels.dlrm.interruption import NotFiniteError
 from rec_kernels.dlrm.runs import CONFIG, RUN_NAMES, Records, RunExistsError, is_run_name
 from rec_kernels.dlrm.train import train
 
 # All that decides what open_data gives.
-DATA_OPTIONS = ("data", "data_dir", *sorted({name for names in datasets.OPTIONS.values() for name in names}))
+DATA_OPTIONS = ("data", "data_dir", *sorted({name for data in DATA for name in options_of(data)}))
 MOST_SEEDS = 1000
 
 
@@ -66,7 +69,7 @@ def plan(
     roundings: str | None = None,
     embeddings: str | None = None,
     models: str | None = None,
-    given: Collection[str] = (),
+    given: Mapping[str, Any] | None = None,
 ) -> Comparison:
     """The comparison that a command line asks for.
 
@@ -83,7 +86,8 @@ def plan(
             named "NAME-qr-int8-nearest". A configuration gives itself what no list gives.
         models: the same of models, as in "dlrm,dcnv2": every configuration with each, named
             "NAME-dcnv2-qr-int8-nearest".
-        given: options of ``base`` that were asked for: each must change one of the configurations' models.
+        given: options of ``base`` that were asked for, with their values: each must change one of the configurations'
+            models.
 
     Raises:
         ValueError: names the configuration, the option, its value and what is allowed.
@@ -107,7 +111,7 @@ def plan(
             "or --model dlrm,dcnv2"
         )
     configs = _configs(configurations, base, variants, listed)
-    refuse_options_of_others(given, [config.model for config in configs.values()])
+    refuse_options_of_others(given or {}, "model", [config.model for config in configs.values()])
     if len(configs) < 2:
         raise ValueError(f"there is one configuration, {next(iter(configs))!r}: a comparison needs 2 or more")
     return Comparison(Path(base.runs_dir) / name, configs, parse_seeds(seeds))
@@ -135,7 +139,7 @@ def _configs(
             except ValueError as error:
                 raise ValueError(f"configuration {full if text is None else text!r}: {error}") from error
         try:
-            refuse_options_of_others(given, [config.model for config in list(configs.values())[own:]])
+            refuse_options_of_others(given, "model", [config.model for config in list(configs.values())[own:]])
         except ValueError as error:
             raise ValueError(f"configuration {text!r}: {error}") from error
     return configs
@@ -309,7 +313,7 @@ def _train(config: TrainConfig, opened: dict[tuple, DataSet]) -> dict:
     """Begins a run or goes on with it; returns the record that ends it."""
     key = tuple(getattr(config, option) for option in DATA_OPTIONS)
     if key not in opened:
-        opened[key] = datasets.open_data(config)
+        opened[key] = open_data(config)
     directory = Path(config.runs_dir) / config.run
     resume = directory if _has_checkpoint(directory) else None
     if resume is None and directory.exists():

@@ -94,7 +94,7 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     resume, show = options.pop("resume"), options.pop("show_config")
     config = config_of(parser, options, resume)
     try:
-        refuse_options_of_others(options, [config.model])
+        refuse_options_of_others(options, "model", [config.model])
     except ValueError as error:
         parser.error(str(error))
     if resume is not None and "data" not in options:

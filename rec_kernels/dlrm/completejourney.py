@@ -130,8 +130,10 @@ def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
         raise DataError(f"{PACKAGE} is version {version}, supported is {PACKAGE_VERSION}: run `{install}`")
     source = get_data(["transactions", "products"])
     transactions, products = source["transactions"], source["products"]
-    _check_columns("transactions", transactions, TRANSACTION_COLUMNS)
-    _check_columns("products", products, ("product_id", *PRODUCT_COLUMNS.values()))
+    expected = {"transactions": TRANSACTION_COLUMNS, "products": ("product_id", *PRODUCT_COLUMNS.values())}
+    for name, columns in expected.items():
+        if missing := [column for column in columns if column not in source[name].columns]:
+            raise DataError(f"{name} of {PACKAGE}: missing columns {missing}, found {list(source[name].columns)}")
     found = len(transactions), transactions["basket_id"].nunique()
     if found != (ROWS, BASKETS):
         raise DataError(
@@ -141,12 +143,6 @@ def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
     if weeks is not None:
         transactions = transactions[transactions["week"] <= weeks]
     return transactions, products
-
-
-def _check_columns(name: str, frame: pd.DataFrame, expected: tuple[str, ...]) -> None:
-    missing = [column for column in expected if column not in frame.columns]
-    if missing:
-        raise DataError(f"{name} of {PACKAGE}: missing columns {missing}, found {list(frame.columns)}")
 
 
 def folder_name(weeks: int | None, history: int) -> str:
@@ -174,7 +170,8 @@ def build(
         progress: show a progress bar.
     """
     with tqdm(total=len(FEATURES) + 3, desc="preparing", unit="step", disable=not progress) as bar:
-        rows = _in_time_order(transactions)
+        # Rows of a basket keep the order of the source.
+        rows = transactions.iloc[np.lexsort((transactions["basket_id"], transactions["transaction_timestamp"]))]
         basket, starts = _baskets(rows)
         train_rows = _train_rows(rows, starts, weeks)
         bar.update()
@@ -191,12 +188,6 @@ def build(
         bar.update()
     label = (rows["retail_disc"].to_numpy() > 0).astype(np.float32)
     return CompleteJourney(ids, dense, label, basket, offsets, purchases, num_embeddings, train_rows, weeks, history)
-
-
-def _in_time_order(transactions: pd.DataFrame) -> pd.DataFrame:
-    """Rows sorted by time, then basket; rows of a basket keep the order of the source."""
-    order = np.lexsort((transactions["basket_id"], transactions["transaction_timestamp"]))
-    return transactions.iloc[order]
 
 
 def _baskets(rows: pd.DataFrame) -> tuple[np.ndarray, np.ndarray]:
@@ -238,21 +229,10 @@ def _dense(rows: pd.DataFrame, basket: np.ndarray, starts: np.ndarray) -> np.nda
     first = rows.iloc[starts]
     by_household = first.groupby("household_id", sort=False)
     days = by_household["transaction_timestamp"].diff() / pd.Timedelta(days=1)
-    columns = np.stack(
-        [
-            days.fillna(0).to_numpy()[basket],
-            by_household.cumcount().to_numpy()[basket],
-            _earlier_sales(rows["product_id"].to_numpy(), basket),
-        ],
-        axis=1,
-    )
-    return np.log1p(columns).astype(np.float32)
-
-
-def _earlier_sales(product: np.ndarray, basket: np.ndarray) -> np.ndarray:
-    """Transactions of the row's product in earlier baskets, int64 [N]."""
-    rows = pd.DataFrame({"product": product, "basket": basket})
-    return (rows.groupby("product").cumcount() - rows.groupby(["product", "basket"]).cumcount()).to_numpy()
+    sold = pd.DataFrame({"product": rows["product_id"].to_numpy(), "basket": basket})
+    earlier_sales = sold.groupby("product").cumcount() - sold.groupby(["product", "basket"]).cumcount()
+    columns = [days.fillna(0).to_numpy()[basket], by_household.cumcount().to_numpy()[basket], earlier_sales.to_numpy()]
+    return np.log1p(np.stack(columns, axis=1)).astype(np.float32)
 
 
 def _history(

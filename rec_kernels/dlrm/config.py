@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,8 @@ COMPILE = ("no", "default")
 DEDUP = ("auto", "on", "windows", "off")
 DEVICES = ("cpu", "cuda")
 MODELS = ("dlrm", "dcnv2", "wukong")
-# The options that only one of the models has.
-OPTIONS_OF = {
-    "dcnv2": ("cross_layers", "cross_rank"),
-    "wukong": ("wukong_layers", "wukong_features", "wukong_factors", "wukong_hidden"),
-}
+DATA = ("completejourney", "criteo", "synthetic")
+FUNCTION = "module:function"  # any other data set
 EMBEDDINGS = ("full", "hash", "qr", "qr_add", "qr_concat", "mixed")
 ROUNDINGS = ("stochastic", "nearest")
 OPTIMIZERS: dict[str, Callable[[float], Optimizer]] = {
@@ -72,40 +69,38 @@ _UNITS = (
 
 
 def parse_size(text: str) -> int:
-    """Bytes: "512MB" -> 512000000, "4GiB", "4096"; ValueError for what is no such number, or less than a byte."""
+    """Bytes: "512MB" -> 512000000, "4GiB", "4096"; 0 for what is no such number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", text.strip())
-    if match is None or match[2] not in _UNITS or (size := int(float(match[1]) * _UNITS[match[2]])) < 1:
-        raise ValueError(f"{text!r} must be a number of bytes, or of {', '.join(_UNITS)[2:]}")
-    return size
-
-
-def _is_size(text: str) -> bool:
-    try:
-        return parse_size(text) > 0
-    except ValueError:
-        return False
+    return int(float(match[1]) * _UNITS.get(match[2], 0)) if match else 0
 
 
 def _option(
-    default: Any, kind: Callable, help: str, allowed: str, check: Callable[[Any], bool], *, how: bool = False
+    default: Any, kind: Callable, help: str, allowed: str, check: Callable[[Any], bool], of: str = "", how: bool = False
 ) -> Any:
     """A field, which may be None where that is its default.
 
-    ``how``: it says how a run is carried out, not what comes out of it, and may change when it is resumed.
+    Args:
+        kind: makes the value of a flag's text. help: of the flag.
+        allowed: text of what ``check`` lets pass.
+        of: names of the only models or data sets that have it.
+        how: it says how a run is carried out, not what comes out of it, and may change when it is resumed.
     """
-    return field(default=default, metadata={"kind": kind, "help": help, "allowed": allowed, "check": check, "how": how})
+    metadata = {"kind": kind, "help": help, "allowed": allowed, "check": check, "of": of.split(), "how": how}
+    return field(default=default, metadata=metadata)
 
 
-def _count(default: int | None, help: str, least: int = 1, bits: int = 63, **more) -> Any:
-    return _option(default, int, help, f"{least} or more, below 2**{bits}", lambda v: least <= v < 2**bits, **more)
+def _count(default: int | None, help: str, least: int = 1, most: int = 0, bits: int = 63, **more) -> Any:
+    allowed = f"{least} to {most}" if most else f"{least} or more, below 2**{bits}"
+    return _option(default, int, help, allowed, lambda v: least <= v <= (most or 2**bits - 1), **more)
 
 
-def _number(default: float | None, help: str, allowed: str, check: Callable[[Any], bool]) -> Any:
-    return _option(default, float, help, allowed, check)
+def _number(default: float | None, help: str, least: float = 0, most: float = math.inf, **more) -> Any:
+    allowed = f"{least} or more" if most == math.inf else f"{least} to {most}"
+    return _option(default, float, help, allowed, lambda v: least <= v <= most and v < math.inf, **more)
 
 
 def _positive(default: float, help: str) -> Any:
-    return _number(default, help, "a finite number above 0", lambda v: 0 < v < math.inf)
+    return _option(default, float, help, "a finite number above 0", lambda v: 0 < v < math.inf)
 
 
 def _text(default: str | None, help: str, **more) -> Any:
@@ -117,8 +112,8 @@ def _choice(default: str, help: str, names: Sequence[str], **more) -> Any:
     return _option(default, str, help, f"{', '.join(first)} or {last}", lambda v: v in names, **more)
 
 
-def _layers(default: tuple[int, ...], help: str) -> Any:
-    return _option(default, widths, help, "widths of 1 or more", lambda v: all(1 <= w < 2**63 for w in v))
+def _layers(default: tuple[int, ...], help: str, **more) -> Any:
+    return _option(default, widths, help, "widths of 1 or more", lambda v: all(1 <= w < 2**63 for w in v), **more)
 
 
 @dataclass(frozen=True)
@@ -129,34 +124,32 @@ class TrainConfig:
         ValueError: names the option, its value and what is allowed.
     """
 
-    data: str = _text(
-        "completejourney", "completejourney, criteo, synthetic, or module:function that returns a data set"
-    )
+    data: str = _text(DATA[0], f"{', '.join(DATA)}, or {FUNCTION} that returns a data set")
     path: str | None = _text(
-        None, "criteo: file or folder of files, plain or .gz; an argument of module:function", how=True
+        None, "file or folder of files, plain or .gz; an argument of the function", of=f"criteo {FUNCTION}", how=True
     )
-    rows: int | None = _count(None, "criteo: only the first rows; synthetic: rows for training (default: all, 1000000)")
-    weeks: int | None = _option(
+    rows: int | None = _count(
+        None, "only the first rows; synthetic: rows for training (default: all, 1000000)", of="criteo synthetic"
+    )
+    weeks: int | None = _count(
         None,
-        int,
-        "completejourney: only the first weeks, tested on their last quarter (default: train on 1-46, test on 47-53)",
-        f"1 to {LAST_WEEK - 1}",
-        lambda v: 1 <= v < LAST_WEEK,
+        "only the first weeks, tested on their last quarter (default: train on 1-46, test on 47-53)",
+        most=LAST_WEEK - 1,
+        of="completejourney",
     )
     table_rows: int | None = _count(
-        None, "criteo: hash ids into so many rows per table (default: a row per value); synthetic: rows of a table"
+        None,
+        "hash ids into so many rows per table (default: a row per value); synthetic: rows of a table",
+        of="criteo synthetic",
     )
     history: int | None = _count(
-        None, "completejourney: the longest history (default: 50, allowed: 10 to 200); synthetic: the mean one (20)"
-    )
-    samples_per_session: float | None = _number(
-        None, "synthetic: rows of a session, in the mean (default: 9)", "1 or more", lambda v: 1 <= v < math.inf
-    )
-    unchanged: float | None = _number(
         None,
-        "synthetic: share of rows with the history of the row before (default: 1)",
-        "0 to 1",
-        lambda v: 0 <= v <= 1,
+        "the longest history (default: 50, allowed: 10 to 200); synthetic: the mean one (20)",
+        of="completejourney synthetic",
+    )
+    samples_per_session: float | None = _number(None, "rows of a session, in the mean (default: 9)", 1, of="synthetic")
+    unchanged: float | None = _number(
+        None, "share of rows with the history of the row before (default: 1)", 0, 1, of="synthetic"
     )
     dedup: str = _choice(
         "auto",
@@ -169,19 +162,17 @@ class TrainConfig:
     embedding_dim: int = _count(16, "columns of every embedding table")
     bottom: tuple[int, ...] = _layers((64,), "hidden layers of the bottom MLP")
     top: tuple[int, ...] = _layers((64, 32), "hidden layers of the top MLP")
-    cross_layers: int = _count(3, "dcnv2: cross layers")
-    cross_rank: int = _count(16, "dcnv2: rank of their matrices")
-    wukong_layers: int = _count(3, "wukong: layers")
-    wukong_features: int = _count(8, "wukong: vectors that either block of a layer makes")
-    wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to")
-    wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP")
+    cross_layers: int = _count(3, "dcnv2: cross layers", of="dcnv2")
+    cross_rank: int = _count(16, "dcnv2: rank of their matrices", of="dcnv2")
+    wukong_layers: int = _count(3, "wukong: layers", of="wukong")
+    wukong_features: int = _count(8, "wukong: vectors that either block of a layer makes", of="wukong")
+    wukong_factors: int = _count(8, "wukong: columns that the pairwise products are projected to", of="wukong")
+    wukong_hidden: tuple[int, ...] = _layers((64,), "wukong: hidden layers of each layer's MLP", of="wukong")
     embedding: str = _choice(
         "full", "tables: full; hash, ids share rows; qr, quotients and remainders; mixed, widths by size", EMBEDDINGS
     )
     collisions: int = _count(4, "hash, qr: how many ids share a row")
-    temperature: float = _number(
-        0.3, "mixed: columns fall with the rows to this power", "0 or more", lambda v: 0 <= v < math.inf
-    )
+    temperature: float = _number(0.3, "mixed: columns fall with the rows to this power")
     threshold: int = _count(200, "hash, qr, mixed: tables of at most so many ids stay full", 0)
     precision: str = _choice("fp32", "of MLPs and interaction: fp32, or bf16 as torch.autocast does", tuple(PRECISIONS))
     activations: str = _choice("fp32", f"format of inputs of the dense side: {', '.join(ACTIVATIONS)}", ACTIVATIONS)
@@ -189,9 +180,7 @@ class TrainConfig:
     rounding: str = _choice(
         "stochastic", "of updated rows that are not fp32: stochastic, or nearest, which loses small updates", ROUNDINGS
     )
-    cache: float = _number(
-        0.0, "share of the tables' rows kept in FP32, the most used ones (0: none)", "0 to 1", lambda v: 0 <= v <= 1
-    )
+    cache: float = _number(0.0, "share of the tables' rows kept in FP32, the most used ones (0: none)", 0, 1)
     policy: str = _choice("lfu", "cache: which rows stay, lfu (most used) or lru (used last)", POLICIES)
     decay_every: int = _count(0, "cache, lfu: steps after which uses count half (0: never)", 0)
     compile: str = _choice("no", "torch.compile of MLPs and interaction: no, or its mode default", COMPILE)
@@ -203,7 +192,7 @@ class TrainConfig:
         str,
         "disk: memory for rows, in the cache or not, as 512MB, 4GiB or bytes",
         "a number of bytes, or of kB, MB, GB, TB, KiB, MiB, GiB or TiB",
-        _is_size,
+        lambda v: parse_size(v) > 0,
         how=True,
     )
     optimizer: str = _choice("rowwise_adagrad", "optimizer of the tables", tuple(OPTIMIZERS))
@@ -216,8 +205,8 @@ class TrainConfig:
     epochs: int = _count(1, "passes over the training rows")
     batch_size: int = _count(2048, "rows per batch")
     accumulate: int = _count(1, "batches whose gradients are added up for one step")
-    valid_fraction: float = _number(
-        0.0, "share of the training rows, the last ones, set apart", "0 or more, below 1", lambda v: 0 <= v < 1
+    valid_fraction: float = _option(
+        0.0, float, "share of the training rows, the last ones, set apart", "0 or more, below 1", lambda v: 0 <= v < 1
     )
     eval_every: int = _count(0, "steps between evaluations, on the rows set apart or else the test rows (0: none)", 0)
     patience: int = _count(0, "evaluations without a better log loss after which to stop early (0: never)", 0)
@@ -336,17 +325,27 @@ class TrainConfig:
             raise DataError(f"{path} is not the config of a run: {error}") from error
 
 
-def refuse_options_of_others(given: Collection[str], models: Iterable[str]) -> None:
-    """Raises ValueError if an option of ``given`` changes none of ``models``; it says whose option that is."""
-    models = list(dict.fromkeys(models))
-    allowed = [option for model in models for option in OPTIONS_OF.get(model, ())]
-    for owner, options in OPTIONS_OF.items():
-        wrong = next((option for option in given if option in options and option not in allowed), None)
-        if wrong is not None:
-            shown = " or ".join(map(repr, models))
+def options_of(owner: str) -> list[str]:
+    """The options that only some models or data sets have, of this one."""
+    name = FUNCTION if ":" in owner else owner
+    return [option.name for option in dataclasses.fields(TrainConfig) if name in option.metadata["of"]]
+
+
+def refuse_options_of_others(given: Mapping[str, Any], kind: str, chosen: Iterable[str]) -> None:
+    """Raises ValueError if an option of ``given``, a value each, is one of other models or data sets than ``chosen``.
+
+    Args:
+        kind: "model" or "data".
+    """
+    chosen, known = list(dict.fromkeys(chosen)), {"model": MODELS, "data": DATA}[kind]
+    allowed = [option for owner in chosen for option in options_of(owner)]
+    for name, value in given.items():
+        owners = [owner for owner in known if name in options_of(owner)]
+        if owners and name not in allowed:
+            of, instead = (" or ".join(map(repr, names)) for names in (owners, chosen))
             raise ValueError(
-                f"{wrong} is an option of model {owner!r}, and model is {shown}: leave it out, or choose "
-                f"model {owner!r} (allowed here: {', '.join(allowed) or 'none'})"
+                f"{name} is {value!r}, an option of {kind} {of}, and {kind} is {instead}: leave it out (allowed here: "
+                f"{', '.join(allowed) or 'none'})"
             )
 
 
@@ -354,12 +353,18 @@ def add_options(parser: argparse.ArgumentParser, without: Sequence[str] = ()) ->
     """One flag per option that is not in ``without``. Only flags that were given end up in the namespace."""
     for option in (option for option in dataclasses.fields(TrainConfig) if option.name not in without):
         kind, default = option.metadata["kind"], option.default
-        shown = {True: "yes", False: "no"}.get(default, default) if isinstance(default, bool) else default
-        shown = ",".join(map(str, shown)) if isinstance(shown, tuple) else shown
+        owners = f"{', '.join(option.metadata['of'])}: " if option.metadata["of"] else ""
         parser.add_argument(
             f"--{option.name.replace('_', '-')}",
             type=kind,
             default=argparse.SUPPRESS,
             metavar={"widths": "N,N", "switch": "yes|no"}.get(kind.__name__, kind.__name__.upper()),
-            help=option.metadata["help"] + ("" if default is None else f" (default: {shown})"),
+            help=owners + option.metadata["help"] + ("" if default is None else f" (default: {option_text(default)})"),
         )
+
+
+def option_text(value: Any) -> str:
+    """The value of an option as its flag takes it; "-" for None."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ",".join(map(str, value)) if isinstance(value, tuple) else "-" if value is None else str(value)

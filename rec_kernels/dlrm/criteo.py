@@ -74,7 +74,9 @@ class Criteo(Rows):
         if rows is not None and rows < FEWEST_ROWS:
             raise DataError(f"rows is {rows}, allowed are {FEWEST_ROWS} or more, so that one is for the test")
         files = source_files(Path(path))
-        directory = base_directory(data_dir) / _directory_name(Path(path), rows, table_rows)
+        # A folder per source and options: a changed source replaces what was made of it, other options stand beside it.
+        choice = json.dumps([str(Path(path).resolve()), rows, table_rows])
+        directory = base_directory(data_dir) / f"criteo-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
         build = partial(_prepare, files=files, rows=rows, table_rows=table_rows, progress=progress)
         data = open_directory(directory, _identity(files, rows, table_rows), build)
         self.name = "criteo" + (f"-rows{rows}" if rows else "") + (f"-tables{table_rows}" if table_rows else "")
@@ -120,12 +122,6 @@ def _identity(files: list[Path], rows: int | None, table_rows: int | None) -> di
         "rows": rows,
         "table_rows": table_rows,
     }
-
-
-def _directory_name(path: Path, rows: int | None, table_rows: int | None) -> str:
-    """One per source and options: a changed source replaces what was made of it, other options stand beside it."""
-    choice = json.dumps([str(path.resolve()), rows, table_rows])
-    return f"criteo-{hashlib.sha256(choice.encode()).hexdigest()[:12]}"
 
 
 def train_rows(rows: int) -> int:
@@ -184,14 +180,5 @@ def _ids(raw: np.ndarray, number: int, table_rows: int | None) -> tuple[np.ndarr
 
 
 def hashed_ids(values: np.ndarray, column: int, table_rows: int) -> np.ndarray:
-    """SplitMix64(column * 2^33 + value) mod table_rows.
-
-    Args:
-        values: int64 [n], 0 to 2^32 (a blank).
-        column: number of the category, from 0.
-        table_rows: rows of the table.
-
-    Returns:
-        uint64 [n].
-    """
+    """SplitMix64(column * 2^33 + value) mod table_rows, uint64 [n], of int64 [n] from 0 to 2^32 (a blank)."""
     return mix64((column << 33) + values) % np.uint64(table_rows)

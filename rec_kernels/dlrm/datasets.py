@@ -6,16 +6,10 @@ import importlib
 import inspect
 from collections.abc import Callable
 
-from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.config import DATA, FUNCTION, TrainConfig, options_of, refuse_options_of_others
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.runs import RUN_NAMES, is_run_name
 
-# The options that only some of the data sets have. ``data_dir`` goes with all: it only says where prepared data is.
-OPTIONS = {
-    "completejourney": ("weeks", "history"),
-    "criteo": ("path", "rows", "table_rows"),
-    "synthetic": ("rows", "table_rows", "samples_per_session", "unchanged", "history"),
-}
 MEMBERS = ("name", "num_dense", "features", "num_rows", "batches")
 
 
@@ -25,39 +19,29 @@ def open_data(config: TrainConfig) -> DataSet:
     Raises:
         DataError: it is missing, damaged, no data set, ``data`` names nothing, or an option belongs to another one.
     """
-    if config.data not in OPTIONS and ":" not in config.data:
-        raise DataError(f"data is {config.data!r}, allowed are {', '.join(OPTIONS)} and module:function")
-    _refuse_options_of_others(config)
+    if config.data not in DATA and ":" not in config.data:
+        raise DataError(f"data is {config.data!r}, allowed are {', '.join(DATA)} and {FUNCTION}")
+    given = {name: value for name, value in vars(config).items() if value is not None}
+    try:
+        refuse_options_of_others(given, "data", [config.data])
+    except ValueError as error:
+        raise DataError(str(error)) from error
+    own = {name: given[name] for name in options_of(config.data) if name in given}
     if config.data == "completejourney":
         from rec_kernels.dlrm.completejourney import load_completejourney
 
-        history = {} if config.history is None else {"history": config.history}
-        return load_completejourney(config.weeks, config.data_dir, **history, progress=True)
+        return load_completejourney(**own, data_dir=config.data_dir, progress=True)
     if config.data == "criteo":
         from rec_kernels.dlrm.criteo import Criteo
 
         if config.path is None:
             raise DataError("data is 'criteo', which needs path: a file in Criteo's format or a folder of such files")
-        return Criteo(
-            config.path, rows=config.rows, table_rows=config.table_rows, data_dir=config.data_dir, progress=True
-        )
+        return Criteo(**own, data_dir=config.data_dir, progress=True)
     if config.data == "synthetic":
         from rec_kernels.dlrm.synthetic import Synthetic
 
-        given = {option: getattr(config, option) for option in OPTIONS["synthetic"]}
-        return Synthetic(**{option: value for option, value in given.items() if value is not None})
+        return Synthetic(**own)
     return _call(config)
-
-
-def _refuse_options_of_others(config: TrainConfig) -> None:
-    own = OPTIONS.get(config.data, ("path",))
-    for option in sorted({name for names in OPTIONS.values() for name in names} - set(own)):
-        value = getattr(config, option)
-        if value is not None:
-            owners = " and ".join(data for data, names in OPTIONS.items() if option in names)
-            raise DataError(
-                f"{option} is {value!r}, but data is {config.data!r}: {option} is for {owners}; leave it out"
-            )
 
 
 def _call(config: TrainConfig) -> DataSet:

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from rec_kernels.dlrm import files, page
-from rec_kernels.dlrm.config import TrainConfig
+from rec_kernels.dlrm.config import TrainConfig, option_text
 from rec_kernels.dlrm.data import DataError
 from rec_kernels.dlrm.page import number, percent, size
 from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
@@ -243,17 +243,9 @@ def _configuration(config: dict) -> str:
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     changed = [name for name in values if values[name] != defaults.get(name)]
     names = [*changed, *(name for name in values if name not in changed)]
-    rows = [(name, _option(values[name]), _option(defaults.get(name))) for name in names]
+    rows = [(name, option_text(values[name]), option_text(defaults.get(name))) for name in names]
     note = f"<p>{len(changed)} of {len(names)} options are not at their default; they come first.</p>"
     return note + page.table(("option", "value", "default"), rows, kind="text", strong=len(changed))
-
-
-def _option(value: Any) -> str:
-    if isinstance(value, tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "-" if value is None else str(value)
 
 
 def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:

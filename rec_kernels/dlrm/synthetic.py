@@ -11,7 +11,8 @@ it and no row depends on the batch size. Two machines may differ where their flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 
 import rec_kernels as rk
 from rec_kernels.dlrm.array_cache import mix64
-from rec_kernels.dlrm.data import Batch, DataError, Feature
+from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
 
 SEED = 0
 ROWS = 1_000_000  # for training
@@ -51,29 +52,19 @@ SCATTER = 2_654_435_761  # a prime above every table size: rank -> (rank * SCATT
 MOST_TABLE_ROWS = 2**31 - 1  # ids are int32, and rank * SCATTER must fit into 64 bits
 
 
-class _Rows(NamedTuple):
-    """n rows with U histories.
+class _Block(NamedTuple):
+    """n rows with U histories."""
 
-    Args:
-        dense: float32 [n, 8].
-        ids: int32 [8, n].
-        bag: int64 [n], the history of each row: non-decreasing, from 0.
-        offsets: int64 [U + 1] of the histories.
-        history: int32 [offsets[-1]], the ids in them.
-        logit: float64 [n], of which the label was drawn.
-        label: float32 [n].
-    """
-
-    dense: np.ndarray
-    ids: np.ndarray
-    bag: np.ndarray
-    offsets: np.ndarray
-    history: np.ndarray
-    logit: np.ndarray
-    label: np.ndarray
+    dense: np.ndarray  # float32 [n, 8]
+    ids: np.ndarray  # int32 [8, n]
+    bag: np.ndarray  # int64 [n], the history of each row: non-decreasing, from 0
+    offsets: np.ndarray  # int64 [U + 1], of the histories
+    history: np.ndarray  # int32 [offsets[-1]], the ids in them
+    logit: np.ndarray  # float64 [n], of which the label was drawn: no model can know more
+    label: np.ndarray  # float32 [n]
 
 
-class Synthetic:
+class Synthetic(Rows):
     """The data set (``rec_kernels.dlrm.data.DataSet``).
 
     Args:
@@ -99,52 +90,30 @@ class Synthetic:
         unchanged: float = UNCHANGED,
         history: int = MEAN_HISTORY,
     ):
-        if rows < TEST_SHARE:
-            raise DataError(f"rows is {rows}, allowed are {TEST_SHARE} or more, so that one is for the test")
-        if not 1 <= table_rows <= MOST_TABLE_ROWS:
-            raise DataError(f"table_rows is {table_rows}, allowed are 1 to {MOST_TABLE_ROWS}")
-        if not 1 <= samples_per_session <= BLOCK:
-            raise DataError(f"samples_per_session is {samples_per_session}, allowed are 1 to {BLOCK}")
-        if not 0 <= unchanged <= 1:
-            raise DataError(f"unchanged is {unchanged}, allowed are 0 to 1")
-        if history < 1:
-            raise DataError(f"history is {history}, allowed are 1 or more")
+        allowed: list[tuple[str, float, float, float]] = [("rows", rows, TEST_SHARE, math.inf)]  # one for the test
+        allowed += [("table_rows", table_rows, 1, MOST_TABLE_ROWS), ("history", history, 1, math.inf)]
+        allowed += [("samples_per_session", samples_per_session, 1, BLOCK), ("unchanged", unchanged, 0, 1)]
+        for name, value, least, most in allowed:
+            if not least <= value <= most:
+                raise DataError(f"{name} is {value}, allowed are {least} to {most}")
         self._session, self._unchanged, self._history = samples_per_session, unchanged, history
         # Other sessions are other rows, and so another data set.
         parts: list[tuple[str, float, float]] = [("session", samples_per_session, MEAN_SESSION)]
         parts += [("unchanged", unchanged, UNCHANGED), ("history", history, MEAN_HISTORY)]
         self.name = "-".join(["synthetic", *(f"{name}{value:g}" for name, value, usual in parts if value != usual)])
-        self._rows = {"train": rows, "test": rows // TEST_SHARE}
+        self.train_rows, self.rows = rows, rows + rows // TEST_SHARE
+        self._block = lru_cache(2)(self._make_block)
         self.features = [Feature(name, max(table_rows // divisor, 2)) for name, divisor in DIVISORS.items()]
         self.features.append(Feature(HISTORY, max(table_rows, 2), pooling="mean", shared=True))
 
-    def num_rows(self, split: str) -> int:
-        """Rows of "train" or "test"."""
-        if split not in self._rows:
-            raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
-        return self._rows[split]
-
-    def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
-        """The batches of a split from number ``start`` on."""
-        total = self.num_rows(split)
-        block, rows = None, None
-        for first in range(start * batch_size, total, batch_size):
-            last = min(first + batch_size, total)
-            parts = []
-            for number in range(first // BLOCK, -(-last // BLOCK)):
-                if number != block:
-                    block, rows = number, self._block(split, number)
-                begin = number * BLOCK
-                parts.append(_slice(rows, max(first - begin, 0), min(last - begin, BLOCK)))
-            yield self._batch(parts)
-
-    def oracle(self, split: str) -> np.ndarray:
-        """The logits that the labels of a split were drawn from, float64 [rows]: no model can know more."""
-        total = self.num_rows(split)
-        logits = [self._block(split, number).logit for number in range(-(-total // BLOCK))]
-        return np.concatenate(logits)[:total]
-
-    def _batch(self, parts: list[_Rows]) -> Batch:
+    def batch_of(self, rows: slice) -> Batch:
+        """The batch of these rows, which are of one split."""
+        split, start = (0, 0) if rows.start < self.train_rows else (1, self.train_rows)
+        first, last = rows.start - start, rows.stop - start
+        parts = [
+            _slice(self._block(split, number), first - number * BLOCK, last - number * BLOCK)
+            for number in range(first // BLOCK, -(-last // BLOCK))
+        ]
         histories = [
             rk.jagged_index_select(*map(torch.from_numpy, (part.history, part.offsets, part.bag))) for part in parts
         ]
@@ -160,9 +129,9 @@ class Synthetic:
             ),
         )
 
-    def _block(self, split: str, number: int) -> _Rows:
-        """Rows [number * BLOCK, (number + 1) * BLOCK) of a split, also those beyond its end."""
-        rng = np.random.default_rng([SEED, list(self._rows).index(split), number])
+    def _make_block(self, split: int, number: int) -> _Block:
+        """Rows [number * BLOCK, (number + 1) * BLOCK) of the training (0) or test (1), also those beyond the end."""
+        rng = np.random.default_rng([SEED, split, number])
         new = rng.random(BLOCK) < 1 / self._session
         new[0] = True
         if self._unchanged < 1:  # else the generator is not asked, and the rows are those of sessions with one history
@@ -183,14 +152,15 @@ class Synthetic:
         sums = np.concatenate([[0], np.cumsum(_hidden_weight(history, len(one_hot)))])[offsets]
         logit += HISTORY_WEIGHT * (np.diff(sums) / np.maximum(lengths, 1))[bag]
         label = (rng.random(BLOCK) < 1 / (1 + np.exp(-logit))).astype(np.float32)
-        return _Rows(dense, ids, bag, offsets, history, logit, label)
+        return _Block(dense, ids, bag, offsets, history, logit, label)
 
 
-def _slice(rows: _Rows, first: int, last: int) -> _Rows:
-    """Rows [first, last), at least one, and the histories that they have."""
+def _slice(rows: _Block, first: int, last: int) -> _Block:
+    """Those of rows [first, last) that the block has, at least one, and the histories that they have."""
+    first, last = max(first, 0), min(last, BLOCK)
     begin, end = rows.bag[first], rows.bag[last - 1] + 1
     offsets = rows.offsets[begin : end + 1]
-    return _Rows(
+    return _Block(
         rows.dense[first:last],
         rows.ids[:, first:last],
         rows.bag[first:last] - begin,
