@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What is there now stays until the end: a full garbage collection, which took 0.5 s, has no need to read it."""
+    """Freezes objects that exist now: a full garbage collection, which took 0.5 s, need not read them."""
     gc.freeze()
 
 

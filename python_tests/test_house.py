@@ -18,6 +18,8 @@ SOURCES = [
     if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
 ]
 FILE, FUNCTION, KERNEL, PARAMETERS = 450, 60, 120, 12
+# A comment or docstring that begins so lacks a subject and a verb: "Of the flat tensor.", "What the host knows."
+FRAGMENT = re.compile(r"(Of|The same|Which|Whose|Whether|What)\b")
 # Files that every op's stem has; not every op has CUDA and Triton kernels.
 LAYERS = (
     "rec_kernels/ops/{}.py",
@@ -125,6 +127,32 @@ def test_long_functions_are_found() -> None:
     assert [most for *_, most in cpp_functions(f"__global__ void f(\n    int x) {{\n{body}}}\n")] == [KERNEL]
 
 
+def comments(text: str, mark: str) -> Iterator[str]:
+    """First lines of comments."""
+    lines = [line.partition(mark) for line in text.splitlines()]
+    for before, line in zip([("", "", ""), *lines], lines, strict=False):
+        if line[1] and not (before[1] and not before[0].strip()):
+            yield line[2].lstrip(" :/<!")
+
+
+def fragments(text: str, is_python: bool) -> list[str]:
+    """First lines of comments and docstrings that begin as no sentence does."""
+    docstrings = re.findall(r'^\s*r?"""([^"\n]+)', text, re.MULTILINE) if is_python else []
+    return [line for line in [*comments(text, "#" if is_python else "//"), *docstrings] if FRAGMENT.match(line)]
+
+
+def test_comments_are_sentences() -> None:
+    """None begins with a word that leaves it without a subject and a verb."""
+    it = "Of it."
+    assert fragments(f"int x;  // {it}\n// {it}\n// {it}\nint y;  // of it\n", False) == [it, it]
+    assert fragments(f'def f():\n    """{it}"""\n    x = 1  #: {it}\n', True) == [it, it]
+    rewritten = [
+        p for p in SOURCES if not any(p.is_relative_to(ROOT / "rec_kernels" / part) for part in ("nn", "dlrm"))
+    ]
+    found = {str(p.relative_to(ROOT)): fragments(p.read_text(), p.suffix == ".py") for p in rewritten}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
 def test_the_package_stands_alone() -> None:
     """Nothing in it imports what a wheel does not have: benchmarks, studies and tests import it."""
     outside = re.compile(r"^\s*(?:from|import) (?:bench|examples|first_light|python_tests|wheels)\b", re.MULTILINE)
@@ -165,7 +193,7 @@ def includes() -> dict[str, list[str]]:
 
 
 def goes_down(path: str, header: str) -> bool:
-    """Whether a file may include a header: of its folder's backend or none, and of an earlier folder or its own.
+    """True if a file may include a header: of its folder's backend or none, and of an earlier folder or its own.
 
     A backend may read the contract of any op.
     """

@@ -42,7 +42,7 @@ constexpr size_t count(Types<Ts...>) {
   return sizeof...(Ts);
 }
 
-// How many arguments come before parameter `at`.
+// Number of arguments before parameter `at`.
 template <class... Parameters>
 constexpr size_t first_of(size_t at) {
   const size_t counts[] = {count(typename ArgumentsOf<Parameters>::types())...};

@@ -38,7 +38,7 @@ struct Divisor {
   }
   RK_HOST_DEVICE int64_t remainder(int64_t n) const { return n - divide(n) * value; }
 
-  // Of n below 2^31: several at once in a vector register, and one instruction on a GPU.
+  // For n below 2^31: several at once in a vector register, and one instruction on a GPU.
   RK_HOST_DEVICE uint32_t divide_narrow(uint32_t n) const {
     return static_cast<uint32_t>((uint64_t{n} * narrow_multiplier) >> (31 + (shift & 31)));
   }

@@ -50,7 +50,7 @@ RK_HOST_DEVICE uint32_t half_above(float x) { return _cvtss_sh(x, _MM_FROUND_TO_
 RK_HOST_DEVICE float float_of_half(uint32_t bits) { return _cvtsh_ss(static_cast<uint16_t>(bits)); }
 #endif
 
-// What is done differently for a number and for a register of them: specialised for F and for its Word.
+// Operations that differ for a number and for a register of them: specialised for F and for its Word.
 template <class T>
 struct LanesOf;
 
@@ -99,7 +99,7 @@ using WordOf = typename LanesOf<F>::Word;
 template <class U>
 using FloatOf = typename LanesOf<U>::Float;
 
-// The same bits.
+// The bits of x, unchanged.
 template <class F>
 RK_HOST_DEVICE WordOf<F> bits_of(F x) {
   return LanesOf<F>::bits(x);

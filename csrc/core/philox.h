@@ -6,7 +6,7 @@
 
 namespace rec_kernels {
 
-// Whose noise rows have: the rows of a shard have that of the whole table's rows.
+// A table's place in the whole model's noise: a shard's rows have the noise of the whole table's rows.
 struct TableShard {
   uint32_t table;        // of the whole model, below 2^16
   uint32_t first_block;  // of its columns: the first column / 4
@@ -17,7 +17,7 @@ struct TableShard {
   }
 };
 
-// What the noise of a table's rows has in common.
+// Noise parameters that all rows of a table share.
 struct Noise {
   uint32_t seed_low, seed_high, step;
   uint32_t stream;  // 0: weights; others: optimizer state kept in low precision
@@ -34,7 +34,7 @@ RK_HOST_DEVICE Noise make_noise(int64_t seed, int64_t step, const TableShard& sh
   return {static_cast<uint32_t>(key), static_cast<uint32_t>(key >> 32), static_cast<uint32_t>(step), 0, shard};
 }
 
-// How a row is encoded.
+// Rounding of an encoded row.
 struct RowRounding {
   Noise noise;
   bool round_up;  // scale rule "rceil"; else "floor"

@@ -1,4 +1,4 @@
-// What an op's schema says of its arguments, and what is asked of the memory of every tensor before an op runs.
+// Defines an op from its schema's arguments, and checks the memory of every tensor before an op runs.
 #pragma once
 
 #include <string>

@@ -113,7 +113,7 @@ Tensor allocated(Sizes sizes, ScalarType dtype, const Allocate& allocate) {
   }
 }
 
-// As torch::stable::new_empty of torch 2.10, which takes twice the time: it looks the op up by its name.
+// torch::stable::new_empty of torch 2.10 without its look-up of the op by name, which doubles its time.
 inline Tensor new_tensor(const Tensor& like, Sizes sizes, ScalarType dtype) {
   return allocated(sizes, dtype, [&] {
     auto type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));

@@ -5,7 +5,7 @@
 namespace rec_kernels {
 namespace {
 
-// Of a group or block. Far above any embedding, and sums of products of two of them do not overflow.
+// Largest width of a group or block. Far above any embedding, and sums of products of two of them do not overflow.
 constexpr int64_t kMostColumns = int64_t{1} << 20;
 
 int64_t length(const std::vector<int64_t>& list) { return static_cast<int64_t>(list.size()); }

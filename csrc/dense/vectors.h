@@ -1,4 +1,4 @@
-// What the ops on the vectors of samples share: dot_interaction, factorization_machine.
+// Shared parts of the ops on the vectors of samples: dot_interaction, factorization_machine.
 #pragma once
 
 #include <string>
@@ -7,7 +7,7 @@
 
 namespace rec_kernels {
 
-// Of a sample, and of a vector: far above any model's.
+// Most vectors of a sample, and columns of a vector: far above any model's.
 constexpr int64_t kMostVectors = int64_t{1} << 20, kMostColumns = int64_t{1} << 20;
 
 // Throws std::invalid_argument for a precision of products that a GPU does not have.
@@ -16,7 +16,7 @@ inline void check_precision(const std::string& precision) {
               "\"");
 }
 
-// The same for a tensor whose vectors have too few columns, or too many.
+// Throws std::invalid_argument for a tensor whose vectors have too few columns, or too many.
 inline void check_columns(const Tensor& t, const char* name) {
   const int64_t columns = t.size(t.dim() - 1);
   check_value(columns >= 1 && columns <= kMostColumns, name, " must have 1 to ", kMostColumns, " columns, got shape ",

@@ -1,4 +1,4 @@
-// What every kernel of embedding_bag reads of its input and its output: plain structs, filled by the drivers.
+// Input and output of embedding_bag's kernels: plain structs, filled by the drivers.
 #pragma once
 
 #include "embedding_bag/table_layout.h"
@@ -29,11 +29,11 @@ struct Part {
   Partition partition;  // unless !partitioned: an id is its row
   Combine combine;      // with the feature's other parts
 
-  // Of a linear row: its number in the whole table.
+  // A linear row's number in the whole table.
   RK_HOST_DEVICE int64_t whole_row(int64_t linear) const { return linear - row_offset + shard.first_row; }
   RK_HOST_DEVICE int64_t row(int64_t id) const { return partitioned ? partition.row(id) : id; }
 
-  // Of a record that fault_of() has passed; `alone`: the only part of its feature.
+  // Makes a part from a record that fault_of() has passed; `alone`: the only part of its feature.
   RK_HOST_DEVICE static Part of(const TablePart& p, bool alone) {
     Part f{};
     f.weight_offset = p.weight_offset;
@@ -108,12 +108,12 @@ struct Bags {
   }
   // Rows of the output.
   RK_HOST_DEVICE int64_t output_rows() const { return own_rows ? num_bags : batch; }
-  // Which row is a bag's of this feature.
+  // Row of a feature's bag in the output.
   RK_HOST_DEVICE int64_t output_row(int64_t bag, int64_t feature) const {
     if (!starts) return bag - feature * batch;
     return groups ? bag - starts[feature] : bag;
   }
-  // In which rows it is: in `own`, of the output or its gradient, or in what is shared in place of them.
+  // Rows that hold it: `own`, of the output or its gradient, or the shared rows in place of them.
   template <class T>
   RK_HOST_DEVICE T* rows_of(int64_t feature, T* own) const {
     return groups && groups[feature] >= 0 ? static_cast<T*>(shared_rows) : own;
@@ -123,7 +123,7 @@ struct Bags {
   RK_HOST_DEVICE T* row_of(int64_t bag, int64_t feature, T* own, int64_t width) const {
     return rows_of(feature, own) + output_row(bag, feature) * width;
   }
-  // Whether every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
+  // True if every offset of bags [begin, end) is the one before it plus 1 (kByOne), or no smaller.
   template <bool kByOne>
   RK_HOST_DEVICE bool offsets_rise(int64_t begin, int64_t end) const {
     if (begin == end) return true;
@@ -133,7 +133,7 @@ struct Bags {
     if (stored == end || !rise) return rise;
     return kByOne ? num_ids - offset(stored) == 1 : num_ids >= offset(stored);
   }
-  // Of the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
+  // Checks the offsets of bags [begin, end): -1 - i for the first bad offsets[i], or kNoBadPosition.
   RK_HOST_DEVICE int64_t bad_offset(int64_t begin, int64_t end) const {
     int64_t previous = offset(begin);
     if (previous < 0 || previous > num_ids) return -1 - begin;
@@ -147,7 +147,7 @@ struct Bags {
   }
 
  private:
-  // Without branches, so that compilers look at several at once; unsigned, because bad offsets may be anything.
+  // Branch-free, so that compilers look at several at once; unsigned, because bad offsets may be anything.
   template <bool kByOne, class Offset>
   RK_HOST_DEVICE static bool rises(const Offset* offsets, int64_t begin, int64_t end) {
     uint64_t bad = 0;

@@ -305,7 +305,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
       ", Tensor? cache_rows=None, Tensor? cache_slots=None, Tensor? cache_tags=None, Tensor? cache_marks=None";
   const std::string output = ", ScalarType? output_dtype=None) -> (Tensor output, Tensor status)";
   const std::string sparse = ") -> (Tensor rows, Tensor row_grads, Tensor row_counts)";
-  // Of the update, which changes the state; of the forward, which only hands it on.
+  // Optimizer arguments of the update, which changes the state, and of the forward, which only hands it on.
   const auto optimizer = [](const char* d, const char* e, const char* f) {
     return join(
         ", str optimizer=\"rowwise_adagrad\", float eps=1e-08, float beta1=0.9, float beta2=0.999, float "

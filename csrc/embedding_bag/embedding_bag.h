@@ -48,8 +48,8 @@
 
 namespace rec_kernels {
 
-// Where embedding_bag_tables expects its tables in `weights`: each at the next multiple of so many elements
-// (TABLE_ALIGNMENT in rec_kernels/ops/embedding_bag.py).
+// Elements that embedding_bag_tables aligns each table in `weights` to (TABLE_ALIGNMENT in
+// rec_kernels/ops/embedding_bag.py).
 constexpr int64_t kTableAlignment = 16;
 
 // The bags of a call and the layout of their tables, as they arrive. All but the first four have defaults.
@@ -61,7 +61,7 @@ struct BagArguments {
   int64_t padding_idx;
   const std::string& bounds_check;
 
-  // Whether every bag has a row of the output to itself.
+  // True if every bag has a row of the output to itself.
   bool have_own_rows() const { return bag_starts && !groups; }
 };
 template <>
@@ -70,7 +70,7 @@ struct ArgumentsOf<const BagArguments&> {
                       const OptionalTensor&, const OptionalTensor&, const std::optional<std::vector<int64_t>>&, int64_t,
                       const std::string&>;
 };
-// The same of embedding_bag.table and its backward ops, whose one table needs no layout.
+// BagArguments of embedding_bag.table and its backward ops, whose one table needs no layout.
 struct OneTableBags {
   const Tensor &values, &offsets;
   const OptionalTensor& per_sample_weights;
@@ -95,7 +95,7 @@ RK_EXPORT Layout read_layout(const Tensor& layout, const std::vector<int64_t>& s
 // Throws what is wrong with record i.
 [[noreturn]] void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_t i, LayoutFault fault);
 
-// How bags are read.
+// Options that bags are read with.
 struct BagOptions {
   int64_t padding_idx;
   bool check_ids;
@@ -104,7 +104,7 @@ struct BagOptions {
 RK_EXPORT BagOptions parse_bag_options(int64_t padding_idx, const std::string& bounds_check);
 RK_EXPORT bool parse_pooling(const std::string& pooling);  // whether it is "mean"
 
-// Of the output's elements. Not exported: torch's name of the type would be in that of the function.
+// Dtype of the output. Not exported: the symbol would contain torch's name of the type.
 inline ScalarType read_output_dtype(std::optional<ScalarType> dtype) {
   const ScalarType type = dtype.value_or(ScalarType::Float);
   check_value(type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16,
@@ -122,13 +122,13 @@ RK_EXPORT Bags read_bags(const OneTableBags& bags);
 // The one table of a call without a layout, whose weights are [rows, columns]: floats, or bytes of `format`.
 RK_EXPORT Part read_one_table(const Tensor& weights, const Tensor& values, const std::optional<std::string>& format,
                               int64_t embedding_dim, bool mean);
-// The same of a gradient of this shape.
+// Reads the table that a gradient of this shape is for.
 RK_EXPORT Part read_one_table(const std::vector<int64_t>& weights_shape, bool mean);
 // Dtype, rank and memory of `weights` in a call with a layout. Beside values on a GPU, weights may be in host memory.
 RK_EXPORT void check_weights(const Tensor& weights, const Tensor& values, const Layout& layout);
 // Rank, dtype and device of the tables of embedding_bag_tables, and that they fill `weights`.
 RK_EXPORT void check_tables_of(const Tensor& weights, const std::vector<Tensor>& tables);
-// That tables are floats, which have gradients that torch can take.
+// Checks that tables are floats, which have gradients that torch can take.
 RK_EXPORT void check_trainable(const Layout& layout);
 RK_EXPORT void check_gradient(const Tensor& grad, const Tensor& values, int64_t rows, int64_t output_dim);
 // The memory of an optional one-element float32 tensor, and of an optional status; null without one.

@@ -14,7 +14,7 @@
 
 namespace rec_kernels {
 
-// From ids to rows of a table: row = (id / divisor) % modulus.
+// Maps ids to rows of a table: row = (id / divisor) % modulus.
 struct Partition {
   Divisor divisor, modulus;
   bool divides, wraps;  // false where the step changes nothing for any id of the feature
@@ -24,7 +24,7 @@ struct Partition {
     return {Divisor::of(divisor), Divisor::of(modulus), divisor != 1, quotients(id_limit, divisor) > modulus,
             id_limit <= INT64_C(1) << 31};
   }
-  // How many numbers id / divisor there are, of the ids in [0, id_limit).
+  // Number of different id / divisor for ids in [0, id_limit).
   RK_HOST_DEVICE static int64_t quotients(int64_t id_limit, int64_t divisor) {
     return id_limit / divisor + (id_limit % divisor != 0);
   }
@@ -38,7 +38,7 @@ struct Partition {
   }
 };
 
-// What the parts of a feature become, id by id: columns side by side, or one row, their sum or product.
+// Combination of a feature's parts, id by id: columns side by side, or one row, their sum or product.
 enum class Combine { kConcat, kAdd, kMult };
 
 // The most parts that a feature has.
@@ -107,7 +107,7 @@ enum LayoutFlag : int64_t {
   kMapsIds = 8,     // some id is not its row: it is divided, or wraps around
 };
 
-// What is wrong with a record.
+// Faults of a record.
 enum class LayoutFault {
   kNone,
   kFeature,
@@ -125,7 +125,7 @@ enum class LayoutFault {
   kOverlap,
 };
 
-// What the records of a call are checked against.
+// Limits that a call's records must keep.
 struct LayoutLimits {
   int64_t num_parts;
   int64_t weight_bytes;
@@ -136,31 +136,31 @@ struct LayoutLimits {
 
 inline namespace RK_ISA {
 
-// Whose noise the rows of a record that fault_of() has passed have.
+// Shard whose noise the rows of a record have; fault_of() has passed the record.
 RK_HOST_DEVICE TableShard shard_of(const TablePart& p) {
   return {static_cast<uint32_t>(p.table_id), static_cast<uint32_t>(p.first_column / 4), p.first_row};
 }
 
 RK_HOST_DEVICE bool is_fraction(int64_t part, int64_t whole) { return part >= 0 && part <= whole; }
 
-// Whether [first, first + count) lies in [0, whole).
+// True if [first, first + count) lies in [0, whole).
 RK_HOST_DEVICE bool lies_in(int64_t first, int64_t count, int64_t whole) {
   return count >= 0 && is_fraction(first, whole) && count <= whole - first;
 }
 
-// Where the parts of a feature start, and behind the last feature, where those of all end.
+// Start of a feature's parts; behind the last feature, the end of all parts.
 RK_HOST_DEVICE int64_t part_start(const TablePart* parts, int64_t feature, const LayoutSizes& sizes,
                                   int64_t num_parts) {
   return feature < sizes.num_features ? parts[feature].part_start : num_parts;
 }
 
-// Whether feature f has a part or several, behind those of the features before.
+// True if feature f has one to most_parts parts, behind those of the features before.
 RK_HOST_DEVICE bool has_parts(const TablePart* parts, int64_t f, const LayoutSizes& sizes, int64_t num_parts) {
   const int64_t start = parts[f].part_start, end = part_start(parts, f + 1, sizes, num_parts);
   return (f > 0 || start == 0) && start >= 0 && start < end && end <= num_parts && end - start <= sizes.most_parts;
 }
 
-// Whether parts[i] is among the parts of its feature, and feature number i, if there is one, has parts.
+// True if parts[i] is among the parts of its feature, and feature number i, if there is one, has parts.
 RK_HOST_DEVICE bool is_in_order(const TablePart* parts, int64_t i, const LayoutSizes& sizes, int64_t num_parts) {
   if (i < sizes.num_features && !has_parts(parts, i, sizes, num_parts)) return false;
   const int64_t f = parts[i].feature;
@@ -168,7 +168,7 @@ RK_HOST_DEVICE bool is_in_order(const TablePart* parts, int64_t i, const LayoutS
   return parts[f].part_start <= i && i < part_start(parts, f + 1, sizes, num_parts);
 }
 
-// Whether columns follow those of the part before, which shares them where rows are added or multiplied.
+// True if columns follow those of the part before, which shares them where rows are added or multiplied.
 RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const LayoutSizes& sizes, int64_t num_parts) {
   const TablePart& p = parts[i];
   int64_t column = 0, part_column = 0;
@@ -187,7 +187,7 @@ RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const La
          (i + 1 < num_parts || column + p.embedding_dim == sizes.output_dim);
 }
 
-// Whether what is said of a feature is said of all its parts, and rows that become one have one shape.
+// True if all parts of a feature agree in its options, and rows that become one agree in shape.
 RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first, bool alone) {
   const bool feature =
       p.id_limit == first.id_limit && p.combine == first.combine && p.mean == first.mean && p.frozen == first.frozen;
@@ -196,7 +196,7 @@ RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first
   return feature && one && p.combine >= 0 && p.combine <= 2;
 }
 
-// Whether two parts read one table, all of it.
+// True if two parts read one table, all of it.
 RK_HOST_DEVICE bool share_table(const TablePart& a, const TablePart& b) {
   return a.row_offset == b.row_offset && a.num_embeddings == b.num_embeddings && a.embedding_dim == b.embedding_dim &&
          a.weight_offset == b.weight_offset && a.format == b.format && a.table_id == b.table_id &&
@@ -205,7 +205,7 @@ RK_HOST_DEVICE bool share_table(const TablePart& a, const TablePart& b) {
          a.first_row == b.first_row && a.first_column == b.first_column;
 }
 
-// Whether number i by rows is a part of its own, whose rows are all or none of those before: a row has one width.
+// True if number i by rows is a part of its own, whose rows are all or none of those before: a row has one width.
 RK_HOST_DEVICE bool follows_in_rows(const TablePart* parts, int64_t i, int64_t num_parts) {
   const int64_t here = parts[i].by_row;
   if (here < 0 || here >= num_parts) return false;
@@ -219,7 +219,7 @@ RK_HOST_DEVICE bool follows_in_rows(const TablePart* parts, int64_t i, int64_t n
   return a.row_offset >= 0 && a.row_offset < b.row_offset && (!full || a.num_embeddings <= b.row_offset - a.row_offset);
 }
 
-// Whether a part before part i of its feature reads rows of the same table: each would have its own part of a gradient.
+// True if an earlier part of part i's feature reads rows of the same table: each would have its own part of a gradient.
 RK_HOST_DEVICE bool repeats_table(const TablePart* parts, int64_t i) {
   bool repeats = false;
   for (int64_t j = parts[parts[i].feature].part_start; j < i; ++j)
@@ -239,7 +239,7 @@ RK_HOST_DEVICE LayoutFault cache_fault_of(const TablePart& p, bool alone, const 
   return begin >= 0 && end <= limits.cache_elements ? LayoutFault::kNone : LayoutFault::kCache;
 }
 
-// What is wrong with record i, as far as a kernel's safety goes; the kernels trust what passes here.
+// Finds what makes record i unsafe for a kernel; the kernels trust what passes here.
 RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const LayoutSizes& sizes,
                                     const LayoutLimits& limits) {
   const TablePart& p = parts[i];

@@ -10,7 +10,7 @@
 
 namespace rec_kernels {
 
-// What a fused update is to do, as it arrives.
+// Arguments of a fused update, as they arrive.
 struct UpdateArguments {
   const std::string& optimizer;
   double eps, beta1, beta2, weight_decay;
@@ -27,7 +27,7 @@ struct ArgumentsOf<const UpdateArguments&> {
                       const std::string&, const OptionalTensor&>;
 };
 
-// How updated rows are encoded. The seed stays where it is.
+// Rounding of updated rows. The seed stays in its memory.
 struct UpdateRounding {
   bool stochastic;
   const int64_t* seed;
@@ -38,7 +38,7 @@ RK_EXPORT UpdateRounding read_rounding(const Tensor& values, const std::string& 
 // caller sets.
 RK_EXPORT Update read_update(const Tensor& values, const OptionalTensor& sum, const Tensor& step, const Tensor& lr,
                              const UpdateArguments& fused, const OptionalTensor& grad_scale);
-// That row-wise state has an element for each of `rows` rows.
+// Checks that row-wise state has an element for each of `rows` rows.
 RK_EXPORT void check_row_state(const Update& update, int64_t rows);
 
 }  // namespace rec_kernels

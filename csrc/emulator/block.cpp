@@ -14,7 +14,7 @@
 #include "cuda_runtime.h"
 #include "emulator/fiber.h"
 
-// What a kernel sees of where it is.
+// Coordinates of the running thread, as a kernel sees them.
 Index3 threadIdx, blockIdx;
 dim3 blockDim, gridDim;
 

@@ -18,14 +18,14 @@ struct Index {
   unsigned x = 1, y = 1, z = 1;
 };
 
-// Which thread of a block, and which block of a grid, goes next.
+// Order in which threads of a block, and blocks of a grid, run.
 enum class Order { kAscending, kDescending, kRandom };
 void set_order(Order order, uint64_t seed);
 
 // Runs body() as every thread of every block. Throws std::runtime_error for what a kernel must not do.
 void run_grid(Index grid, Index block, size_t shared_bytes, const std::function<void()>& body);
 
-// For the thread that is running: `shared_bytes` bytes, which AddressSanitizer guards.
+// Shared memory of the running thread: `shared_bytes` bytes, which AddressSanitizer guards.
 void* shared_bytes();
 
 // Waits for the lanes of `mask`, all of this warp and each calling the same `what`; gives the 32 values they brought,

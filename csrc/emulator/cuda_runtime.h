@@ -53,7 +53,7 @@ T from_bits(uint64_t bits) {
   return value;
 }
 
-// What a lane gets when it names lane `from` of its part of `width` lanes; as CUDA has it, its own value beyond them.
+// Value of lane `from` of the calling lane's part of `width` lanes; as in CUDA, its own value beyond them.
 template <class T>
 T exchange(const char* what, unsigned mask, T value, int from, int width) {
   const uint64_t* values = meet_lanes(what, mask, to_bits(value));

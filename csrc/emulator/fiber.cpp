@@ -106,7 +106,7 @@ void Fiber::start(void (*entry)()) {
   __asan_unpoison_memory_region(memory_ + page, kStack - page);
   fake_stack_ = nullptr;
 #endif
-  // What rk_switch_stack takes off: the saved registers, then the address to go to.
+  // rk_switch_stack pops these: the saved registers, then the address to go to.
   auto* top = reinterpret_cast<uintptr_t*>(memory_ + kStack - 64);
 #if defined(__x86_64__)
   *--top = 0;  // entry's own return address; the stack is aligned as after a call

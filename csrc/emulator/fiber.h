@@ -13,9 +13,9 @@ class Fiber {
   Fiber(const Fiber&) = delete;
   Fiber& operator=(const Fiber&) = delete;
 
-  // From the next switch_to on, whatever it was doing before is forgotten.
+  // Makes the next switch_to call entry(); whatever the fiber was doing before is forgotten.
   void start(void (*entry)());
-  // From the scheduler's stack to this one, until it calls leave().
+  // Switches from the scheduler's stack to this one, until it calls leave().
   void switch_to();
   // The first thing that entry() does.
   void entered();

@@ -1,4 +1,4 @@
-// What the tests ask of the emulator itself.
+// Functions by which the tests control the emulator.
 #include "core/boxing.h"
 #include "core/stable.h"
 #include "emulator/launch.h"

@@ -47,7 +47,7 @@ uint64_t mixed(int64_t block, uint32_t checksum) {
   return z ^ z >> 31;
 }
 
-// What is wrong with the sizes, or nothing.
+// Describes what is wrong with the sizes; empty if nothing is.
 std::string wrong_sizes(int64_t num_bytes, int64_t block_bytes) {
   const int64_t page = Window::page_bytes();
   if (num_bytes < 0 || num_bytes > kMostBytes)

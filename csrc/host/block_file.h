@@ -45,7 +45,7 @@ class BlockFile {
   int64_t block_bytes() const { return block_bytes_; }
   int64_t num_blocks() const { return num_blocks_; }
   uint64_t identity() const { return identity_; }
-  // Of the blocks; while the file is being overwritten, of the log.
+  // Generation of the blocks; while the file is being overwritten, of the log.
   int64_t generation() const { return generation_; }
   bool being_overwritten() const { return being_overwritten_; }
   uint32_t checksum(int64_t block) const { return checksums_[static_cast<size_t>(block)]; }

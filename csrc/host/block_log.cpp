@@ -35,8 +35,8 @@ BlockLog::BlockLog(const BlockFile& main)
   file_.sync_folder();
 }
 
-// Whoever has a file of this name is to keep it: a log will be emptied. One that a crash has left has the magic, zeros
-// where that was not written yet, or, if it was torn, both.
+// Refuses a file of this name that is not a log: a log will be emptied. A log that a crash has left has the magic,
+// zeros where that was not written yet, or, if it was torn, both.
 void BlockLog::refuse_another_kind() const {
   char found[sizeof Commit::magic] = {};
   file_.read(found, std::min<int64_t>(file_.size(), sizeof found), 0);

@@ -23,15 +23,15 @@
 
 namespace rec_kernels::host {
 
-// Its entries are guarded by the owner's mutex. Slots are read and written without it, by any number of threads; the
-// rest of the file by one.
+// The owner's mutex guards its entries. Any number of threads read and write slots without it, one thread the rest of
+// the file.
 class BlockLog {
  public:
   // ValueError for a file of another kind that has the log's name.
   explicit BlockLog(const BlockFile& main);
 
   const std::string& path() const { return file_.path(); }
-  // Whether the log has a whole generation that the main file has not.
+  // True if the log has a whole generation that the main file has not.
   bool committed() const { return committed_; }
   int64_t generation() const { return generation_; }
   uint64_t digest() const { return digest_; }
@@ -43,20 +43,20 @@ class BlockLog {
   std::optional<int64_t> find_commit();
   void adopt();
 
-  // Where the block lies, or -1.
+  // Slot of the block, or -1.
   int64_t find(int64_t block) const;
-  // The same, with a new slot for a block that has none.
+  // Slot of the block, a new one if it had none.
   int64_t assign(int64_t block);
   uint32_t checksum(int64_t slot) const { return entries_[static_cast<size_t>(slot)].checksum; }
   void set_checksum(int64_t slot, uint32_t checksum) { entries_[static_cast<size_t>(slot)].checksum = checksum; }
-  // In the order of the blocks.
+  // Entries in the order of the blocks.
   std::vector<LogEntry> sorted_entries() const;
 
   void read(int64_t slot, uint8_t* to) const { file_.read(to, block_bytes_, offset(slot)); }
   void write(int64_t slot, const uint8_t* from) const { file_.write(from, block_bytes_, offset(slot)); }
   int64_t offset(int64_t slot) const;
 
-  // To be called before slots are written: takes a commit back that failed half-way.
+  // Takes back a commit that failed half-way; must be called before slots are written.
   void make_writable();
   // Makes the entries a generation on the disk; when that is done, the owner says so with set_committed.
   void write_commit(int64_t generation, uint64_t digest);
@@ -64,7 +64,7 @@ class BlockLog {
   // The main file has it all, or nobody wants it: empties the file; when that is done, forget() empties the rest.
   void truncate();
   void forget();
-  // Both, for a log without a commit that counts.
+  // truncate() and forget(), for a log without a commit that counts.
   void discard();
   void close() noexcept { file_.close(); }
 

@@ -1,5 +1,5 @@
-// Which blocks of a window have memory, and whose turn it is to give it up. No files, no threads: the owner's mutex
-// guards it.
+// The blocks of a window that have memory, and the order in which they give it up. It has no files and no threads: the
+// owner's mutex guards it.
 #pragma once
 
 #include <cstddef>

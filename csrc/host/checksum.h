@@ -9,7 +9,7 @@ namespace rec_kernels::host {
 
 // The checksum of the bytes before, whose checksum is `before`, and these.
 uint32_t crc32c(const void* data, size_t bytes, uint32_t before = 0);
-// The same without the instruction; here so that tests can compare the two.
+// crc32c without the instruction; it is here so that tests can compare the two.
 uint32_t crc32c_by_table(const void* data, size_t bytes, uint32_t before = 0);
 
 // The checksum of a record that holds it (as zero), and of the bytes behind it.

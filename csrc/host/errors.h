@@ -1,4 +1,4 @@
-// What goes wrong in host code, as the exceptions that host.cpp turns into Python's.
+// Exceptions of host code, which host.cpp turns into Python's.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ class SystemError : public std::runtime_error {
 // Bytes that are not what was written: an OSError with the code that Linux's file systems use for a wrong checksum.
 SystemError corrupted(const std::string& text, const std::string& path);
 
-// What the operating system refused to do, with the reason in its words.
+// Makes the error for a refusal of the operating system, with the reason in its words.
 SystemError refused(int code, const std::string& what, const std::string& path);
 
 // MemoryError: more memory is needed at once than was allowed.

@@ -19,7 +19,7 @@ class File {
 
   const std::string& path() const { return path_; }
   int64_t size() const;
-  // How many names (hard links) it has.
+  // Number of names (hard links) of the file.
   int64_t names() const;
   // All of the bytes, or an exception. Any number of threads at once.
   void read(void* to, int64_t bytes, int64_t offset) const;

@@ -29,7 +29,7 @@ struct EndWhereMade {
 };
 using Handle = std::unique_ptr<RowFile, EndWhereMade>;
 
-// For the libraries of ops, which have no Python in them: csrc/core/errors.cpp.
+// Throws for the libraries of ops, which have no Python in them: csrc/core/errors.cpp.
 [[noreturn]] void throw_value_error(const char* message) { throw py::value_error(message); }
 
 std::string file_path(const py::object& path) {
@@ -115,7 +115,7 @@ Handle open(const py::object& path, const std::string& layout, int64_t memory_bu
   return Handle(RowFile::open(name, layout, memory_budget, threads_or_default(threads), generation).release());
 }
 
-// Whoever has the array keeps the memory behind it.
+// The window as an array, which keeps its memory alive.
 py::array_t<uint8_t> window(const RowFile& file) {
   auto owner = std::make_unique<std::shared_ptr<Window>>(file.window());
   uint8_t* const data = (*owner)->data();

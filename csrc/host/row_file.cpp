@@ -190,7 +190,7 @@ void RowFile::load(const std::vector<Span>& spans, bool write) {
     unwant(wanted);
     throw;
   }
-  // From here on it is this call's blocks that are pinned.
+  // The pinned blocks are this call's from here on.
   release_pins();
   ++counts_.loads;
   counts_.hits += count(wanted, Flag::kResident | Flag::kMoving);
@@ -217,7 +217,7 @@ void RowFile::bring_in(Lock& lock) {
       pool_->run(batch->num_chunks(), [this, batch](int64_t chunk) { execute(*batch, chunk); });
       lock.lock();
     }
-    // What a prefetch is bringing in, or taking out: if that fails, or when it is out, it is this call's to load.
+    // Waits for blocks that a prefetch moves: if it fails, or has moved them out, this call loads them.
     for (const int64_t b : pinned_) moved_.wait(lock, [&] { return !table_.has(b, Flag::kMoving); });
     if (batch && batch->error) std::rethrow_exception(batch->error);
     if (count(pinned_, Flag::kResident) == static_cast<int64_t>(pinned_.size())) return;

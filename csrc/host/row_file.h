@@ -81,7 +81,7 @@ class RowFile {
   Lock locked(std::mutex& mutex) const;
   Lock begin_call();
 
-  // What a call asks for.
+  // Marks and returns the blocks that a call needs.
   std::vector<int64_t> want(const std::vector<Span>& spans);
   void unwant(const std::vector<int64_t>& wanted);
   int64_t count(const std::vector<int64_t>& blocks, uint8_t any) const;

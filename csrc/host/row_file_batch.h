@@ -32,7 +32,7 @@ struct RowFile::Batch {
   size_t first_read(int64_t chunk) const {
     return std::min(static_cast<size_t>(chunk) * reads_per_chunk, reads.size());
   }
-  // In proportion, hence in every chunk no more victims than reads.
+  // Victims are proportional to reads, so that no chunk has more victims than reads.
   size_t first_victim(int64_t chunk) const { return victims.size() * first_read(chunk) / reads.size(); }
 };
 

@@ -16,7 +16,7 @@ int64_t chunks_of(int64_t count, int64_t per_chunk) { return (count + per_chunk 
 
 }  // namespace
 
-// What has to be read, and who makes room; null when there is nothing to read. All of it is moving from here on.
+// Plans reads and their victims; null when there is nothing to read. All of these blocks are moving from here on.
 std::shared_ptr<RowFile::Batch> RowFile::plan(const std::vector<int64_t>& wanted) {
   auto batch = std::make_shared<Batch>();
   std::vector<Move>& reads = batch->reads;
@@ -58,7 +58,7 @@ void RowFile::execute(Batch& batch, int64_t chunk) {
   conclude(batch, chunk, room, error);
 }
 
-// Whether all victims of the chunk are out of the window; else they are all in.
+// True if all victims of the chunk are out of the window; otherwise all are in it.
 bool RowFile::take_out(Batch& batch, int64_t chunk, std::exception_ptr& error) {
   const size_t first = batch.first_victim(chunk), last = batch.first_victim(chunk + 1);
   try {

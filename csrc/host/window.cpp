@@ -14,7 +14,7 @@
 namespace rec_kernels::host {
 namespace {
 
-// By number: the C library may be older than the kernel, and the headers older than both.
+// System calls by number: the C library may be older than the kernel, and the headers older than both.
 int handle_of_this_process() {
 #if defined(SYS_pidfd_open) && defined(SYS_process_madvise)
   return static_cast<int>(::syscall(SYS_pidfd_open, ::getpid(), 0));
@@ -23,7 +23,7 @@ int handle_of_this_process() {
 #endif
 }
 
-// How many bytes were dropped, or -1.
+// Number of bytes dropped, or -1.
 int64_t drop_together([[maybe_unused]] int process, [[maybe_unused]] const iovec* ranges,
                       [[maybe_unused]] size_t count) {
 #if defined(SYS_pidfd_open) && defined(SYS_process_madvise)

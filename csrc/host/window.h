@@ -20,7 +20,7 @@ class Window {
   uint8_t* data() const { return data_; }
   // Gives the memory of whole pages back.
   void drop(int64_t offset, int64_t bytes) const;
-  // The same for ranges of addresses.
+  // Drops ranges of addresses.
   void drop(const std::vector<iovec>& ranges) const;
   static int64_t page_bytes();
 

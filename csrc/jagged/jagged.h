@@ -1,4 +1,4 @@
-// What the ops on jagged rows share: jagged_dedup, jagged_index_select, jagged_windows, jagged_overlaps,
+// Shared parts of the ops on jagged rows: jagged_dedup, jagged_index_select, jagged_windows, jagged_overlaps,
 // jagged_permute, jagged_bucketize.
 //
 // Row r of a jagged tensor is values[offsets[r] : offsets[r+1]]; values [N] or [N, D], offsets int32 or int64, rising,
@@ -6,9 +6,9 @@
 // 1's, and so on; `strides` says how many bags each feature has.
 //
 // Every op returns a `status`, int64 [2], as embedding_bag does: the smallest bad position (INT64_MAX: none; of
-// offsets[i], INT64_MIN + 1 + i) and how many numbers are out of range. On the CPU they are raised instead. On a GPU,
-// where nothing can be raised in time, what is bad is left out: a row with bad offsets is empty, and an index that is
-// out of range names an empty row.
+// offsets[i], INT64_MIN + 1 + i) and how many numbers are out of range. The CPU raises instead. A GPU cannot raise in
+// time, and leaves out what is bad: a row with bad offsets is empty, and an index that is out of range names an empty
+// row.
 #pragma once
 
 #include <vector>
@@ -52,7 +52,7 @@ void check_jagged_weights(const Tensor& values, const OptionalTensor& weights);
 void check_jagged_ids(const Tensor& values, const Tensor& offsets, const OptionalTensor& weights);
 // [F + 1]: where the bags of features with these batch sizes start; they must end with the rows of `offsets`.
 std::vector<int64_t> starts_of(const std::vector<int64_t>& strides, const Tensor& offsets);
-// That so many values fit into offsets of this dtype, which is that of argument `name`.
+// Checks that so many values fit into offsets of this dtype, which is that of argument `name`.
 RK_EXPORT void check_fits(int64_t values, const Tensor& offsets, const char* name = "offsets");
 // Throws if offsets [R + 1] in host memory do not rise or leave [0, N].
 void check_offsets(const Bags& rows);

@@ -18,7 +18,7 @@ RK_EXPORT std::vector<int64_t> check_jagged_permute(const Tensor& values, const 
                                                     const std::vector<int64_t>& permute,
                                                     const std::vector<int64_t>& strides, const OptionalTensor& weights,
                                                     std::optional<int64_t> total);
-// Whether a checked `permute` has every feature, once.
+// True if a checked `permute` names every feature once.
 RK_EXPORT bool names_each_once(const std::vector<int64_t>& permute, size_t features);
 
 }  // namespace rec_kernels

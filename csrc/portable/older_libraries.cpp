@@ -1,6 +1,6 @@
-// What compilers of today take from their own C and C++ libraries, for machines whose libraries are older: those of
-// manylinux_2_28, glibc 2.28 and libstdc++ of GCC 8. Each function is the one of the newer library, said in terms of
-// the older; the linker prefers it here, hidden, to the library's. Only builds with REC_KERNELS_PORTABLE have this.
+// Functions that today's compilers take from their own C and C++ libraries, for machines with older ones:
+// manylinux_2_28, glibc 2.28 and libstdc++ of GCC 8. Each is the newer library's function in terms of the older one;
+// the linker prefers it here, hidden, to the library's. Only builds with REC_KERNELS_PORTABLE have this.
 #include <pthread.h>
 
 #include <condition_variable>
@@ -16,8 +16,8 @@ extern "C" {
 char __libc_single_threaded = 0;
 }
 
-// What the standard library's headers declare cannot be declared again as hidden, and its members not at all. So these
-// are functions under those names.
+// Plain functions under the mangled names: declarations of the standard library cannot be repeated as hidden, and its
+// members not at all.
 extern "C" {
 
 using std::condition_variable;

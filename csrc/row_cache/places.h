@@ -1,5 +1,5 @@
-// Where rows may lie in a row cache, and how their uses are counted (docs/numerics.md, "Row cache"): plain structs that
-// every backend's kernels read.
+// Places of rows in a row cache, and counts of their uses (docs/numerics.md, "Row cache"): plain structs that every
+// backend's kernels read.
 #pragma once
 
 #include "core/bits.h"
@@ -18,18 +18,18 @@ struct CachePlace {
   RK_HOST_DEVICE static CachePlace of(int64_t sets, int64_t first, int64_t offset, int64_t ways, int64_t rows) {
     return {sets, first, offset, sets * ways >= rows};
   }
-  // Whether a slot is in one of the sets. Compared unsigned, so that one before the first is in none.
+  // True if a slot is in one of the sets. The unsigned comparison excludes slots before the first.
   RK_HOST_DEVICE bool has(int64_t slot, int64_t ways) const {
     return static_cast<uint64_t>(slot) - static_cast<uint64_t>(first * ways) < static_cast<uint64_t>(sets * ways);
   }
-  // Of a linear row.
+  // Set of a linear row.
   RK_HOST_DEVICE int64_t set(int64_t row) const {
     const auto key = static_cast<uint64_t>(row), n = static_cast<uint64_t>(sets);
     return first + static_cast<int64_t>(in_turn ? key % n : high_product(fmix64(key), n));
   }
 };
 
-// Whether a linear row is one of `rows` from `first` on, whatever these are.
+// True if a linear row is one of `rows` from `first` on, for any numbers.
 RK_HOST_DEVICE bool is_row_of(int64_t row, int64_t first, int64_t rows) {
   return row >= first && rows > 0 &&
          static_cast<uint64_t>(row) - static_cast<uint64_t>(first) < static_cast<uint64_t>(rows);
@@ -38,7 +38,7 @@ RK_HOST_DEVICE bool is_row_of(int64_t row, int64_t first, int64_t rows) {
 // A set is searched by these bytes, an eighth of what its tags are.
 RK_HOST_DEVICE uint8_t mark_of(int64_t row) { return static_cast<uint8_t>(fmix64(static_cast<uint64_t>(row))); }
 
-// At most eight marks, the first of them lowest.
+// Packs at most eight marks into a word, the first one lowest.
 RK_HOST_DEVICE uint64_t eight_marks(const uint8_t* marks, int64_t n) {
   uint64_t word = 0;
 #if defined(__CUDA_ARCH__)
@@ -69,7 +69,7 @@ RK_HOST_DEVICE uint32_t marked_of(const uint8_t* marks, int64_t n, uint8_t mark)
   }
   return static_cast<uint32_t>(n < kWaysAtOnce ? found & ((UINT64_C(1) << n) - 1) : found);
 }
-// The same; the usual number is a constant to the compiler.
+// marked_of() for n ways; the compiler gets the usual number as a constant.
 RK_HOST_DEVICE uint32_t marked_ways(const uint8_t* marks, int64_t n, uint8_t mark) {
   return n == kWaysAtOnce ? marked_of(marks, kWaysAtOnce, mark) : marked_of(marks, n, mark);
 }
@@ -121,11 +121,11 @@ RK_HOST_DEVICE uint8_t halved_count(uint8_t count) {
   return static_cast<uint8_t>(low);
 }
 
-// What the chances of an insertion's counts have in common.
+// Salt of an insertion, which all counts' chances share.
 RK_HOST_DEVICE uint64_t salt_of(int64_t seed, int64_t clock) {
   return fmix64(static_cast<uint64_t>(seed) + static_cast<uint64_t>(clock));
 }
-// Of a linear row that is used.
+// Count of a linear row after one more use.
 RK_HOST_DEVICE uint8_t raised_count(uint8_t count, int64_t row, uint64_t salt) {
   if (count == 255) return count;
   const uint64_t gap = (uint64_t{1} << (count >> 4)) - 1;

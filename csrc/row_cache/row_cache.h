@@ -30,7 +30,7 @@
 
 namespace rec_kernels {
 
-// What a lookup reads of a cache, as it arrives. `tags` and `marks`: a backward looks for the rows again.
+// A lookup's cache arguments, as they arrive. A backward finds rows again by `tags` and `marks`.
 struct CachedRows {
   const OptionalTensor &rows, &slots, &tags, &marks;
 };
@@ -39,7 +39,7 @@ struct ArgumentsOf<const CachedRows&> {
   using types = Types<const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&>;
 };
 
-// What an update needs, as it arrives.
+// An update's cache arguments, as they arrive.
 struct CacheArguments {
   const OptionalTensor &rows, &tags, &marks, &dirty;
 };
@@ -58,11 +58,10 @@ struct ArgumentsOf<const CacheBags&> {
                       int64_t, const std::string&>;
 };
 
-// What is done with a cache: rows are found, which takes no rows and offsets; found and updated; encoded, which takes
-// no marks.
+// Uses of a cache: rows are found, which takes no rows and offsets; found and updated; encoded, which takes no marks.
 enum class CacheUse { kFind, kUpdate, kFlush };
 
-// Which row leaves a set, and what an insertion counts, as it arrives.
+// Policy of an insertion and its counts, as they arrive.
 struct InsertionPolicy {
   const std::string& name;
   const OptionalTensor &counts, &row_counts, &stats;
@@ -89,16 +88,16 @@ T* optional_pointer(const OptionalTensor& t) {
 // Columns of cache_stats.
 enum CacheStat { kLookups, kHits, kInserted, kEvicted, kWritten, kLeftOut, kCacheStats };
 
-// Whether there is a cache; shapes, dtypes and devices if so.
+// True if there is a cache; then shapes, dtypes and devices are checked.
 RK_EXPORT bool check_cached_rows(const CachedRows& cache, const Tensor& values);
 RK_EXPORT bool check_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values, CacheUse use);
-// That a tensor has an element for every slot.
+// Checks that a tensor has an element for every slot.
 void check_slots(const OptionalTensor& t, int64_t slots, const Tensor& values, const char* name, ScalarType dtype);
 RK_EXPORT void check_slots_of_ids(const Tensor& slots, const Tensor& values);
 RK_EXPORT void check_history(const CacheHistory& history, const CacheArguments& cache, const Tensor& values);
-// How many slots from first_slot on are meant.
+// Number of slots that a flush covers from first_slot on.
 RK_EXPORT int64_t read_slots(const Tensor& cache_tags, int64_t first_slot, std::optional<int64_t> num_slots);
-// That every row has a count, if rows have.
+// Checks that every row has a count, if rows have counts.
 RK_EXPORT void check_row_counts(const CacheHistory& history, int64_t rows);
 RK_EXPORT void check_clock(const Tensor& clock, const Tensor& values);
 // The tensors of row_cache_stats.

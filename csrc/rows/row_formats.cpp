@@ -5,7 +5,7 @@
 namespace rec_kernels {
 namespace {
 
-// In the order of RowFormat.
+// Names in the order of RowFormat.
 constexpr const char* kNames[kNumRowFormats] = {"fp32",       "fp16",       "bf16",       "int8",       "int4",
                                                 "int2",       "mx9",        "mx6",        "mx4",        "mxfp8_e4m3",
                                                 "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8"};
@@ -71,7 +71,7 @@ RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t
 }
 
 void throw_not_finite(RowFormat format, int64_t position, int64_t D, float value) {
-  // Without the sign that a NaN may have.
+  // A NaN is shown without its sign.
   const std::string shown = value == value ? join(value) : "nan";
   throw_value_error(join("x[", position / D, ", ", position % D, "] = ", shown, ": format \"", row_format_name(format),
                          "\" holds finite numbers only"));

@@ -33,12 +33,12 @@ struct QuantizeOptions {
 RK_EXPORT QuantizeOptions read_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
                                         const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
                                         int64_t first_row, const std::optional<std::string>& scale_rule);
-// As read_quantize, for x of one dimension or more.
+// read_quantize for x of one dimension or more.
 QuantizeOptions read_fake_quantize(const Tensor& x, const std::string& format, const std::string& rounding,
                                    const OptionalTensor& seed, const OptionalTensor& step, int64_t table,
                                    int64_t first_row, const std::optional<std::string>& scale_rule);
 RK_EXPORT RowFormat read_dequantize(const Tensor& rows, const std::string& format, int64_t embedding_dim);
-// Not exported: a ScalarType in the name of a symbol would tie the library to a version of torch.
+// Inline, not exported: a ScalarType in a symbol's name would tie the library to a version of torch.
 inline void check_float_dtype(ScalarType dtype, const char* name) {
   check_value(dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16, name,
               " must be float32, float16 or bfloat16, got ", dtype_name(dtype));

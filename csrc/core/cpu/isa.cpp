@@ -15,7 +15,7 @@ constexpr const char* kIsaNames[] = {"baseline", "v3", "v4"};
 
 CpuIsa best_isa() {
 #if defined(__x86_64__)
-  // What x86-64-v4 adds to v3 (whose features every such machine has).
+  // x86-64-v4 adds these to v3 (every such machine has v3's features).
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512cd") &&
       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx2"))
     return CpuIsa::v4;
@@ -32,7 +32,7 @@ std::atomic<CpuIsa>& current() {
 
 std::string get_cpu_isa() { return kIsaNames[static_cast<int>(cpu_isa())]; }
 
-// For tests and benchmarks: run the kernels of an older instruction set. Returns the one in use before.
+// Selects an older instruction set's kernels, for tests and benchmarks. Returns the one in use before.
 std::string set_cpu_isa(std::string name) {
   for (int i = 0; i <= static_cast<int>(best_isa()); ++i)
     if (name == kIsaNames[i]) return kIsaNames[static_cast<int>(current().exchange(static_cast<CpuIsa>(i)))];

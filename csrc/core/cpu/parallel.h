@@ -62,15 +62,15 @@ void parallel_workers(int64_t workers, const Body& body) {
   if (thrown) std::rethrow_exception(thrown);
 }
 
-// How many workers `items` are worth when each should have at least `grain` of them.
+// Number of workers for `items` if each should have at least `grain` of them.
 inline int64_t workers_for(int64_t items, int64_t grain) {
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t useful = items / grain;
   return useful < 1 ? 1 : (useful < threads ? useful : threads);
 }
 
-// How many pieces to cut work of `cost` into, each of at least `least`. Few, because a piece starts with nothing
-// prefetched; more than one per worker, so that a slow one does not keep the others waiting.
+// Number of pieces for work of `cost`, each of at least `least`. Few, because a piece starts with nothing prefetched;
+// more than one per worker, so that a slow one does not keep the others waiting.
 inline int64_t pieces_for(int64_t cost, int64_t least, int64_t workers) {
   constexpr int64_t kPiecesPerWorker = 16;
   const int64_t pieces = 1 + cost / least;

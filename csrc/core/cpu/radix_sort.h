@@ -13,7 +13,7 @@ class RowSort {
  public:
   RowSort(int64_t count, int row_bits, int payload_bits);
 
-  // Where the entries are to be written, of the two.
+  // The one of the two buffers that the entries must be written to.
   uint64_t* first_buffer(uint64_t* sorted, uint64_t* other) const { return passes_ % 2 ? other : sorted; }
   void sort(uint64_t* sorted, uint64_t* other, int64_t workers) const;
 

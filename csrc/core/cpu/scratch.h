@@ -9,7 +9,7 @@
 
 namespace rec_kernels {
 
-// At most so much is kept while nobody uses it.
+// The most bytes that are kept while nobody uses them.
 constexpr size_t kMostScratchKept = size_t{256} << 20;
 
 struct ScratchBlock {

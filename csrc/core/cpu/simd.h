@@ -35,8 +35,8 @@ struct Vec {
   static __mmask16 mask(int n) { return static_cast<__mmask16>((1u << n) - 1u); }
   static Vec broadcast(float x) { return {_mm512_set1_ps(x)}; }
   static Vec load(const float* p) { return {_mm512_loadu_ps(p)}; }
-  // In parts: an access that is masked still waits for every cache line it could touch, and the next row's is not the
-  // reader's to fetch.
+  // Loads in parts: a masked access waits for every cache line it could touch, and the next row's is not the reader's
+  // to fetch.
   static Vec load_partial(const float* p, int n) {
     show_sanitizer(p, n);
     if (n <= 4) return {_mm512_zextps128_ps512(_mm_maskz_loadu_ps(static_cast<__mmask8>(mask(n)), p))};

@@ -186,7 +186,7 @@ RK_HOST_DEVICE uint64_t pack(WordLanes codes) {
   return packed;
 }
 
-// For each pair of lanes one of two words, by the pair's bit, low bits first.
+// Chooses one of two words for each pair of lanes, by the pair's bit, low bits first.
 RK_HOST_DEVICE WordLanes choose_by_bit(uint32_t bits, uint32_t if_clear, uint32_t if_set) {
   const WordLanes own = (WordLanes{} + bits) >> (word_ramp() >> 1);
 #if defined(__AVX512F__)
@@ -234,7 +234,7 @@ RK_HOST_DEVICE WordLanes swap_pairs(WordLanes x) {
 
 RK_HOST_DEVICE WordLanes larger_word(WordLanes a, WordLanes b) { return a > b ? a : b; }
 
-// Whether a comparison holds in some lane.
+// True if a comparison holds in some lane.
 RK_HOST_DEVICE bool any_lane(IntLanes mask) {
 #if defined(__AVX512F__)
   return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;

@@ -1,4 +1,4 @@
-// How lanes share a bag or a row.
+// Groups of lanes, which share a bag or a row.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ struct Group {
     lane = in_warp % G;
     mask = (G == kWarpSize ? kFullWarp : (1u << G % kWarpSize) - 1) << (in_warp - lane);
   }
-  // Of the warp's groups.
+  // Number of this group in its warp.
   __device__ __forceinline__ static int in_warp() { return static_cast<int>(threadIdx.x) % kWarpSize / G; }
   __device__ __forceinline__ static int64_t first() { return (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / G; }
   __device__ __forceinline__ static int64_t stride() { return int64_t{gridDim.x} * blockDim.x / G; }
@@ -32,7 +32,7 @@ struct Group {
   __device__ __forceinline__ T broadcast(T x, int from) const {
     return __shfl_sync(mask, x, from, G);
   }
-  // Of addresses in global memory, which nothing else tells the compiler of what comes from another lane.
+  // Broadcasts an address in global memory; the conversion tells the compiler that it is one.
   template <class T>
   __device__ __forceinline__ T* broadcast(T* x, int from) const {
     return static_cast<T*>(
@@ -52,16 +52,16 @@ inline dim3 at_most(int64_t most, int64_t items, int lanes) {
   return dim3(static_cast<unsigned>(blocks < 1 ? 1 : (blocks < most ? blocks : most)));
 }
 
-// As many as the items need, or a few times what the GPU holds: groups go on in a grid stride, and a block that has
-// little to do makes room for another. The start of a block is not paid for items that turn out to be nothing.
+// Blocks for the items, at most a few times what the GPU holds: groups go on in a grid stride, and a block that has
+// little to do makes room for another. Items that turn out to be nothing cost no start of a block.
 inline dim3 blocks_for(int64_t items, int lanes) {
   constexpr int64_t kRounds = 4;
   const int64_t most = kRounds * ceil_div(resident_threads(), kThreads);
   return at_most(most < kMostBlocks ? most : kMostBlocks, items, lanes);
 }
 
-// As many as the items need, where each is a bag: long, and longer or shorter than the next. The GPU starts a block
-// where one has ended, which no stride over bags evens out as well.
+// Blocks for bags, which are long and of different lengths: one for each. The GPU starts a block where one has ended,
+// which balances better than a stride over bags.
 inline dim3 blocks_for_bags(int64_t bags, int lanes) { return at_most(kMostBlocks, bags, lanes); }
 
 // Lanes for rows of `columns` floats, four to a lane.
@@ -109,14 +109,14 @@ void with_widths(int64_t max_dim, const Body& body) {
   });
 }
 
-// What bounds a kernel's columns 0, kBlocks * 4 * G, ...: with fewer blocks than the most, which with_widths() chooses
-// by the widest row, there is only the first, and the compiler knows it.
+// Bound of a kernel's columns 0, kBlocks * 4 * G, ...: with fewer blocks than the most, which with_widths() chooses by
+// the widest row, there is only the first, and the compiler knows it.
 template <int kBlocks>
 __device__ __forceinline__ int64_t columns_behind(int64_t D) {
   return kBlocks == kMaxBlocks ? D : 1;
 }
-// Whether a row of D columns has more of them than a group keeps at once. Where that cannot be, the compiler leaves out
-// what happens then, and the registers that it takes.
+// True if a row of D columns has more of them than a group keeps at once. Where that cannot be, the compiler drops the
+// code for it, and its registers.
 template <int G, int kBlocks>
 __device__ __forceinline__ bool is_wider(int64_t D) {
   return kBlocks == kMaxBlocks && D > kBlocks * 4 * G;
@@ -125,7 +125,7 @@ __device__ __forceinline__ bool is_wider(int64_t D) {
 // Lanes for the short rows of formats, which a warp would leave mostly idle.
 constexpr int kFewLanes = 8;
 
-// The same with fewer kernels, for encoded rows: those that neither fit in few lanes nor in a warp's registers are
+// with_widths() with fewer kernels, for encoded rows: those that neither fit in few lanes nor in a warp's registers are
 // taken block by block.
 template <class Body>
 void with_few_widths(int64_t max_dim, const Body& body) {

@@ -63,7 +63,7 @@ inline void copy_to_host(void* to, const void* from, size_t bytes, cudaStream_t 
   STD_CUDA_CHECK(cudaStreamSynchronize(stream));
 }
 
-// Where the current GPU finds memory of the host; null if that is not pinned.
+// Address at which the current GPU sees host memory; null if that is not pinned.
 inline void* mapped_address(void* p) {
   cudaPointerAttributes found{};
   STD_CUDA_CHECK(cudaPointerGetAttributes(&found, p));

@@ -29,7 +29,7 @@ __device__ __forceinline__ float warp_dot(const float* g, int64_t columns, int l
   return warp_butterfly_sum((s[0] + s[1]) + (s[2] + s[3]));
 }
 
-// The same of two rows of floats.
+// warp_dot of two rows of floats.
 __device__ __forceinline__ float warp_row_dot(const float* a, const float* b, int64_t columns, int lane) {
   const bool aligned = rows_aligned(b, columns);
   return warp_dot(a, columns, lane, [&](int64_t c) { return load_columns(b, c, columns, aligned); });

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int W = Vec::kWidth;
 
-// Where the pairs of vector i begin among all pairs.
+// Index of vector i's first pair among all pairs.
 RK_HOST_DEVICE int64_t first_pair(int64_t i, bool self_interaction) {
   return self_interaction ? i * (i + 1) / 2 : i * (i - 1) / 2;
 }
@@ -25,7 +25,7 @@ constexpr int kTile = 5;
 constexpr int kTile = 3;
 #endif
 
-// What a tile has of its square: all, what is below the diagonal, or the diagonal, too.
+// Part of a square that a tile has: all, the triangle below the diagonal, or that with the diagonal.
 enum class Part { kWhole, kBelow, kWithDiagonal };
 template <Part kPart>
 constexpr bool has_sum(int row, int column) {
@@ -75,7 +75,7 @@ void sum_rows(const InteractionShape& shape, const Panel& panel, int64_t i, int6
   else sum_tile<kRows, Part::kBelow>(panel, i, i, rows);
 }
 
-// At most W columns of one vector of `samples` samples, transposed.
+// Transposes at most W columns of one vector of `samples` samples.
 RK_HOST_DEVICE void gather_vector(const float* from, int64_t stride, int64_t samples, int columns, float* to) {
   FloatLanes lanes[W];
   for (int s = 0; s < W; ++s) lanes[s] = FloatLanes{};
@@ -110,7 +110,7 @@ int64_t forward_scratch(const InteractionShape& shape) {
   return (shape.F + 1) * W * W + first_pair(shape.F + 1, shape.self_interaction) * W;
 }
 
-// At most W samples.
+// Computes at most W samples.
 void interact(const InteractionShape& shape, const InteractionRows<const float>& in, float* out, int64_t out_stride,
               int64_t samples, float* scratch) {
   const int64_t vectors = shape.F + 1, D = shape.D;
@@ -154,7 +154,7 @@ RK_HOST_DEVICE void fill_block(const float* pairs, const InteractionShape& shape
   for (int r = 0; r < W; ++r) above[r] = below[r];
   transpose(above);
   for (int r = 0; r < W; ++r) {
-    // On the diagonal each has zeros where the other one has numbers.
+    // The sum completes the diagonal tile: each half has zeros where the other has numbers.
     store_as(square + (i + r) * stride + j, j < i ? below[r] : below[r] + above[r]);
     if (j < i) store_as(square + (j + r) * stride + i, above[r]);
   }

@@ -90,7 +90,8 @@ struct FactorGradients {
     numbers = Scratch<float>(count * stride);
     if (s.shared) std::fill_n(numbers.get(), count * stride, 0.0f);
   }
-  // Where sample b's are added; or, of its own, written, those of the samples after it so far behind.
+  // Destination of sample b's gradient: shared by a chunk of samples, to add to; or its own, followed by the next
+  // samples'.
   SampleRows<float> at(int64_t b, bool shared) const {
     return shared ? SampleRows<float>{numbers.get() + b / kSampleChunk * stride, 0}
                   : SampleRows<float>{numbers.get() + b * stride, stride};

@@ -49,7 +49,7 @@ int64_t backward_scratch(const FactorizationShape& s) {
   return s.F * (padded(s.D) + padded(s.K) + 3 * s.K) + s.D * padded(s.K) + 2 * s.K * padded(s.D);
 }
 
-// With P = x^T y and Q = x^T grad, which is the gradient of P: the gradient of x is grad P^T + y Q^T, that of y is x Q.
+// P = x^T y and Q = x^T grad, the gradient of P. The gradient of x is grad P^T + y Q^T, that of y is x Q.
 void backward(const FactorizationShape& s, SampleRows<const float> grad, SampleRows<const float> x,
               SampleRows<const float> y, SampleRows<float> grad_x, SampleRows<float> grad_y, int64_t samples,
               float* scratch) {

@@ -47,7 +47,7 @@ std::vector<Group> groups_of(const ProjectionDims& dims) {
   return groups;
 }
 
-// Where the matrix of a term comes from: element [k, n] of its panel is from[k * down + n * right].
+// The matrix of a term: element [k, n] of its panel is from[k * down + n * right].
 struct MatrixSource {
   const float* from;
   int64_t down, right;
@@ -153,7 +153,7 @@ std::vector<int64_t> cut(const std::vector<int64_t>& costs, int64_t parts) {
   return starts;
 }
 
-// Of each panel: multiplications of a row and, for what they are worth, the copying of its numbers.
+// Cost of each panel: a row's multiplications, and the copying of its numbers in the same unit.
 std::vector<int64_t> costs_of(Product& p) {
   std::vector<int64_t> costs;
   for (const ProjectionPanel& panel : p.panels) {

@@ -37,7 +37,7 @@ Across across_from(int64_t column, int64_t columns) {
   return {registers, static_cast<int>(here) - (registers - 1) * W};
 }
 
-// Where a tile of the product begins.
+// A tile of the product.
 struct ProductTile {
   const ProjectionTerm *first, *last;
   int64_t column, padded;  // in the panel

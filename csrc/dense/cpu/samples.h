@@ -38,7 +38,7 @@ class Floats {
   bool plain() const { return format_ == RowFormat::kFp32; }
   int64_t memory() const { return plain() ? 0 : kSamplesAtOnce * numbers_; }
   int64_t stride() const { return plain() ? stride_ : numbers_; }
-  // From sample `first` on, `count` of which are read: at most kSamplesAtOnce.
+  // Reads `count` samples from `first` on, at most kSamplesAtOnce.
   const float* read(int64_t first, int64_t count, float* memory) const {
     if (plain()) return reinterpret_cast<const float*>(data_) + first * stride_;
     const auto decode = kernels<RowFormatKernels>().decode[static_cast<int>(format_)];
@@ -48,7 +48,7 @@ class Floats {
     }
     return memory;
   }
-  // To be filled, then written, in the same places.
+  // Memory to fill; write() with the same arguments stores it.
   float* open(int64_t first, float* memory) const {
     return plain() ? reinterpret_cast<float*>(data_) + first * stride_ : memory;
   }

@@ -9,7 +9,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// So many numbers in whole registers.
+// `count` rounded up to whole registers.
 RK_HOST_DEVICE int64_t padded(int64_t count) { return ceil_div(count, Vec::kWidth) * Vec::kWidth; }
 
 // out [rows, columns] = left [rows, terms] times right [terms, columns]. Every sum takes its terms in ascending order,
@@ -34,7 +34,7 @@ constexpr int kProductAcross = 2;
 constexpr int kProductDown[] = {0, 8, 6};
 #endif
 
-// Where a tile lies in the result: its first row and column, and the lanes of its last register.
+// A tile's place in the result: its first row and column, and the lanes of its last register.
 struct ProductPlace {
   int64_t row, column;
   int lanes;

@@ -56,7 +56,7 @@ struct RunArgs {
   int64_t product_dim;  // columns of the widest multiplied table; 0: there is none
 };
 
-// Where finished row gradients go. The fields of the one that runs are set.
+// Destination of finished row gradients. Only the fields of the target in use are set.
 struct RowTarget {
   uint8_t* weights;  // updated in place, or receives the gradient
   Update update;
@@ -77,7 +77,7 @@ inline int64_t scratch_moments(int64_t D) { return D; }
 inline int64_t scratch_held(int64_t D) { return scratch_moments(D) + 2 * D; }
 inline int64_t scratch_floats(int64_t D) { return scratch_held(D) + (D < kFloatsHeld ? kFloatsHeld : D); }
 
-// The same for sums over a multiplied table: a row of ones, two rows, and what terms need that is not in memory.
+// Scratch floats for sums over a multiplied table: a row of ones, two rows, and terms that are not in memory.
 inline int64_t scratch_factors(int64_t D) { return (kChunk + 3) * D; }
 
 using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, float* scratch, int64_t begin,
@@ -86,7 +86,7 @@ using FinishRuns = void (*)(const RunArgs&, const RowTarget&, const TableRuns&, 
 struct EmbeddingBagBackwardKernels {
   // Sums chunks [begin, end) of long runs into their `out`; `scratch` is scratch_factors(D) floats.
   void (*sum_chunks)(const RunArgs&, const ChunkSum*, float* scratch, int64_t begin, int64_t end);
-  // The same of runs [begin, end) of a multiplied table that are not long, into its `sums`.
+  // Sums the short runs among [begin, end) of a multiplied table into its `sums`.
   void (*sum_runs)(const RunArgs&, const TableRuns&, float* scratch, int64_t begin, int64_t end);
   // Sum and finish runs [begin, end) of a table; `scratch` is scratch_floats(D) floats.
   FinishRuns store, sgd, rowwise_adagrad, elementwise;

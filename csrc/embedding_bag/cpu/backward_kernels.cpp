@@ -14,7 +14,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Not inlined, as sum_products: where it stands costs nothing, its copies take long to compile.
+// Not inlined, as sum_products: a call costs nothing here, and copies would take long to compile.
 __attribute__((noinline)) void sum_terms(const Terms& terms, int64_t D, float* out) {
   for_blocks(D, SumInto{terms, out});
 }
@@ -103,7 +103,7 @@ class ProductRuns {
     for (int64_t i = 0; t_.far && i < count; ++i) prefetch_bytes(t_.factors[i], D_ * 4);
     for (int64_t i = 0; i < count && i < kAhead; ++i) prefetch_bytes(t_.rows[i], D_ * 4);
   }
-  // By the rows of the id's other parts. A second one needs the product with the first in memory.
+  // Multiplies by the rows of the id's other parts. A second one needs the product with the first in memory.
   void multiply(const Part& own, int64_t id, int64_t i) {
     const int64_t first = a_.bags.first_part(own.number), count = a_.bags.first_part(own.number + 1) - first;
     const Part* parts = a_.parts + first;
@@ -126,7 +126,7 @@ class ProductRuns {
   Products t_;
 };
 
-// Of a multiplied table.
+// Sums the short runs of a multiplied table.
 void sum_runs(const RunArgs& a, const TableRuns& table, float* scratch, int64_t begin, int64_t end) {
   ProductRuns runs(a, table, scratch);
   for (int64_t r = begin; r < end; ++r)
@@ -271,12 +271,12 @@ void store(const RunArgs& a, const RowTarget& t, const TableRuns& table, float* 
   finish_runs(a, target, table, scratch, begin, end);
 }
 
-// Of the table's first row; null stays null.
+// State of the table's first row; null stays null.
 float* state_of(const RowTarget& t, const TableRuns& table) {
   return t.update.state.sum ? t.update.state.sum + table.part->row_offset : nullptr;
 }
 
-// Whether the table's rows are floats where they lie, and none of them may be in a cache.
+// True if the table's rows are floats in memory, and none of them may be in a cache.
 bool is_plain(const RunArgs& a, const RowTarget& t, const Part& f) {
   const bool cached = t.cache.tags && t.cache.places[&f - a.parts].sets > 0;
   return f.format == RowFormat::kFp32 && !cached;

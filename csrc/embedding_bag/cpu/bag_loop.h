@@ -1,4 +1,4 @@
-// What lookups and the gradient of per_sample_weights know of bags.
+// Blocks of bags, for lookups and the gradient of per_sample_weights.
 #pragma once
 
 #include "embedding_bag/cpu/forward.h"

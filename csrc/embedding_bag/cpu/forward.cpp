@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cpu(const Tensor& weights, const 
                                                    const UpdateArguments& fused, const CachedRows& cache,
                                                    const OptionalTensor& cache_dirty, const OptionalTensor& grad_scale,
                                                    std::optional<ScalarType> output_dtype) {
-  // For the backward, but errors come now.
+  // The backward needs these; the forward raises their errors early.
   const Update update = read_update(bags.values, sum, step, lr, fused, grad_scale);
   const Layout layout = read_layout(bags.layout, bags.layout_sizes, bags.values);
   check_weights(weights, bags.values, layout);

@@ -7,7 +7,7 @@
 
 namespace rec_kernels {
 
-// What one worker found out of range. `position` as in BadPosition (embedding_bag/embedding_bag.h), the smallest.
+// Out-of-range ids that one worker found. `position` as in BadPosition (embedding_bag/embedding_bag.h), the smallest.
 struct Bounds {
   int64_t position = kNoBadPosition;
   int64_t skipped = 0;

@@ -68,7 +68,7 @@ float dot_with_row(const float* g, const uint8_t* row, const Part& f) {
   return row_dot(g, reinterpret_cast<const float*>(row), f.embedding_dim);
 }
 
-// Of one sample's gradient with what an id's parts give.
+// Dot product of one sample's gradient and the row that an id's parts make.
 float dot_with_parts(const PoolArgs& a, const Part* parts, int64_t count, const float* grad, int64_t id,
                      const ComposedRow& composed) {
   if (composed.scratch) return row_dot(grad + parts->output_offset, composed.read(a.weights, id), parts->embedding_dim);

@@ -7,7 +7,7 @@
 namespace rec_kernels {
 namespace {
 
-// Whether part i is the only one of its feature.
+// True if part i is the only one of its feature.
 bool is_alone(const Layout& layout, int64_t i) {
   const int64_t f = layout.parts[i].feature;
   return part_start(layout.parts, f + 1, layout.sizes, layout.num_parts) - layout.parts[f].part_start == 1;
@@ -37,7 +37,7 @@ void check_bag_starts(const Bags& b) {
               " must be ", b.num_bags, ", the number of bags that offsets describe");
 }
 
-// Of features in groups, whose bags samples share, and of the others.
+// Checks features in groups, whose bags samples share, and the other features.
 void check_shared_bags(const BagInput& in) {
   const Bags& b = in.bags;
   std::vector<int64_t> first_of(static_cast<size_t>(in.inverse->size(0)), -1);

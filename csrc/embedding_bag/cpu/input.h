@@ -1,4 +1,4 @@
-// From the tensors of an embedding_bag call to the plain structs that its kernels read.
+// Reads the tensors of an embedding_bag call into the plain structs of its kernels.
 #pragma once
 
 #include <memory>
@@ -39,10 +39,10 @@ inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights) {
 
 // Checks the bags and every record of the layout.
 BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutLimits& limits);
-// The same of a call without a layout.
+// Reads the bags of a call without a layout.
 BagInput read_bags(const OneTableBags& bags, const Part& table);
 
-// What a counter is after a call that advances it.
+// Value of a counter after a call that advances it.
 inline int64_t advanced(const Tensor& counter, const char* name) {
   const int64_t now = *counter.const_data_ptr<int64_t>();
   check_value(now < INT64_MAX, name, " = ", now, " is the last that it can count to");

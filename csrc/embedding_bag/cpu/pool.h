@@ -1,4 +1,4 @@
-// How bags are pooled, whatever their rows come from: for the kernels of one instruction set.
+// Pools bags for one instruction set, from any source of rows.
 //
 // A bag's columns are pooled in blocks of registers: sums stay in registers over the whole bag, rows are prefetched a
 // fixed number of ids ahead (also across bags), and a row is read exactly once.
@@ -10,7 +10,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Where the sums of bags go: D floats of the first, and so on, `stride` floats apart.
+// Destination of bags' sums: D floats each, `stride` floats apart.
 struct Sums {
   float* first;
   int64_t stride;
@@ -51,7 +51,7 @@ void for_few_bags(const PooledBags& k, int64_t most, int64_t parts, const Body& 
   }
 }
 
-// What a kernel knows of its bags when it is compiled.
+// Kinds of bags that kernels are compiled for.
 enum class BagKind {
   kOneId,     // each has one id, without a weight
   kPlain,     // ids have no weights

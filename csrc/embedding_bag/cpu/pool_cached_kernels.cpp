@@ -28,8 +28,7 @@ struct Decoded {
   void release() { delete[] memory; }
 };
 
-// Where the rows of all ids of some bags are (CachedRows). Those that are not cached are asked for before the first of
-// them is decoded.
+// Finds the rows of all ids of some bags (CachedRows). Uncached rows are prefetched before the first is decoded.
 void find_rows(const PoolArgs& a, const Part& f, const PooledBags& k, Decoded* decoded, const uint8_t** places) {
   const int64_t first = k.first_id(), count = k.num_ids(), D = f.embedding_dim;
   const int64_t* slots = a.cache.slots + first;
@@ -71,7 +70,7 @@ struct PoolPlaces {
   }
 };
 
-// Whether none or all of some rows are cached.
+// Tells if none or all of some rows are cached.
 struct Share {
   bool none, all;
 };

@@ -12,7 +12,7 @@ inline namespace RK_ISA {
 void pool_partitioned(const PoolArgs& a, const Part& f, const PooledBags& k);
 void pool_composed(const PoolArgs& a, const Part* parts, int64_t count, const PooledBags& k);
 
-// Whether no cache holds a part's table: one of so many bytes stays close to the core while it is in use.
+// True if a part's table fits in no cache: a smaller one stays close to the core while it is in use.
 RK_HOST_DEVICE bool is_far(const Part& part) { return part.num_embeddings * part.row_bytes > 1 << 18; }
 
 // The floats of an id's row in a part: the table's own, or decoded into scratch [D].

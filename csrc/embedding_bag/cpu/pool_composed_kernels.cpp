@@ -10,7 +10,7 @@ namespace rec_kernels {
 inline namespace RK_ISA {
 namespace {
 
-// Whether every id counts.
+// True if every id counts.
 template <class Id>
 bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
   uint64_t bad = 0;
@@ -21,7 +21,7 @@ bool all_count(const Id* ids, int64_t count, uint64_t limit, int64_t padding) {
   return bad == 0;
 }
 
-// Without branches, so that compilers map several ids at once.
+// Branch-free, so that compilers map several ids at once.
 template <bool kDivides, bool kWraps, class Id>
 void map_narrow(const Id* ids, int64_t count, const Partition p, int64_t* rows) {
   for (int64_t i = 0; i < count; ++i) {

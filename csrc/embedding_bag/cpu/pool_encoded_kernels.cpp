@@ -22,7 +22,7 @@ void pool_columns(const Encoded& e, const Block& block) {
   else pool_block<BagKind::kPlain>(e.k, source);
 }
 
-// In as few blocks as possible, the last one of the smallest width that covers what is left.
+// Pools in as few blocks as possible; the last one has the smallest width that covers the remaining columns.
 template <class Format, int kSteps = kMostSteps>
 void pool_steps(const Encoded& e, int64_t column) {
   for (; e.D - column > kSteps / 2 * kStep; column += kSteps * kStep) {

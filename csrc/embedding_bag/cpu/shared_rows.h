@@ -13,12 +13,12 @@ namespace rec_kernels {
 // columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
 class SharedRows {
  public:
-  // Of elements of so many bytes. Points to the input, which stays.
+  // Takes the bytes of an element. Points to the input, which must outlive it.
   SharedRows(const BagInput& in, int64_t element_bytes);
 
   // Bags::shared_rows. Null where no group has a bag.
   void* rows() const { return memory_.get(); }
-  // From pooled bags to `output`, the rows of the samples that have them.
+  // Writes pooled bags to `output`, in the rows of the samples that have them.
   void expand(void* output) const;
   // The sums of the samples' gradients `grad`.
   void sum(const float* grad) const;

@@ -114,7 +114,7 @@ class TableSorter {
     }
   }
 
-  // Where the entries of a feature go: that of position i of [first, last) to at[i - first].
+  // Destination of a feature's entries: that of position i of [first, last) goes to at[i - first].
   struct Destination {
     uint64_t* at;
     int64_t first, last;
@@ -217,7 +217,7 @@ class TableSorter {
   int64_t base_;
 };
 
-// How an occurrence's bag and coefficient are found from its entry; `ids`: of all bags.
+// Decides how an entry gives its occurrence's bag and coefficient; `ids` counts those of all bags.
 void choose_payload(const BagInput& in, const CachedKeys& cached, int64_t ids, Occurrences* out) {
   bool weighted = in.bags.per_sample_weights != nullptr, multiplied = false;
   int64_t most_rows = 0;

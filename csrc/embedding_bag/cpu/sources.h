@@ -1,6 +1,6 @@
-// Where pooled rows come from (embedding_bag/cpu/pool.h): a table, several parts of one, or a row cache and its table.
-// A source extends a block of columns, which knows how rows of floats or of a format are read: in_row(address of a row)
-// is where the block reads, row() opens it there, and read() gives a step of its columns.
+// Sources of pooled rows (embedding_bag/cpu/pool.h): a table, several parts of one, or a row cache and its table. A
+// source extends a block of columns, which reads rows of floats or of a format: in_row(address of a row) is where the
+// block reads, row() opens it there, and read() gives a step of its columns.
 #pragma once
 
 #include "embedding_bag/cpu/pool.h"
@@ -93,7 +93,7 @@ struct TableRows : Block {
     return static_cast<const int32_t*>(numbers.numbers)[i - numbers.first];
   }
   RK_HOST_DEVICE int64_t ahead() const { return prefetch_distance(row_bytes); }
-  // Of any id: its address is computed, not checked.
+  // Prefetches any id's row: the address is computed, not checked.
   RK_HOST_DEVICE void prefetch(int64_t i) const {
     const auto row =
         reinterpret_cast<uintptr_t>(rows) + static_cast<uintptr_t>(number(i)) * static_cast<uintptr_t>(row_bytes);

@@ -28,7 +28,7 @@ bool rises(const Integer* numbers, int64_t count, int64_t workers) {
   return so_far.load(std::memory_order_relaxed);
 }
 
-// Where the runs of numbers that rise begin.
+// Finds the starts of runs of rising numbers.
 template <class Integer>
 void starts_of_runs(const Integer* numbers, int64_t count, int64_t rows, int64_t workers, int64_t* starts) {
   parallel_workers(workers, [&](int64_t w) {

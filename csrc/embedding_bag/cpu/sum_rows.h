@@ -14,7 +14,7 @@ struct RowOrder {
   const int64_t* of(int64_t place) const { return order ? order.get() + place : nullptr; }
 };
 
-// Of `count` numbers, which are in [0, rows).
+// Sorts `count` numbers in [0, rows).
 RowOrder order_by_row(const Integers& numbers, int64_t count, int64_t rows);
 
 // out[u] = the sum of the rows of `grad` whose number is u, for u in [0, rows); zeros if there are none. The first

@@ -1,4 +1,4 @@
-// What becomes of the rows' gradients: stored, or an update of the rows.
+// Targets of the rows' gradients: storage, or an update of the rows.
 #pragma once
 
 #include "embedding_bag/cpu/backward.h"
@@ -127,7 +127,7 @@ class KeptRows {
   int64_t row_of(int64_t key) const {
     return key < num_slots_ ? cache_.tags[first_slot_ + key] - first_row_ : key - num_slots_;
   }
-  // Whose state is asked for follows from the tag.
+  // Fetches the tag first: it decides whose state is fetched next.
   void announce(int64_t key) const {
     if (key < num_slots_) prefetch_line(cache_.tags + first_slot_ + key);
   }

@@ -120,7 +120,7 @@ void finish_floats(const SumArgs& args, const Target& target, cudaStream_t strea
   });
 }
 
-// Of calls whose tables are floats.
+// Finishes all rows of calls whose tables are floats.
 template <class Target>
 void finish_all(const BagInput& in, SumArgs args, const Target& target, const Tensor& like, cudaStream_t stream) {
   if (in.bags.num_ids == 0 || in.bags.num_bags == 0) return;
@@ -135,7 +135,7 @@ void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t st
   else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
 }
 
-// Where a run's row is in the cache, which is changed there.
+// Finds each run's slot in the cache, whose row is changed there.
 __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
   if (a.skip.now()) return;
   for (int64_t run = Group<1>::first(); run < *a.runs.num_runs; run += Group<1>::stride()) {
@@ -175,7 +175,7 @@ SharedRows sum_shared(const Tensor& grad, const Tensor& status, BagInput* in, cu
   return shared;
 }
 
-// What a gradient is of: float32 tables in `weights` with a layout, or one table of a shape.
+// Tables that a gradient is for: float32 in `weights` with a layout, or one table of a shape.
 struct GradientInput {
   BagInput in;
   LayoutLimits limits;
@@ -239,7 +239,7 @@ __device__ int64_t runs_below(const Runs& runs, int64_t row) {
   return low;
 }
 
-// What the host has to know of a sparse gradient.
+// Numbers that the host needs for a sparse gradient.
 struct SparseSizes {
   int64_t status, runs, floats;
 };

@@ -1,4 +1,4 @@
-// How a run's gradient is summed and finished: the kernels of the backward of embedding_bag, for any target.
+// Kernels of embedding_bag's backward that sum a run's gradient and finish its row, for any target.
 //
 // A group of lanes takes a row (a run of sorted occurrences), a lane four neighbouring columns. Rows with more than
 // kChunk occurrences spread over the machine chunk by chunk first. Bytes moved: the gradient of every occurrence read,
@@ -81,7 +81,7 @@ struct StepOf<Target, true> {
   __device__ __forceinline__ bool clips_norm() const { return row.step.clips_norm(); }
   __device__ __forceinline__ void clip(float square_sum) { row.clip_norm(square_sum); }
 
-  // Of the columns from `column` on: the clipped gradient and, when the norm is known, the decay through it.
+  // Clips the gradient of the columns from `column` on and, once the norm is known, adds the decay through it.
   template <int G, int kBlocks, class Read>
   __device__ __forceinline__ void take(int64_t column, int64_t D, const Group<G>& group, Vec4 (&g)[kBlocks],
                                        const Read& read) const {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void finish_row(const SumArgs& a, const Target& targe
   scalar = group.broadcast(scalar, 0);
   if constexpr (Target::kElementwise) {
     const auto state = target.state_of(part, f, row, scalar);
-    // From gradients to directions: of a wider row whenever they are asked for, and for good the last time.
+    // Replaces gradients by directions: for a wider row on every request, and for good on the last.
     const auto direction = [&](int64_t column, bool last, const auto& read) {
       if (is_wider<G, kBlocks>(D)) sum_scaled(column, read);
       state.direct(column, D, group, g, last);
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, (kResident<kBlocks, Target>))
   }
 }
 
-// Of the room for sums of chunk sums, how many chunks share a row.
+// Chunks that share a row of the room for sums of chunk sums.
 constexpr int64_t kChunksPerNext = kChunk / 2;
 
 // The run that chunk `chunk` belongs to: the last whose first chunk is not behind it.

@@ -47,7 +47,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& weights, const BagInput& in, Sc
   args.output = static_cast<uint8_t*>(output.mutable_data_ptr());
   args.output_format = float_format(type);
   args.cache = cache;
-  // Also where there are no bags, and rows that are then of a bad layout.
+  // Runs without bags, too: a bad layout may still have rows of output.
   for (args.format = 0; args.format < in.parts.num_formats && in.bags.output_rows() > 0; ++args.format) {
     if (cache.slots) launch_pool_cached(args, in.max_dim, stream);
     else launch_pool(args, in.max_dim, stream);
@@ -93,7 +93,7 @@ std::tuple<Tensor, Tensor> embedding_bag_fused_cuda(const Tensor& weights, const
                                                     const CachedRows& cache, const OptionalTensor& cache_dirty,
                                                     const OptionalTensor& grad_scale,
                                                     std::optional<ScalarType> output_dtype) {
-  // For the backward, but errors come now.
+  // The backward needs these; the forward raises their errors early.
   read_update(bags.values, sum, step, lr, fused, grad_scale);
   check_cache({cache.rows, cache.tags, cache.marks, cache_dirty},
               read_layout(bags.layout, bags.layout_sizes, bags.values), bags.values, CacheUse::kUpdate);

@@ -1,4 +1,4 @@
-// From the tensors of an embedding_bag call to what its CUDA kernels read. Nothing is read back from the GPU.
+// Reads the tensors of an embedding_bag call for its CUDA kernels. Nothing is read back from the GPU.
 #include <vector>
 
 #include "jagged/cuda/jagged.cuh"
@@ -7,7 +7,7 @@
 namespace rec_kernels {
 namespace {
 
-// What start_kernel looks at.
+// Arguments of start_kernel.
 struct StartArgs {
   Parts parts;
   Bags bags;
@@ -21,8 +21,8 @@ __device__ uint64_t bags_of(const Bags& bags, int64_t feature) {
   return static_cast<uint64_t>(bags.starts[feature + 1]) - static_cast<uint64_t>(bags.starts[feature]);
 }
 
-// Where every feature's bags start. In a group, samples may share bags, and features have as many; in none, every
-// sample has its own.
+// Checks the starts of every feature's bags. Features of a group have equally many, which samples may share; features
+// in no group have a bag per sample.
 __device__ void check_starts(const StartArgs& a) {
   const Bags& bags = a.bags;
   for (int64_t i = threadIdx.x; bags.starts && i <= bags.num_features; i += blockDim.x) {
@@ -60,7 +60,7 @@ __device__ void check_parts(const StartArgs& a) {
 // One block. The other kernels trust what passes here, and do nothing where something does not.
 __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   if (threadIdx.x == 0) {
-    // Without a bag, no other kernel reads the one offset there is.
+    // Checks the single offset of a call without bags, which no other kernel reads.
     const bool bad = a.bags.num_bags == 0 && a.bags.bad_offset(0, 0) != kNoBadPosition;
     a.status[0] = bad ? kBadLayout + 1 : kNoBadPosition;
     a.status[1] = 0;

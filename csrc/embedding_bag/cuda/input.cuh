@@ -1,4 +1,4 @@
-// What the CUDA kernels of embedding_bag read.
+// Arguments of the CUDA kernels of embedding_bag.
 #pragma once
 
 #include "core/cuda/group.cuh"
@@ -13,7 +13,7 @@ constexpr int64_t kBadLayout = INT64_MIN;
 
 inline namespace RK_ISA {
 
-// What start_kernel makes, once a call, of a part of a call that maps ids to rows or has features of several parts.
+// A part of a call that maps ids to rows or has features of several parts; start_kernel makes it once per call.
 struct MappedPart {
   Partition partition;
   Combine combine;  // with the feature's other parts; kConcat of one alone
@@ -49,15 +49,15 @@ struct Parts {
     out.frozen = r.frozen != 0;
     return out;
   }
-  // Whether part p's rows are of formats[index].
+  // True if part p's rows are of formats[index].
   __device__ __forceinline__ bool has_format(int64_t p, int index) const {
     return !records || records[p].format == static_cast<int64_t>(formats[index]);
   }
-  // Whether an id of part p's feature is one row of one table.
+  // True if an id of part p's feature is one row of one table.
   __device__ __forceinline__ bool is_plain(int64_t p) const { return !mapped || !mapped[p].composed; }
 };
 
-// Whoever sees that an earlier one is noted leaves it: many bad ids would queue up for one address.
+// Returns early once an earlier position is noted: many bad ids would queue up for one address.
 __device__ __forceinline__ void note_bad(int64_t* status, int64_t position) {
   if (position >= *static_cast<const volatile int64_t*>(status)) return;
   atomicMin(reinterpret_cast<long long*>(status), static_cast<long long>(position));
@@ -88,15 +88,15 @@ struct PoolArgs : Lookup {
   int format;
   int64_t* status;
 
-  // Where a feature's columns from `column` on begin in the row that is a bag's.
+  // Address of a feature's columns from `column` on in the bag's row.
   __device__ __forceinline__ uint8_t* output_of(int64_t bag, int64_t feature, int64_t column) const {
     return bags.rows_of(feature, output) + (bags.output_row(bag, feature) * output_dim + column) * output_bytes();
   }
-  // Whether rows of a feature may be in the cache: it has one part.
+  // True if rows of a feature may be in the cache: it has one part.
   __device__ __forceinline__ bool may_be_cached(int64_t feature) const {
     return cache.slots && bags.first_part(feature + 1) - bags.first_part(feature) == 1;
   }
-  // Where the row of id i begins in the cache, or -1.
+  // Offset of id i's row in the cache, or -1.
   __device__ __forceinline__ int64_t cached_place(int64_t part, int64_t D, int64_t i) const {
     const int64_t slot = cache.slots ? cache.slots[i] : -1;
     if (slot < 0) return -1;
@@ -112,10 +112,9 @@ struct PoolArgs : Lookup {
 };
 // Pools every bag of the plain features of one format; no row is wider than max_dim.
 void launch_pool(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
-// The same of the features of one part, of calls with a cache.
+// Pools the features of one part in calls with a cache.
 void launch_pool_cached(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
-// The same of the features that are not plain, of ids that are mapped and of several parts; with a cache, of those with
-// several parts.
+// Pools the features that are not plain: mapped ids, several parts; with a cache, only those of several parts.
 void launch_pool_composed(const PoolArgs& args, int64_t max_dim, cudaStream_t stream);
 // out[i]: the gradient of per_sample_weights[i], of all features that are not plain.
 void launch_composed_weight_gradient(const PoolArgs& args, const float* grad, float* out, cudaStream_t stream);
@@ -140,7 +139,7 @@ struct BagInput {
 };
 
 BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t stream);
-// The same of a call without a layout.
+// Reads the bags of a call without a layout.
 BagInput read_bags(const OneTableBags& bags, const Part& table);
 
 // The memory that a call's layout is checked against: that of the weights, and of no state and no cache.

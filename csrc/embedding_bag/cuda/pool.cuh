@@ -1,4 +1,4 @@
-// What the kernels that look rows up have in common: the sum of a bag with several rows on their way, the output, the
+// Shared parts of the kernels that look rows up: the sum of a bag with several rows on their way, the output, the
 // gradient of per_sample_weights.
 #pragma once
 
@@ -12,7 +12,7 @@ inline namespace RK_ISA {
 // rows of up to 128 columns take: 768 x 4 x 16 bytes of floats. Eight rows of floats would take the registers of a
 // third of these threads; some formats have them (pool_table.cu).
 constexpr int kFewInFlight = 4;
-// Of wider rows two are as many bytes, or twice as many.
+// Two wider rows are as many bytes as four, or twice as many.
 template <int kBlocks>
 constexpr int kRowsInFlight = kBlocks == kMaxBlocks ? 2 : kFewInFlight;
 
@@ -150,7 +150,7 @@ template <class Source, int G, int kBlocks, int kInFlight, bool kWeighted>
 __device__ __forceinline__ void pool_columns(const PoolArgs& a, const Source& source, const Part& f,
                                              const Group<G>& group, Range ids, BagOfFeature bag, int64_t column,
                                              bool report) {
-  // Of eight rows, four where no more are left: a bag of few ids asks for few rows twice.
+  // A round of eight rows shrinks to four where no more are left: a bag of few ids asks for few rows twice.
   constexpr int kRows = kInFlight < G ? kInFlight : G, kLast = kRows > 4 ? kRows / 2 : kRows;
   const int64_t first = column + 4 * group.lane;
   const auto nothing = [](int) {};
@@ -180,7 +180,7 @@ __device__ __forceinline__ void store_zeros_behind(const PoolArgs& a, int64_t ba
     store_output(a, row + c * a.output_bytes(), 0, 1, Vec4{});
 }
 
-// How many ids of a bag count.
+// Counts the ids of a bag that count.
 __device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, Range ids) {
   int64_t counted = 0;
   for (int64_t i = ids.start; i < ids.stop; ++i) {

@@ -45,7 +45,7 @@ struct PartRows {
     }
     return place;
   }
-  // What another lane has found, passed part by part where its row is asked for: all at once take too many registers.
+  // Another lane's result, passed part by part where its row is asked for: all at once take too many registers.
   struct Passed {
     const Group<G>* group;
     const Place* place;

@@ -89,7 +89,7 @@ template <class Format, int G, int kBlocks, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, (kResident<Format, kBlocks, kWeighted>)) pool_kernel(PoolArgs a) {
   if (*a.status == kBadLayout) return store_nans(a);  // nothing can be looked up
   const Group<G> group;
-  // There are fewer than 2^32: a second register for the number would be one too many.
+  // 32 bits hold every bag's number; 64 would take one register too many.
   const auto bags = static_cast<uint32_t>(a.bags.num_bags), stride = static_cast<uint32_t>(Group<G>::stride());
   for (auto bag = static_cast<uint32_t>(Group<G>::first()); bag < bags;
        bag += stride < bags - bag ? stride : bags - bag)
@@ -131,7 +131,7 @@ struct BagOfRow {
   }
 };
 
-// What the sums of bags leave out: zeros of the bags in `zeros`, a bit for each, and of the columns behind the
+// Stores zeros that the sums of bags leave out: of the bags in `zeros`, a bit for each, and of the columns behind the
 // feature's.
 template <int G>
 __device__ __forceinline__ void store_zeros_of(const PoolArgs& a, const Part& f, const Group<G>& group,
@@ -226,8 +226,8 @@ __global__ void __launch_bounds__(kThreads, 3) pool_short_kernel(PoolArgs a) {
 template <class Format>
 constexpr bool kShort = std::is_same<Format, Fp32>::value || kHalves<Format>;
 
-// Whether bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
-// rows at most. Where the widest rows are no multiple of four columns, theirs would be taken one after the other.
+// True if bags are so short that those of a group have no more ids than its lanes on average, and need two rounds of
+// rows at most. False where the widest rows are no multiple of four columns: these would be taken one by one.
 template <int G>
 bool are_short(const Bags& bags, int64_t max_dim) {
   constexpr int64_t kMost = G / kShortBags < 2 ? G / kShortBags : 2;

@@ -20,7 +20,7 @@ struct ShareArgs {
   int64_t* status;
 };
 
-// Of a bad layout, no group has a bag or a column.
+// With a bad layout, no group has a bag or a column.
 __global__ void __launch_bounds__(kThreads) start_kernel(ShareArgs a) {
   for (int64_t g = Group<1>::first(); g < a.num_groups; g += Group<1>::stride()) a.sizes[g] = -1;
   for (int64_t c = Group<1>::first(); c < a.output_dim; c += Group<1>::stride()) a.column_groups[c] = -1;

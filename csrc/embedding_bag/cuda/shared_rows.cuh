@@ -10,12 +10,12 @@ namespace rec_kernels {
 // columns of a group are its own, so that all groups have the same rows. None, where the input has no groups.
 class SharedRows {
  public:
-  // Of elements of `type`. Notes numbers of `inverse` that are out of range. Keeps the input's address.
+  // Takes the elements' `type`. Notes numbers of `inverse` that are out of range. Keeps the input's address.
   SharedRows(const BagInput& in, ScalarType type, int64_t* status, cudaStream_t stream);
 
   // Bags::shared_rows. Null without groups.
   void* rows() const { return memory_ ? memory_->mutable_data_ptr() : nullptr; }
-  // From pooled bags to `output`, the rows of the samples that have them; zeros for one out of range.
+  // Writes pooled bags to `output`, in the rows of the samples that have them; zeros for one out of range.
   void expand(void* output) const;
   // The sums of the samples' gradients `grad`, without those out of range.
   void sum(const float* grad) const;

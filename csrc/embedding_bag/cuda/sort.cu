@@ -27,7 +27,7 @@ __device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
   return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
 }
 
-// How many ids of the bag count, for every lane of the group.
+// Number of the bag's ids that count, on every lane of the group.
 template <int G>
 __device__ int64_t count_ids(const EntryArgs& a, const Part& f, const Group<G>& group, Range ids) {
   int64_t n = 0;
@@ -69,8 +69,8 @@ __global__ void __launch_bounds__(kThreads) entries_kernel(EntryArgs a) {
   }
 }
 
-// The same with an entry for each part of an id, next to each other. Those of parts that a feature does not have, or
-// whose rows get no gradient, are left out before.
+// Writes an entry for each part of an id, next to each other. Absent parts, and parts whose rows get no gradient, are
+// left out before.
 template <int G>
 __global__ void __launch_bounds__(kThreads) part_entries_kernel(EntryArgs a) {
   if (*a.status == kBadLayout) return;
@@ -201,7 +201,7 @@ SortedOccurrences sort_occurrences(const BagInput& in, int64_t* status, const Te
   const int64_t most_chunks = in.multiplies ? N / kChunk + std::min(N, in.num_rows) : N / kChunk + N / (kChunk + 1);
   out.runs = {sorted_keys,     sorted_payloads,   bag_of, coefficients, gradients, starts, num_runs, sums, N,
               most_chunks + 1, in.parts.part_bits};
-  // Also where there are no ids: this is what reads the offsets.
+  // Runs without ids, too: this reads the offsets.
   write_entries(in,
                 {in.parts, in.bags, keys, payloads, bag_of, coefficients, gradients, grad.const_data_ptr<float>(),
                  in.output_dim, left_out, status},

@@ -9,8 +9,8 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// Of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Runs of
-// multiplied tables have chunks too where they are short: their sums are needed before any row changes.
+// Runs of the sorted entries. A run is one row's entries, a chunk at most kChunk of a run that has more ("long"). Short
+// runs of multiplied tables have chunks, too: their sums are needed before any row changes.
 struct Runs {
   const uint64_t* keys;           // linear row of each entry
   const uint32_t* payloads;       // of each entry: its bag; or its id's position << part_bits, and behind it, its part
@@ -48,7 +48,7 @@ constexpr int kInFlight = 4;
 template <int kBlocks>
 constexpr int kGradientsInFlight = kBlocks == kMaxBlocks ? kInFlight / 2 : kInFlight;
 
-// What decides on the device that nothing is to be updated.
+// Conditions, known on the device alone, under which nothing is updated.
 struct Skip {
   const int64_t *forward_status, *own_status;
   const float* found_inf;
@@ -82,7 +82,7 @@ struct SumArgs {
   int64_t max_dim;
   CachedRuns cache;
 
-  // Whether a run's row is one to finish now; then its table, or, of a row in a slot, a table in which it lies there.
+  // True if a run's row is to be finished now; *f is then its table, or for a row in a slot one in which it lies there.
   __device__ __forceinline__ bool finishes(int64_t run, int64_t part, Part* f) const {
     const int64_t slot = cache.slots ? cache.slots[run] : -1;
     if (cache.hot ? slot < 0 : slot >= 0 || !parts.has_format(part, format)) return false;

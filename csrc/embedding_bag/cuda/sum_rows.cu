@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads) places_kernel(SumRowsArgs a) {
   }
 }
 
-// Where, in kChunk places from `window` on, a full chunk of a longer row begins; -1: nowhere. There is one at most.
+// Start of the full chunk of a longer row among the kChunk places from `window` on; -1: none. There is one at most.
 __device__ int64_t chunk_in(const SumRowsArgs& a, int64_t window, int64_t last) {
   const uint64_t first_key = a.keys[window], last_key = a.keys[last];
   const int64_t begin = a.begins[first_key], end = a.ends[first_key];
@@ -85,7 +85,7 @@ class ChunkSums {
       counts_[level] = 0;
     }
   }
-  // Of at least one. What is left of a level is the last term of the next.
+  // Total of at least one sum. The remainder of a level is the last term of the next.
   __device__ float total() const {
     bool any = false;
     float total = 0.0f;
@@ -103,7 +103,7 @@ class ChunkSums {
   int counts_[kLevels] = {};
 };
 
-// Of more than kChunk terms.
+// Sums a row of more than kChunk terms.
 __device__ float sum_long_row(const SumRowsArgs& a, int64_t group, int64_t begin, int64_t end, int64_t column) {
   ChunkSums sums;
   const int64_t chunks = (end - begin) / kChunk, last = begin + chunks * kChunk;

@@ -96,7 +96,7 @@ struct ElementwiseTarget : Base {
             f.whole_row(row)};
   }
 
-  // Of the row's direction, which g holds or direction(column, false, read) puts there block by block.
+  // Factor of the row's direction, which g holds or direction(column, false, read) puts there block by block.
   template <int G, int kBlocks, class Direction>
   __device__ __forceinline__ float factor(const Elementwise& o, const Part& f, int64_t row, const Group<G>& group,
                                           Vec4 (&g)[kBlocks], const Direction& direction) const {

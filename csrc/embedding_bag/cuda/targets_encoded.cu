@@ -38,7 +38,7 @@ struct EncodedTarget {
     const ColumnReader<Format> reader(out, D, aligned);
     const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
     ColumnWriter<Format, G> writer{group, how, f.whole_row(row), D, out, aligned};
-    // From gradients to updated weights, in place.
+    // Replaces gradients by updated weights.
     const auto update = [&](int64_t column, bool last) {
       if (wider) gradient(column, last, [&](int64_t c) { return reader.read(c); });
       for (int k = 0; k < kBlocks; ++k) {
@@ -54,7 +54,7 @@ struct EncodedTarget {
     for (int pass = kFirst; pass < 2; ++pass) {
       for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
         if (wider || pass == kFirst) update(column, !wider || pass == 1);
-        // In registers: what is indexed by a variable would not be.
+        // Unrolled, because an array that is indexed by a variable would leave the registers.
 #pragma unroll
         for (int k = 0; k < kBlocks; ++k) {
           const int64_t c = column + (k * G + group.lane) * 4;

@@ -48,7 +48,7 @@ std::tuple<Tensor, int64_t> place_rows(const Rows& rows, int64_t count, const Te
 template <class Rows>
 std::tuple<Tensor, Tensor, Tensor> copied_rows(const Tensor& values, const Rows& rows, int64_t count,
                                                const Tensor& like, std::optional<int64_t> given_total) {
-  // Of rows without columns, N may be anything, and so may the sum.
+  // N may be anything where rows have no columns, and so may the sum.
   check_value(count == 0 || values.size(0) <= INT64_MAX / count, Rows::kNamed, ", ", count, " of up to ",
               values.size(0), " values, could have more than 2^63 together");
   const auto [offsets, total] = place_rows(rows, count, like);

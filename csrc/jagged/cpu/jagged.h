@@ -1,4 +1,4 @@
-// What the CPU drivers of the ops on jagged rows share.
+// Shared parts of the CPU drivers of the ops on jagged rows.
 #pragma once
 
 #include <cstring>
@@ -110,7 +110,7 @@ int64_t first_bad_of(int64_t begin, int64_t end, const IsBad& is_bad) {
   return kNoBadPosition;
 }
 
-// The same of all items, by several workers.
+// Searches all items, with several workers.
 template <class IsBad>
 int64_t first_bad(int64_t items, const IsBad& is_bad) {
   const int64_t workers = workers_for(items, 4 * kFewItems), piece = ceil_div(items, workers);
@@ -122,7 +122,7 @@ int64_t first_bad(int64_t items, const IsBad& is_bad) {
   return bad.position();
 }
 
-// Whether a number is outside of [0, limit).
+// True if a number is outside of [0, limit).
 inline bool is_outside(int64_t number, int64_t limit) {
   return static_cast<uint64_t>(number) >= static_cast<uint64_t>(limit);
 }

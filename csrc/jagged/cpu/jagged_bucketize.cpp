@@ -55,7 +55,7 @@ struct Input {
 // buckets that the counts would leave the cache.
 constexpr int64_t kBagsAtOnce = 64, kCountsAtOnce = 1 << 15;
 
-// Where `count` bags from `first` on begin, and the last one ends.
+// Starts of `count` bags from `first` on, and the last one's end.
 struct BagBounds {
   int64_t at[kBagsAtOnce + 1];
 

@@ -60,7 +60,7 @@ struct SampleGroup {
   }
 };
 
-// Of every sample of a group: its hash, unless it is the same as the one before it.
+// Hash of every sample of a group, unless it repeats the one before it.
 struct Samples {
   const uint64_t* hashes;
   const bool* repeats;
@@ -101,7 +101,7 @@ void find_firsts(const SampleGroup& group, const Samples& samples, int64_t part,
   });
 }
 
-// From the first sample that is the same to its number. Returns how many numbers there are.
+// Replaces each sample's first equal sample by that one's number. Returns how many numbers there are.
 int64_t number(const bool* repeats, int64_t batch, int64_t* inverse, int64_t* rows) {
   int64_t count = 0;
   for (int64_t b = 0; b < batch; ++b) {

@@ -14,7 +14,7 @@
 namespace rec_kernels {
 namespace {
 
-// Where a row is: in a chain of rows that go on from one another, and from where on in it.
+// A row's place: a chain of rows that continue one another, and the row's start in it.
 struct Place {
   int64_t chain;
   int64_t start;
@@ -32,7 +32,7 @@ struct Search {
 
   int64_t length(int64_t r) const { return rows.offset(r + 1) - rows.offset(r); }
 
-  // Whether the last `overlap` ids of an earlier row are the first of this one, which may be laid over them.
+  // True if the last `overlap` ids of an earlier row are the first of this one, which may then share them.
   bool fits(int64_t earlier, int64_t row, int64_t overlap) const {
     if (overlap > length(earlier) || (places[earlier].continued && overlap < length(row))) return false;
     const Id* end = ids + rows.offset(earlier + 1);

@@ -21,15 +21,14 @@ uint64_t hash_ids(const Id* ids) {
   for (int64_t j = kCount; j-- > 0;) h = h * kHashBase + static_cast<uint64_t>(ids[j]);
   return h;
 }
-// Of the kCount ids at ids - 1, from that of those at ids.
+// Hash of the kCount ids at ids - 1, from that of those at ids.
 template <int64_t kCount, class Id>
 uint64_t hash_before(uint64_t h, const Id* ids) {
   return (h - static_cast<uint64_t>(ids[kCount - 1]) * hash_power(kCount - 1)) * kHashBase +
          static_cast<uint64_t>(ids[-1]);
 }
 
-// From the hash of a row's last ids to the row, the last one of those with this hash. `Memory` is for tests, which
-// count how often it is read.
+// Maps the hash of a row's last ids to the latest such row. `Memory` is for tests, which count its reads.
 template <template <class> class Memory = Scratch>
 class LastIds {
  public:

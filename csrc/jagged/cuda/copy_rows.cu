@@ -140,7 +140,7 @@ void copy_rows(const Selection& s, const Tensor& values, int64_t columns, const 
                       output.mutable_data_ptr(),
                       offsets,
                       s.status};
-  // As many lanes as a row has words, on average.
+  // One lane per word of an average row.
   const int lanes = lanes_for(4 * ceil_div(s.total * args.words, std::max<int64_t>(s.count, 1)));
   with_word(word, [&](auto unit) {
     launch(copy_rows_kernel<decltype(unit)>, blocks_for(std::max<int64_t>(s.count, 1), lanes), dim3(kThreads), 0,

@@ -1,4 +1,4 @@
-// What the CUDA kernels of the ops on jagged rows share: the status, numbers of the host, and copies of rows.
+// Shared parts of the CUDA kernels for jagged rows: the status, numbers of the host, and copies of rows.
 #pragma once
 
 #include <tuple>
@@ -94,9 +94,10 @@ struct Selection {
   int64_t* status;
 };
 
-// With `from` and `starts` to be filled in: `starts` with the rows' lengths first, and a 0 behind them.
+// Makes a selection whose `from` and `starts` the caller fills: `starts` with the rows' lengths first, and a 0 behind
+// them.
 Selection new_selection(int64_t count, const Tensor& from, int64_t* status, const char* name);
-// From lengths to starts. Waits for the GPU unless `total` is known. Offsets of the output are to have the dtype of
+// Turns lengths into starts. Waits for the GPU unless `total` is known. The output's offsets must fit the dtype of
 // argument `name`, `like`.
 void place_rows(Selection& selection, std::optional<int64_t> total, const Tensor& like, const char* name,
                 cudaStream_t stream);
@@ -107,7 +108,7 @@ Selection select_rows(const Bags& rows, const Tensor& index, const Tensor& offse
 // the offsets, too, if there are any to write, and notes a wrong total.
 void copy_rows(const Selection& selection, const Tensor& values, int64_t columns, const Tensor& output,
                const OptionalTensor& output_offsets, cudaStream_t stream);
-// The same into new tensors: the output, and its offsets of the dtype of `like`.
+// Copies rows into new tensors: the output, and its offsets of the dtype of `like`.
 std::tuple<Tensor, Tensor> copied_rows(const Selection& selection, const Tensor& values, const Tensor& like,
                                        cudaStream_t stream);
 

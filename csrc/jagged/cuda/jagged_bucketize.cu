@@ -30,7 +30,7 @@ struct Place {
   bool bad;
 };
 
-// Where an id goes; one that is out of range, to where a lookup reports it again.
+// Place of an id; one out of range goes where a lookup reports it again.
 __device__ __forceinline__ Place place_of(const BucketArgs& a, const Divisor& block, int64_t id) {
   if (id < 0) return {0, id, true};
   const int64_t bucket = block.divide(id);
@@ -42,7 +42,7 @@ __device__ __forceinline__ Place place_of(const BucketArgs& a, const Divisor& bl
 // its position, which is not negative.
 __device__ __forceinline__ bool has_ids(const BucketArgs& a) { return *a.status >= 0; }
 
-// What is wrong with offsets and block sizes is noted before anything else.
+// Notes bad offsets and block sizes before any other kernel runs.
 __global__ void __launch_bounds__(kThreads) start_kernel(BucketArgs a) {
   note_offsets(a.bags, a.status);
   for (int64_t f = Group<1>::first(); f < a.bags.num_features; f += Group<1>::stride()) {
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kThreads) count_kernel(BucketArgs a) {
   }
 }
 
-// The same again: every id goes to its place.
+// Walks the ids as the counting kernel does, and puts every id in its place.
 template <int G, class Offset>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) fill_kernel(BucketArgs a) {
   const Group<G> group;

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) hash_kernel(DedupArgs a) {
   }
 }
 
-// Whether two samples look alike in group g; for every lane.
+// True, on every lane, if two samples look alike in group g.
 template <int G>
 __device__ bool look_alike(const DedupArgs& a, const Group<G>& group, int64_t g, int64_t one, int64_t other) {
   for (int64_t j = a.member_starts[g]; j < a.member_starts[g + 1]; ++j) {
@@ -158,7 +158,7 @@ struct Distinct {
   Tensor rows, inverse, counts;
 };
 
-// Of at least one sample in at least one group.
+// Deduplicates; there is at least one sample in at least one group.
 void dedup(DedupArgs a, const Distinct& out, const Tensor& like, cudaStream_t stream) {
   const int64_t samples = a.groups * a.batch;
   check_value(a.batch < kEmpty && samples < INT64_C(0xffffffff), "offsets describe ", a.batch, " samples, of ",

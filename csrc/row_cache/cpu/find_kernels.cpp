@@ -1,5 +1,4 @@
-// Where the rows of ids lie in a row cache. Compiled once per instruction set: no torch header and no std template
-// here.
+// Finds the rows of ids in a row cache. Compiled once per instruction set: no torch header and no std template here.
 //
 // Ids are mapped to sets a few at a time, so that the marks of all of them are on their way before the first is
 // compared, and then the tags.

@@ -1,4 +1,4 @@
-// From the tensors of a row cache to the plain structs that kernels read.
+// Reads the tensors of a row cache into the plain structs of its kernels.
 #pragma once
 
 #include <vector>
@@ -14,7 +14,7 @@ struct CacheInput {
   CacheView view{};                // points into `places`
 };
 
-// What a call's layout is checked against: the memory of its weights, its optimizer's state and its cache (or null).
+// Limits that a call's layout must keep: the memory of its weights, its optimizer's state and its cache (or null).
 inline LayoutLimits limits_of(const Layout& layout, const Tensor& weights, const Update& update,
                               const CacheArguments* cache) {
   LayoutLimits limits = limits_of(layout, weights);

@@ -21,7 +21,7 @@ void halve(const OptionalTensor& counts) {
   });
 }
 
-// How many tables have statistics: enough for all parts.
+// Checks that the statistics have a row for every table of the parts.
 int64_t check_tables(const BagInput& in, const CacheHistory& history) {
   check_row_counts(history, in.num_rows);
   int64_t tables = 0;

@@ -13,7 +13,7 @@
 
 namespace rec_kernels {
 
-// What belongs to slots and rows, and the statistics of tables; null where the policy has none.
+// State of slots and rows, and statistics of tables; null where the policy has none.
 struct Memory {
   int64_t *tags, *stamps;
   uint8_t *marks, *dirty, *counts, *row_counts;
@@ -134,7 +134,7 @@ class Insertion {
   const Missing& at(int64_t i) const { return missing_[i]; }
   int64_t start(int64_t set) const { return starts_[static_cast<size_t>(set)]; }
   int64_t sets() const { return static_cast<int64_t>(starts_.size()) - 1; }
-  // Whose statistics are a part's.
+  // Table that a part's statistics count for.
   int64_t table_of(int64_t part) const { return memory_.by_part ? part : int64_t{in_.parts[part].shard.table}; }
   int64_t table_of_row(int64_t row) const { return table_of(tables_.part_of(row)); }
   uint8_t raised(uint8_t count, int64_t row) const { return raised_count(count, row, salt_); }
@@ -205,7 +205,7 @@ class Insertion {
     return *std::max_element(most.begin(), most.end());
   }
 
-  // Of one set; returns how many rows there are.
+  // Sorts the rows of one set; returns their number.
   static int64_t sort_rows(Missing* begin, Missing* end) {
     std::sort(begin, end, [](const Missing& a, const Missing& b) {
       return a.row != b.row ? a.row < b.row : a.position < b.position;
@@ -264,7 +264,7 @@ class Insertion {
     memory_.counts[slot] = raised(memory_.counts[slot], memory_.tags[slot]);
   }
 
-  // Of one set, in the order in which they are served.
+  // Reads the candidates of one set, in the order in which they are served.
   void read_candidates(int64_t begin, int64_t end, std::vector<Candidate>* out) const {
     out->clear();
     for (int64_t i = begin; i < end; ++i) {
@@ -285,7 +285,7 @@ class Insertion {
                        [](const Candidate& a, const Candidate& b) { return a.count > b.count; });
   }
 
-  // What decides in set i, and what its rows are read from.
+  // Prefetches the state that decides in set i, and the rows that are read for it.
   void prefetch_set(int64_t i) const {
     const int64_t slot = at(start(i)).set * cache_.ways, ways = cache_.ways;
     prefetch_bytes(memory_.tags + slot, ways * 8);
@@ -336,7 +336,7 @@ class Insertion {
     return memory_.counts && c.count <= memory_.counts[victim] ? -1 : victim;
   }
 
-  // What is in a slot: an empty one before all, a locked one behind all. Stamps count steps, fewer than 2^56.
+  // Order in which slots are given up: empty ones first, locked ones last. Stamps count steps, fewer than 2^56.
   static constexpr uint64_t kLocked = ~uint64_t{0};
   uint64_t priority_of(int64_t slot) const {
     const int64_t stamp = memory_.stamps[slot];
@@ -345,14 +345,14 @@ class Insertion {
     return memory_.tags[slot] < 0 ? 0 : (stamp == clock_ ? kLocked : used);
   }
 
-  // What is in the slot makes room for the candidate.
+  // Evicts the slot's row, if any, in favour of the candidate.
   void leave(int64_t slot, const Candidate& c, Worker* worker) const {
     const int64_t row = memory_.tags[slot];
     Move move{slot, c.row, c.part, row, -1, 0, false};
     if (row >= 0) {
       move.part_left = tables_.part_of(row);
       move.count_left = memory_.counts ? memory_.counts[slot] : uint8_t{0};
-      // Of the batch before this one, whose update may still come.
+      // A row of the batch before may still be updated.
       const bool may_change = plans_ && memory_.stamps[slot] == clock_ - 1;
       move.written_back = memory_.dirty[slot] || may_change;
       worker->counters.add(table_of(move.part_left), kEvicted);

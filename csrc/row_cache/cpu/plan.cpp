@@ -1,4 +1,4 @@
-// Which rows of the tables a batch will read and write there: what has to be in memory by then.
+// Plans which rows of the tables a batch will read and write there: these must be in memory by then.
 #include <tuple>
 
 #include "core/boxing.h"
@@ -52,7 +52,7 @@ class SomeSets {
   std::vector<int64_t> before_;
 };
 
-// What belongs to the slots of some sets.
+// Copies the state of some sets' slots.
 template <class T>
 Scratch<T> copy_of(const OptionalTensor& t, const SomeSets& sets, int64_t ways) {
   Scratch<T> copy(std::max<int64_t>(sets.count() * ways, 1));

@@ -74,7 +74,7 @@ class Ranges {
   }
 
   int64_t num_pieces() const { return static_cast<int64_t>(cuts_.size()) + 1; }
-  // How many cuts are not behind a row. Without branches, which rows in any order would mispredict.
+  // Number of cuts at or before a row. Branch-free, because rows in any order would mispredict.
   int64_t piece_of(int64_t row) const {
     const int64_t* from = cuts_.data();
     int64_t left = static_cast<int64_t>(cuts_.size());

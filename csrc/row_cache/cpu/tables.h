@@ -20,7 +20,7 @@ class CachedTables {
     rounding_.noise.stream = kEvictionStream;
     for (int64_t p = 0; p < in.num_parts; ++p)
       if (cache.places[p].sets > 0 && in.parts[p].num_embeddings > 0) parts_.push_back(p);
-    // Of parts that read one table, the first comes last.
+    // Parts that read one table are sorted in descending order, so that the first comes last.
     std::sort(parts_.begin(), parts_.end(),
               [&](int64_t a, int64_t b) { return first_row(a) != first_row(b) ? first_row(a) < first_row(b) : a > b; });
     for (const int64_t p : parts_) {
@@ -41,7 +41,7 @@ class CachedTables {
     const int64_t p = *(after - 1);
     return row - first_row(p) < in_.parts[p].num_embeddings ? p : -1;
   }
-  // The same of a row in a slot: -1, too, where its table has no such slot. Tags are not ours alone to write.
+  // part_of() a row in a slot; -1, too, where its table has no such slot. Others may also write tags.
   int64_t part_at(int64_t slot, int64_t row) const {
     const int64_t p = part_of(row);
     return p >= 0 && cache_.places[p].has(slot, cache_.ways) ? p : -1;

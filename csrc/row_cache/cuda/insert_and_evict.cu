@@ -11,8 +11,8 @@
 namespace rec_kernels {
 namespace {
 
-// What a batch does to rows: of each sorted id that is the first of a row that comes in, the slot and the dirty row
-// that leaves it; else -1.
+// Moves of a batch: for each sorted id that is the first of a row that comes in, the slot and the dirty row that leaves
+// it; else -1.
 struct Moves {
   int64_t *slots, *evicted;
 };
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
         if (slot < 0) continue;
         ++hits;
         auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
-        // Of the ids that name a row, the first raises the count.
+        // Only the first id that names a row raises its count.
         if (*stamp != now && atomicExch(stamp, now) != now && a.counts)
           a.counts[slot] = a.raised(a.counts[slot], a.cache.tags[slot]);
       }
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
   });
 }
 
-// Which of two slots a row takes: an empty one, then the fewest uses, the oldest use, the lowest way.
+// A candidate slot. Preference: an empty one, then the fewest uses, the oldest use, the lowest way.
 struct Choice {
   uint64_t uses;  // 0: empty; else the count and 1; UINT64_MAX: no slot
   uint64_t stamp;
@@ -152,7 +152,7 @@ __device__ Choice choice_of_lane(const InsertArgs& a, int64_t set, int lane) {
   return best;
 }
 
-// Of all lanes' choices, the slot for a row with so many uses; -1: it stays out.
+// The best of all lanes' choices for a row with so many uses; -1: it stays out.
 __device__ int64_t slot_for(const InsertArgs& a, Choice best, uint8_t uses) {
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2)
     best =
@@ -208,8 +208,8 @@ __device__ uint64_t turn_of(const InsertArgs& a, int64_t i, int64_t begin, bool 
   return uint64_t{255u - uses} << 32 | static_cast<uint64_t>(i - begin);
 }
 
-// Of the lanes' numbers, the lane-th: a bitonic sort; its last round alone, of numbers that rise and then fall, or fall
-// and then rise, from lane to lane.
+// Sorts the lanes' numbers bitonically; first_size = kWarpSize does the last round alone, for numbers that rise and
+// then fall, or fall and then rise, from lane to lane.
 __device__ uint64_t sorted(uint64_t x, int lane, int first_size = 2) {
   for (int size = first_size; size <= kWarpSize; size *= 2)
     for (int distance = size / 2; distance > 0; distance /= 2) {

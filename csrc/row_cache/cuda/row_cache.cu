@@ -113,7 +113,7 @@ struct RangeArgs {
   __device__ bool has_end(int64_t p) const {
     return ranges[p].row_offset < 0 || ranges[p].num_embeddings <= INT64_MAX - ranges[p].row_offset;
   }
-  // How many cuts are not behind a row.
+  // Number of cuts at or before a row.
   __device__ int64_t piece_of(int64_t row) const {
     int64_t low = 0, high = 2 * parts;
     while (low < high) {

@@ -21,7 +21,7 @@ struct CacheTensors {
   int64_t ways, num_slots, num_elements;
   PartOrder order;  // for those who ask whose a row is
 
-  // What rows are found by.
+  // The fields by which rows are found.
   RK_HOST_DEVICE CacheView view() const { return {tags, marks, nullptr, nullptr, nullptr, ways}; }
 };
 
@@ -45,7 +45,7 @@ __device__ __forceinline__ int64_t part_of_row(const CacheTensors& cache, const 
   return row - cache.order.first_rows[low - 1] < parts.records[p].num_embeddings ? p : -1;
 }
 
-// The same of a row in a slot: -1, too, where its table has no such slot.
+// part_of_row() for a row in a slot; -1, too, where its table has no such slot.
 __device__ __forceinline__ int64_t part_at(const CacheTensors& cache, const Parts& parts, int64_t slot, int64_t row) {
   const int64_t p = part_of_row(cache, parts, row);
   return p >= 0 && place_of(cache, parts, p).has(slot, cache.ways) ? p : -1;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void for_features_of_warp(const Bags& bags, const Bod
 Tensor order_parts(CacheTensors* cache, const BagInput& in, const int64_t* status, cudaStream_t stream);
 CacheTensors read_cache(const CacheArguments& cache, const Layout& layout, const Tensor& values,
                         CacheUse use = CacheUse::kUpdate);
-// What a call's layout is checked against: the memory of its weights and its cache, if it has one.
+// Limits that a call's layout must keep: the memory of its weights and its cache, if it has one.
 inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const CacheTensors& cache) {
   LayoutLimits limits = limits_of(in, weights);
   if (cache.ways > 0) limits.cache_slots = cache.num_slots;
@@ -87,7 +87,7 @@ inline LayoutLimits limits_of(const BagInput& in, const Tensor& weights, const C
 // The bags of one of the cache's own ops.
 BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t stream);
 
-// What finding the slots of ids also gives insertion: the sorting key of each id whose row is in none; or null.
+// Sorting keys, for insertion, of the ids whose row is in no slot; null elsewhere.
 struct MissingKeys {
   uint64_t* keys;
   int row_bits;
@@ -98,7 +98,7 @@ inline int lanes_of_bags(const Bags& bags) { return lanes_for(4 * ceil_div(bags.
 void find_slots(const BagInput& in, const CacheTensors& cache, int64_t* slots, const MissingKeys& missing,
                 int64_t* status, cudaStream_t stream);
 
-// How rows are encoded when they leave the cache.
+// Encoding of rows that leave the cache.
 struct Eviction {
   uint8_t* weights;
   const int64_t *seed, *clock;  // seed may be null: 0

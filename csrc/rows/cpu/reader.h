@@ -7,7 +7,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// What is read or written at once: 16 columns.
+// Columns that are read or written at once.
 constexpr int kStep = 16;
 constexpr int kStepVecs = kStep / kLanes;
 

@@ -34,7 +34,7 @@ class FloatRows {
     for (int64_t i = 0; i < count; ++i) decode_(at + i * D_ * bytes_, D_, scratch + i * D_);
     return scratch;
   }
-  // Of row n: the first element that is not finite.
+  // First element of row n that is not finite.
   int64_t not_finite(int64_t n, float* scratch) const {
     const float* x = row(n, scratch);
     int64_t c = 0;

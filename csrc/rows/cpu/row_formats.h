@@ -9,8 +9,8 @@
 
 namespace rec_kernels {
 
-// Where encoded rows go: one after the other from `rows` on, the first being number `first`; or to the places that
-// `numbers` names in the table that starts at `rows`.
+// Destination of encoded rows: consecutive from `rows` on, the first being number `first`; or the places that `numbers`
+// names in the table that starts at `rows`.
 struct RowPlaces {
   uint8_t* rows;
   int64_t first;

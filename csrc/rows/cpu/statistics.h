@@ -37,7 +37,7 @@ inline float reduce_partials(const float* partials, int64_t columns) {
   return (r[0] + r[2]) + (r[1] + r[3]);
 }
 
-// The same for a row of at most 128 columns that is held in NV registers, absent lanes zero: sum over c of g[c]^2.
+// Square sum of a row of at most 128 columns that is held in NV registers, absent lanes zero: sum over c of g[c]^2.
 template <int NV>
 RK_HOST_DEVICE float square_sum(const Vec* g, int64_t columns) {
   const Vec zero = Vec::broadcast(0.0f);

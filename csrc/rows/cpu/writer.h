@@ -32,7 +32,7 @@ class RowNoise {
     first_ = words_ + within * columns_;
     drawn_ = n - within == shared_ ? columns_ : 0;
   }
-  // To be called before the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15 are asked for.
+  // Draws the words of columns c .. c + 4 * kLanes - 1 or c .. c + 15; must be called before they are used.
   RK_HOST_DEVICE void draw(int64_t c) {
     if (c >= drawn_) draw_more(c);
   }
@@ -43,7 +43,7 @@ class RowNoise {
   static constexpr int kStreams = kLanes == 16 ? 4 : 2, kWords = kStreams * kDrawn;
   static_assert(kWords % (4 * kLanes) == 0 && kWords % kStep == 0, "what is asked for at once is drawn at once");
 
-  // Not inlined: in place it would keep the registers of who asks from being used.
+  // Not inlined: in place it would take registers from its caller.
   __attribute__((noinline)) void draw_more(int64_t c) {
     const auto block = static_cast<uint32_t>(c / 4);
     if (columns_ < kWords) return draw_narrow();

@@ -52,7 +52,7 @@ struct FourColumns<Microscaling<Element>> {
   static constexpr bool kWhole = true;
 };
 
-// Whether all rows from `first` on can be read and written four whole columns at a time.
+// True if all rows from `first` on can be read and written four whole columns at a time.
 template <class Format>
 __device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D) {
   constexpr int kBytes = FourColumns<Format>::kBytes;
@@ -60,7 +60,7 @@ __device__ __forceinline__ bool columns_aligned(const uint8_t* first, int64_t D)
          reinterpret_cast<uintptr_t>(first) % kBytes == 0;
 }
 
-// What a row says of all its columns, as it lies in memory: the grid of Affine.
+// Parameters of all columns of a row as they lie in memory: the grid of Affine.
 template <class Format>
 struct RawGrid {
   __device__ __forceinline__ void load(const uint8_t*, int64_t, bool) {}

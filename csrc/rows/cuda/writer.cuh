@@ -23,16 +23,16 @@ __device__ __forceinline__ void store_little(uint8_t* p, LittleEndian<kBytes> wo
   for (int i = 0; i < here; ++i) p[i] = static_cast<uint8_t>(word >> 8 * i);
 }
 
-// How the numbers of rows are rounded. All lanes of a kernel round alike: a branch costs them little, and kernels for
-// either way would be twice the code.
+// Rounding of rows' numbers. All lanes of a kernel round alike: a branch costs them little, and kernels for either way
+// would be twice the code.
 struct Rounding {
   Noise noise;
   bool round_up;  // scale rule "rceil"; else "floor"
   bool stochastic;
 };
 
-// Of rows that an update writes back: by chance with its step's noise and scales upwards, or to nearest. No seed is 0.
-// Rows have their numbers in the whole table (Part::whole_row): to add them up here would cost registers.
+// Rounding of rows that an update writes back: stochastic with its step's noise and scales upwards, or to nearest. No
+// seed is 0. Rows have their numbers in the whole table (Part::whole_row): to add them up here would cost registers.
 __device__ __forceinline__ Rounding update_rounding(const int64_t* seed, const int64_t* step, const TableShard& shard,
                                                     bool stochastic) {
   return {make_noise(seed ? *seed : 0, *step, {shard.table, shard.first_block, 0}), stochastic, stochastic};
@@ -201,7 +201,7 @@ struct ColumnWriter<SharedMicroexponents<m>, G> {
   }
 };
 
-// At least eight lanes, which share a block.
+// G is at least eight: these lanes share a block.
 template <class Element, int G>
 struct ColumnWriter<Microscaling<Element>, G> {
   using Format = Microscaling<Element>;

@@ -36,7 +36,7 @@ struct Affine {
   RK_HOST_DEVICE static int64_t code_bytes(int64_t D) { return ceil_div(D * kBits, 8); }
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return code_bytes(D) + kGridBytes; }
 
-  // For a row between `low` and `high`; NaN where the row cannot be held.
+  // Grid of a row between `low` and `high`; NaN where the row cannot be held.
   template <bool kStochastic>
   RK_HOST_DEVICE static AffineGrid grid(float low, float high) {
     AffineGrid g;
@@ -65,8 +65,8 @@ struct Affine {
     const F steps = larger((x - g.bias) * g.inverse, F{});
     return steps_on_grid<kStochastic>(smaller(steps, F{} + static_cast<float>(kMaxCode)), word);
   }
-  // The same for rows that can be held. To the nearest, int8's grid has the row's smallest number as its bias, and its
-  // largest at most 2^-14 of a step above the last code: nothing is to be clamped.
+  // encode() for rows that can be held. To the nearest, int8's grid has the row's smallest number as its bias, and its
+  // largest at most 2^-14 of a step above the last code: nothing is clamped.
   template <bool kStochastic, class F, class U>
   RK_HOST_DEVICE static U encode_held(F x, const AffineGrid& g, U word) {
     if constexpr (kBits == 8 && !kStochastic) return to_nearest_word((x - g.bias) * g.inverse);

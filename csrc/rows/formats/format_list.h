@@ -27,7 +27,7 @@ enum class RowFormat {
 };
 constexpr int kNumRowFormats = 15;
 
-// Whether tables of this format can be looked up and trained.
+// True if tables of this format can be looked up and trained.
 constexpr bool is_bag_format(RowFormat f) { return f <= RowFormat::kMx4 && f != RowFormat::kInt2; }
 constexpr int kNumBagFormats = 8;
 

@@ -11,8 +11,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// What the float elements have in common. kExponentBits, kMantissaBits as in the name; Top: exponent and code of the
-// largest number.
+// A float element. kExponentBits, kMantissaBits as in its name; Top: exponent and code of the largest number.
 template <int kExponentBits, int kMantissaBits, int kTopExponent, uint32_t kTopCode>
 struct FloatElement {
   static constexpr int kBits = 1 + kExponentBits + kMantissaBits;
@@ -84,7 +83,7 @@ struct Microscaling {
   static constexpr int kBlock = 32;
 
   RK_HOST_DEVICE static int64_t blocks(int64_t D) { return ceil_div(D, kBlock); }
-  // Where the high bits of 6-bit codes start, and the scales.
+  // Offsets of the high bits of 6-bit codes, and of the scales.
   RK_HOST_DEVICE static int64_t high_bits(int64_t D) { return blocks(D) * 16; }
   RK_HOST_DEVICE static int64_t scales(int64_t D) { return blocks(D) * 4 * Element::kBits; }
   RK_HOST_DEVICE static int64_t row_bytes(int64_t D) { return scales(D) + blocks(D); }

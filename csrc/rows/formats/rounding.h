@@ -6,7 +6,7 @@
 namespace rec_kernels {
 inline namespace RK_ISA {
 
-// To the nearest whole number, ties to even; |t| <= 2^22. The addition leaves no bits for a fraction.
+// Rounds to the nearest whole number, ties to even; |t| <= 2^22. The addition leaves no bits for a fraction.
 template <class F>
 RK_HOST_DEVICE F round_even(F t) {
   return (t + 12582912.0f) - 12582912.0f;

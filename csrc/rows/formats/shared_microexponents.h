@@ -21,7 +21,7 @@ struct SharedMicroexponents {
   static constexpr uint32_t kMaxMagnitude = (1u << m) - 1;
 
   RK_HOST_DEVICE static int64_t blocks(int64_t D) { return ceil_div(D, kBlock); }
-  // Where the planes start.
+  // Offsets of the planes.
   RK_HOST_DEVICE static int64_t signs(int64_t D) { return blocks(D) * 2 * kMagnitudeWidth; }
   RK_HOST_DEVICE static int64_t exponents(int64_t D) { return signs(D) + (kSignPlane ? 2 * blocks(D) : 0); }
   RK_HOST_DEVICE static int64_t pairs(int64_t D) { return exponents(D) + blocks(D); }
@@ -53,9 +53,9 @@ struct SharedMicroexponents {
     return block > static_cast<uint32_t>(m - 1) + bit ? block - static_cast<uint32_t>(m - 1) - bit : one;
   }
 
-  // Of pairs whose larger magnitude is below this, as bits, D is 1: pair_bit(block, pair_exponent(largest)), in one
-  // comparison. Adding to the bits carries into the exponent where pair_exponent rounds up; what it makes of denormals
-  // and of the largest numbers differs, but not in D.
+  // Largest magnitude, as bits, below which a pair has D = 1: pair_bit(block, pair_exponent(largest)) in one
+  // comparison. Adding to the bits carries into the exponent where pair_exponent rounds up; denormals and the largest
+  // numbers differ, but not in D.
   RK_HOST_DEVICE static uint32_t lower_pairs(uint32_t block, bool round_up) {
     if (block < static_cast<uint32_t>(m + 1) || block == 255u) return 0;
     return (block << 23) - (round_up ? (1u << (24 - m)) - 1 : 0);

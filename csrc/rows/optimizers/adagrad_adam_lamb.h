@@ -35,7 +35,7 @@ struct Elementwise {
   }
 };
 
-// What makes a register of a number: itself.
+// Broadcasts a number to a register of one lane: itself.
 struct OneLane {
   RK_HOST_DEVICE float operator()(float x) const { return x; }
 };

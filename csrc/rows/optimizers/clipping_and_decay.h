@@ -1,5 +1,5 @@
-// What happens to a row's summed gradient before an optimizer sees it, and to its weights beside that: clipping and
-// weight decay (docs/numerics.md, "Clipping and weight decay").
+// Clipping and weight decay: changes of a row's summed gradient before an optimizer sees it, and of its weights beside
+// that (docs/numerics.md, "Clipping and weight decay").
 #pragma once
 
 #include "core/host_device.h"
@@ -40,7 +40,7 @@ struct RowStep {
     factor = norm > step.clip_norm ? step.clip_norm / norm : 1.0f;
     norm_known = true;
   }
-  // What becomes of a gradient, and then of that and its weight once the norm is known.
+  // Clips a gradient; once the norm is known, decayed() adds the decay through it.
   RK_HOST_DEVICE float clipped(float g) const {
     const float clipped = step.clipped(g);
     return factor != 1.0f ? clipped * factor : clipped;

@@ -16,7 +16,7 @@ struct BetaPowers {
   float first, second;
 };
 
-// What gradients are multiplied by, of the scale that they have; null: 1.
+// Reciprocal of the gradients' scale, by which they are multiplied; null: 1.
 RK_HOST_DEVICE float inverse_of(const float* grad_scale) { return grad_scale ? 1.0f / *grad_scale : 1.0f; }
 
 struct Update {
@@ -25,8 +25,8 @@ struct Update {
   int64_t state_rows, state_elements;  // how much state there is per row and per element; -1: there is none
   const TablePart* records;            // of the layout: a table's state per element starts at its state_offset
   GradientStep gradient_step;
-  // Whether weights shrink by themselves, w = fmaf(shrinkage(), w, w): by decoupled decay, unless the optimizer turns
-  // gradients into directions, which it is part of then.
+  // True if weights shrink by themselves, w = fmaf(shrinkage(), w, w): by decoupled decay, unless the optimizer turns
+  // gradients into directions, which then include it.
   bool shrinks_weights;
   float eps, beta1, beta2;
   // Numbers that stay where they are, in memory of the device.
@@ -36,7 +36,7 @@ struct Update {
   bool stochastic;             // encoded rows and bfloat16 state are rounded by chance; else to nearest
   const int64_t *seed, *step;  // of the noise; no seed is 0
 
-  // Of this update.
+  // Powers of beta in this update.
   RK_HOST_DEVICE BetaPowers powers() const {
     if (!beta_powers) return {0.0f, 0.0f};
     return {beta_powers[0] * beta1, beta_powers[1] * beta2};
