@@ -95,7 +95,7 @@ def test_collections_are_flat(kind: type) -> None:
 
 
 def test_no_stubs() -> None:
-    """What a subclass must define is an abstract method; NotImplementedError says what users cannot do, and why."""
+    """Methods that a subclass must define are abstract; NotImplementedError says what users cannot do, and why."""
     stub = re.compile(r"raise NotImplementedError$", re.MULTILINE)
     assert stub.search("def f():\n    raise NotImplementedError\n")
     assert [str(p) for p in (ROOT / "rec_kernels").rglob("*.py") if stub.search(p.read_text())] == []

@@ -71,7 +71,7 @@ class LowRankCrossNet(nn.Module):
             raise ValueError(f"input must be [B, in_features = {self.in_features}], got shape {list(input.shape)}")
         x = input
         for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
-            # In place: of the sum the backward needs nothing, and no other tensor of this size is allocated for it.
+            # In place: the backward needs nothing of the sum, and no other tensor of this size is allocated for it.
             # ``torch.addcmul`` would save a pass here, and costs more in its backward, which multiplies by 1.
             x = (input * functional.linear(functional.linear(x, v), w, bias)).add_(x)
         return x

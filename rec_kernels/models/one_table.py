@@ -1,4 +1,4 @@
-"""What modules of one table have in common: bags of a ``JaggedTensor``, and dense parameters that stay float32."""
+"""Shared parts of the modules of one table: bags of a ``JaggedTensor``, and dense parameters that stay float32."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ class PathEmbeddingBag(OneTable):
         names = ("weight",) if self.hidden is None else ("hidden_bias", "hidden_weight", "bias", "weight")
         functions = zip(*(self._parameters[name].unbind(0) for name in names), strict=True)
         parts = list(zip(functions, rows.split(sizes), strict=True))
-        # At least one of them, so that an empty batch has gradients too.
+        # At least one of them, so that an empty batch has gradients, too.
         return torch.cat([_vectors_of(part, *f) for f, part in parts if len(part)] or [_vectors_of(rows, *parts[0][0])])
 
     def extra_repr(self) -> str:

@@ -54,7 +54,7 @@ def popularity_blocks(counts: Tensor, num_blocks: int) -> tuple[Tensor, list[int
 
 
 def _block_sizes(counts: Tensor, num_blocks: int) -> list[int]:
-    """Of blocks of descending ``counts`` with equal sums, as far as sizes that ascend allow it."""
+    """Sizes of blocks of descending ``counts`` with equal sums, as far as ascending sizes allow it."""
     shares, start = counts.cumsum(0), 0
     sizes: list[int] = []
     if shares[-1] == 0:
@@ -197,7 +197,7 @@ class MixedDimensionEmbeddingBag(OneTable):
     def _sorted(self, ranks: Tensor, offsets: Tensor, weights: Tensor | None) -> KeyedJaggedTensor:
         """Every id for its own block only: the same sums for a fraction of the ids."""
         blocks, batch = len(self.block_dims), offsets.shape[0] - 1
-        # Behind the blocks one of ids out of range. A sort of bytes is several times as fast as one of larger numbers.
+        # Ids out of range make a block behind the others. Bytes sort several times as fast as larger numbers.
         block = sum((ranks >= end for end in self._ends), torch.zeros_like(ranks, dtype=self._sorts_by))
         order = torch.argsort(block, stable=True)
         bag = torch.repeat_interleave(torch.arange(batch, device=ranks.device), offsets.diff())
@@ -226,7 +226,7 @@ class MixedDimensionEmbeddingBag(OneTable):
 
 
 def _counted(offsets: Tensor, bad: Tensor) -> Tensor:
-    """How many ids of each bag are in range."""
+    """Number of ids in range, for each bag."""
     before = functional.pad((~bad).long().cumsum(0), (1, 0))
     return before[offsets.long().clamp(0, bad.shape[0])].diff()  # elsewhere than on the CPU, offsets may be anything
 

@@ -1,4 +1,4 @@
-"""What collections of tables have in common: parameters, lookups, the fused optimizer, checkpoints."""
+"""Shared parts of the collections of tables: parameters, lookups, the fused optimizer, checkpoints."""
 
 from __future__ import annotations
 
@@ -120,12 +120,12 @@ class TableCollection(nn.Module):
 
     @property
     def _device(self) -> torch.device:
-        """Where lookups are made; the weights may be elsewhere."""
+        """Device of lookups; the weights may be elsewhere."""
         return self._layout.device
 
     @property
     def _trained_by_torch(self) -> bool:
-        """Whether the tables have gradients of torch, and hence an optimizer of torch has their parameters."""
+        """True if the tables have gradients of torch, and hence an optimizer of torch has their parameters."""
         return self.optimizer is None and not self._features.storage.is_bytes
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
@@ -208,7 +208,7 @@ class TableCollection(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
-        """As ``torch.nn.Module``'s.
+        """Loads a state as ``torch.nn.Module`` does.
 
         Args:
             assign: also copies: tables stay where they are, and so do the parameters. Of a collection on the meta
@@ -233,7 +233,7 @@ class TableCollection(nn.Module):
             self._convert = False
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """As ``torch.nn.Module``'s, after ``check()`` and ``flush()``."""
+        """Returns ``torch.nn.Module``'s state, after ``check()`` and ``flush()``."""
         self.check()
         self.flush()
         for name, number in self._store.numbers().items():
@@ -241,7 +241,7 @@ class TableCollection(nn.Module):
         return super().state_dict(*args, **options)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """As ``torch.nn.Module``'s, of the parameters that can have gradients.
+        """Sets requires_grad of the parameters that can have gradients, as ``torch.nn.Module`` does.
 
         Tables with a fused optimizer, and those of a collection with a format other than fp32, are left as they are:
         they have none. ``freeze`` is for fused ones.
@@ -373,7 +373,7 @@ class TableCollection(nn.Module):
         return self._update.face
 
     def set_grad_scaler(self, scaler: GradScaler | None) -> None:
-        """From now on, losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
+        """Tells the collection that losses are scaled by a ``torch.amp.GradScaler``, as training in float16 needs it.
 
         Without this call, a scaled loss trains the tables with gradients as many times too large. With it, an update
         divides by the scale, and is skipped where the gradient of the lookup's output has an infinite or NaN element:
@@ -403,7 +403,7 @@ class TableCollection(nn.Module):
         self._update.set_grad_scaler(scaler, self.embedding_bags.weights(), self.lr)
 
     def freeze(self, *features: str) -> None:
-        """From now on, ids of these features give their tables no gradient; outputs stay as they are.
+        """Stops training the tables by ids of these features; outputs do not change.
 
         A table that other features share still learns from those. Call it between a backward and the next forward.
         Captured CUDA graphs and compiled models follow. Not part of ``state_dict()``.

@@ -36,14 +36,14 @@ def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
 
 
 class Deduplicated(nn.Module):
-    """What ``rk.deduplicated`` returns; the arguments are ``rk.deduplicated``'s."""
+    """Result of ``rk.deduplicated``, whose arguments it has."""
 
     def __init__(self, module: nn.Module, group: int | str) -> None:
         super().__init__()
         self.module, self.group = module, group
 
     def forward(self, features):
-        """As ``rk.deduplicated`` says."""
+        """Runs the module on the distinct samples; see ``rk.deduplicated``."""
         if not isinstance(features, InverseKeyedJaggedTensor):
             return self.module(features)
         unique, inverse = features.unique(self.group), features.inverse(self.group)

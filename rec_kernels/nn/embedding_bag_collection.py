@@ -70,7 +70,7 @@ class EmbeddingBagCollection(TableCollection):
         return pooled_lookups.look_up(self, features)
 
     def by_feature(self, features) -> dict[str, Tensor]:
-        """As ``forward``, but one [B_f, D_f] tensor for each feature, whose batch sizes may differ.
+        """Looks up as ``forward``, and returns a [B_f, D_f] tensor for each feature, whose batch sizes may differ.
 
         Of an ``rk.InverseKeyedJaggedTensor``, [B, D_f].
         """
@@ -89,12 +89,12 @@ class EmbeddingBagCollection(TableCollection):
 
 
 class ServedEmbeddingBags(ServedTables):
-    """What ``EmbeddingBagCollection.for_serving`` returns."""
+    """Result of ``EmbeddingBagCollection.for_serving``."""
 
     def forward(self, features) -> KeyedTensor:
-        """As ``rk.EmbeddingBagCollection.forward``."""
+        """Looks up as ``rk.EmbeddingBagCollection.forward``."""
         return pooled_lookups.look_up(self, features)
 
     def by_feature(self, features) -> dict[str, Tensor]:
-        """As ``rk.EmbeddingBagCollection.by_feature``."""
+        """Looks up as ``rk.EmbeddingBagCollection.by_feature``."""
         return pooled_lookups.look_up_by_feature(self, features)

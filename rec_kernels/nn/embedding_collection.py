@@ -55,7 +55,7 @@ class EmbeddingCollection(TableCollection):
         return sequence_lookups.look_up_rows(self, features)
 
     def for_serving(self) -> ServedEmbeddings:
-        """As ``rk.EmbeddingBagCollection``'s, with ``forward`` and ``rows``."""
+        """Returns a module with ``forward`` and ``rows``; see ``rk.EmbeddingBagCollection.for_serving``."""
         return ServedEmbeddings(self)
 
     def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
@@ -63,12 +63,12 @@ class EmbeddingCollection(TableCollection):
 
 
 class ServedEmbeddings(ServedTables):
-    """What ``EmbeddingCollection.for_serving`` returns."""
+    """Result of ``EmbeddingCollection.for_serving``."""
 
     def forward(self, features) -> dict[str, JaggedTensor]:
-        """As ``rk.EmbeddingCollection.forward``."""
+        """Looks up as ``rk.EmbeddingCollection.forward``."""
         return sequence_lookups.look_up(self, features)
 
     def rows(self, features) -> Tensor:
-        """As ``rk.EmbeddingCollection.rows``."""
+        """Looks up as ``rk.EmbeddingCollection.rows``."""
         return sequence_lookups.look_up_rows(self, features)

@@ -1,4 +1,4 @@
-"""What torch.compile leaves out of its graphs, and what it would without a word from here.
+"""Functions that torch.compile leaves out of its graphs, here or by itself.
 
 Imported where it is called, not before: the decorators take torch's compiler, whose import lasts as long as torch's.
 """

@@ -18,7 +18,7 @@ _LATER = "; found on the GPU, in an earlier lookup of this collection"
 
 
 def reports_late(status: Tensor) -> bool:
-    """Whether the lookup that gave ``status``, int64 [2], could not raise: on a GPU.
+    """True if the lookup that gave ``status``, int64 [2], could not raise: on a GPU.
 
     False for the fake tensors of a tracer, which hold no data.
     """
@@ -46,7 +46,7 @@ class _Lookup(NamedTuple):
 
 
 class Reports:
-    """What the lookups of a collection have found in their input, raised when it arrives.
+    """Faults that a collection's lookups have found in their input, raised when they arrive.
 
     Args:
         num_embeddings: rows of each feature's table, in the order of features.
@@ -133,7 +133,7 @@ class Reports:
 
 
 def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Exception:
-    """What the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), and that it is late."""
+    """The error that the CPU would have raised (``throw_bad_position`` of csrc/embedding_bag), marked as late."""
     if position <= BAD_LAYOUT + 1 and (text := _of_origin(position, lookup)) is not None:
         return ValueError(text + _LATER)
     if position == BAD_LAYOUT:
@@ -155,7 +155,7 @@ def _error(position: int, lookup: _Lookup, num_embeddings: list[int]) -> Excepti
 
 
 def _of_origin(position: int, lookup: _Lookup) -> str | None:
-    """What is wrong with the batch that features were chosen from; None: there is none, or it is good.
+    """Describes what is wrong with the batch that features were chosen from; None: there is none, or it is good.
 
     Of such features the first offset is bad, or where the first of them begins.
     """

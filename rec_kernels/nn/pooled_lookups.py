@@ -57,7 +57,7 @@ def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedK
 
 
 def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) -> tuple[SelectedKeys, Tensor | None]:
-    """With where features begin, if they have batch sizes of their own that the lookup is to know."""
+    """Bags with the starts of features, if these have batch sizes of their own that the lookup must know."""
     strides, device = given.strides, given.offsets.device
     if strides is None or (_hands_out_later(tables, device) and all(size == strides[0] for size in strides)):
         return given, None
@@ -65,7 +65,7 @@ def _with_starts(tables: TableCollection | ServedTables, given: SelectedKeys) ->
 
 
 def _hands_out_later(tables: TableCollection | ServedTables, device: torch.device) -> bool:
-    """Whether distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
+    """True if distinct bags are looked up before samples get them: to be combined or projected first, or by Triton.
 
     The Triton kernels know no shared bags, nor batch sizes that differ.
     """

@@ -64,7 +64,7 @@ class ServedTables(nn.Module):
         return self
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
-        """As of ``TableCollection``."""
+        """Looks up as ``TableCollection``."""
         bags, cache = (given.values, given.offsets), {}
         if self._store.cache is not None:
             found = TableCall(self._weights, (*bags, starts), self._layout.arguments(starts), {})

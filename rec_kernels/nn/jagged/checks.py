@@ -1,4 +1,4 @@
-"""What the jagged containers look at when they are made, and what they say of it."""
+"""Checks of the jagged containers at construction, and their messages."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _INTEGERS = (torch.int32, torch.int64)
 
 
 def has_data(t: Tensor) -> bool:
-    """Whether a tensor can be looked at without waiting for a GPU, and is not a tracer's."""
+    """True if a tensor's numbers can be read without waiting for a GPU; a tracer's cannot."""
     if t.device.type != "cpu" or type(t) is not Tensor or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
-    # Of torch.func: tensors of its transforms have no data of their own.
+    # Tensors of torch.func's transforms have no data of their own.
     return not (torch._C._functorch.is_functorch_wrapped_tensor(t) or torch._is_functional_tensor(t))
 
 
@@ -71,7 +71,7 @@ def check_bags(keys: list[str], strides: list[int] | None, bags: int, which: str
 
 def check_offsets(offsets: Tensor, count: int) -> None:
     """Raises ValueError unless they rise from 0 to ``count``."""
-    # On the CPU only: elsewhere, features that begin in the wrong place are noted by the kernels.
+    # The CPU checks here; elsewhere the kernels note features that begin in the wrong place.
     if not has_data(offsets):
         return
     if offsets[0] != 0 or offsets[-1] != count:
@@ -93,7 +93,7 @@ def check_bounds(
     """
     if not has_data(offsets):
         return
-    # By numpy: a tenth of the time of torch's comparison, which starts threads.
+    # numpy takes a tenth of the time of torch's comparison, which starts threads.
     ends = offsets.numpy()
     if not len(ends):
         raise ValueError("offsets are empty: they must have one element more than there are bags")
@@ -109,7 +109,7 @@ def check_bounds(
 def bad_offset(
     offsets: list[int], count: int, place: Callable[[int], str] | None = None, *, from_lengths: bool = False
 ) -> str | None:
-    """What is wrong with the first bad one, as lookups say it; None: they rise, in [0, ``count``].
+    """Describes the first bad offset, in the lookups' words; None: they rise, in [0, ``count``].
 
     Args:
         place: as of ``check_bounds``. from_lengths: whether lengths were given, which the text then names.
@@ -122,7 +122,8 @@ def bad_offset(
 
 
 def bad_step(i: int, before: int, offset: int, count: int, from_lengths: bool) -> str | None:
-    """What is wrong with ``offsets[i]``, behind the offset ``before``, with {} for where it is; None: nothing."""
+    """Describes what is wrong with ``offsets[i]``, behind the offset ``before``, with {} for its place; None:
+    nothing."""
     if before <= offset <= count:
         return None
     if from_lengths and i:

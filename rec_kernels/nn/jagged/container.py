@@ -1,4 +1,5 @@
-"""What all jagged containers do: follow an input pipeline to a GPU, and remember what was read of their offsets."""
+"""Base of the jagged containers: they follow an input pipeline to a GPU, and remember what was read of their
+offsets."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ class JaggedContainer:
     _parts: ClassVar[tuple[str, ...]]
 
     def to(self: _Container, device: torch.device | str, non_blocking: bool = False) -> _Container:
-        """The same on another device."""
+        """Copies the container to another device."""
         return self._mapped(lambda part: part.to(device=device, non_blocking=non_blocking))
 
     def pin_memory(self: _Container) -> _Container:
-        """The same in page-locked host memory."""
+        """Copies the container to page-locked host memory."""
         return self._mapped(lambda part: part.pin_memory())
 
     def record_stream(self, stream: torch.Stream) -> None:

@@ -1,4 +1,4 @@
-"""What a batch of distinct bags has a collection look up, and how the rows of the whole batch come from it."""
+"""Lookups of distinct bags, and the whole batch's rows made from them."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
     def _of(
         cls, unique: KeyedJaggedTensor | KeyedJaggedWindows, groups: list[list[str]], inverse: Tensor, keys: list[str]
     ) -> InverseKeyedJaggedTensor:
-        """From parts that fit."""
+        """Makes a batch from parts that fit, without checks."""
         new = cls.__new__(cls)
         new._unique, new._groups, new._inverse, new._keys = unique, groups, inverse, keys
         return new
@@ -136,18 +136,18 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return self._unique if isinstance(self._unique, KeyedJaggedTensor) else self._unique.to_kjt()
 
     def stored(self) -> KeyedJaggedTensor | KeyedJaggedWindows:
-        """What is kept: bags, or windows that they are made of."""
+        """The stored features: bags, or windows that bags are made of."""
         return self._unique
 
     def with_windows(self) -> InverseKeyedJaggedTensor:
-        """The same, of bags without weights on the CPU that are windows of one buffer (``KeyedJaggedWindows
-        .from_kjt``, whose errors it raises)."""
+        """Stores bags without weights on the CPU as windows of one buffer (``KeyedJaggedWindows.from_kjt``, whose
+        errors it raises)."""
         if isinstance(self._unique, KeyedJaggedWindows):
             return self
         return self._of(KeyedJaggedWindows.from_kjt(self._unique), self._groups, self._inverse, self._keys)
 
     def with_rest(self, features: KeyedJaggedTensor) -> InverseKeyedJaggedTensor:
-        """The same with more features, which are in no group: one batch, one lookup. Windows become bags.
+        """Adds features that are in no group: one batch, one lookup. Windows become bags.
 
         Raises:
             ValueError: they have not a bag for each sample, or as ``rk.KeyedJaggedTensor.concat``.
@@ -210,7 +210,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return torch.stack([every if (g := groups[key]) is None else self._inverse[g] for key in keys])
 
     def _bags_of(self, keys: list[str]) -> Tensor:
-        """The same among all bags that are kept. Raises IndexError as the constructor does, which did not on a GPU."""
+        """Positions among all stored bags. Raises the constructor's IndexError, which does not come on a GPU."""
         if self._inverse.device.type != "cpu" and not torch.compiler.is_compiling():
             _check_ranges(self._inverse, self._groups, self._unique)
         names, strides = self._unique.keys(), self._unique.stride_per_key()
@@ -247,7 +247,7 @@ class InverseKeyedJaggedTensor(JaggedContainer):
         return int(self._unique.lengths()[self._bags_of(names)].sum()) / kept if kept else 1.0
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """How many ids are kept of these features; of windows, those that they cover. On a GPU the host waits.
+        """Number of stored ids of these features; of windows, those that they cover. On a GPU the host waits.
 
         Raises:
             ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: on a GPU, a

@@ -21,7 +21,7 @@ _OTHERS = {
     KeyedTensor: ("_keys", "_lengths"),
     InverseKeyedJaggedTensor: ("_groups", "_keys"),
 }
-# What is learned of the tensors, and so not of those that stand for them: None at first.
+# Facts learned of the tensors do not hold for tensors that stand for them: None at first.
 _LEARNED = {
     KeyedJaggedTensor: ("_offset_per_key",),
     KeyedJaggedWindows: ("_offset_per_key", "_bags"),
@@ -36,7 +36,7 @@ def _register(kind: type[JaggedContainer]) -> None:
         return [getattr(x, name) for name in tensors], [getattr(x, name) for name in others]
 
     def unflatten(leaves: Iterable, context: Iterable) -> object:
-        # Without the checks of the constructor: leaves may be anything that stands for a tensor.
+        # The constructor's checks are left out: leaves may be anything that stands for a tensor.
         x: Any = object.__new__(kind)
         for name, value in zip((*tensors, *others), (*leaves, *context), strict=True):
             setattr(x, name, value)

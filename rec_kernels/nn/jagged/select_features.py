@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     from_lengths: bool
 
     def describe_bad(self) -> str | None:
-        """What is wrong with its offsets; None: nothing. On a GPU the host waits."""
+        """Describes what is wrong with its offsets; None: nothing. On a GPU the host waits."""
         return bad_offset(
             self.offsets.tolist(),
             self.num_values,
@@ -113,7 +113,7 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *
 
 
 def _tells_late(values: Tensor) -> bool:
-    """Whether bad offsets are told by a status, and not raised."""
+    """True if a status reports bad offsets, in place of an error."""
     return values.device.type != "cpu"
 
 
@@ -133,7 +133,7 @@ def _permuted(
     if offset_per_key:
         total = max(sum(offset_per_key[f + 1] - offset_per_key[f] for f in order), 0)  # bad offsets may fall
     elif _tells_late(values):
-        # As many as there may be, where nobody is to wait for how many there are.
+        # Allocates for as many as there may be, so that no host waits for their number.
         total = None if once or exact else values.shape[0] * max(times.values())
     elif has_data(offsets) and once:
         # Ids in no bag are left out, as where nothing is permuted; the op takes it for a mistake if it is not told.

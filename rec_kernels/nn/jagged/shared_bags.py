@@ -20,7 +20,7 @@ def starts_on(sizes: list[int], device: torch.device) -> Tensor:
 
 
 class SharedBags(NamedTuple):
-    """Which bags of a group each sample of a batch has.
+    """The bags of each group that the samples of a batch have.
 
     Args:
         inverse: [G, B] int64: which of the bags of each group's features.
@@ -36,12 +36,12 @@ class SharedBags(NamedTuple):
     keys: list[str]
 
     def is_one_group(self) -> bool:
-        """Whether all features are in one."""
+        """True if all features are in one group."""
         return self.groups[0] >= 0 and len(set(self.groups)) == 1
 
     @classmethod
     def of_named(cls, inverse: Tensor, names: list[int | None], sizes: list[int], keys: list[str]) -> SharedBags:
-        """Of groups that features name as rows of ``inverse``, in any order and not all; None: no group."""
+        """Makes it from groups that features name as rows of ``inverse``, in any order and not all; None: no group."""
         rows = list(dict.fromkeys(name for name in names if name is not None))
         number = {row: group for group, row in enumerate(rows)} | {None: -1}
         if rows != list(range(inverse.shape[0])):
@@ -66,7 +66,7 @@ class SharedBags(NamedTuple):
         return SharedBags(self.inverse[group : group + 1], [0], self.sizes[f : f + 1], self.keys[f : f + 1])
 
     def fits_ops(self) -> bool:
-        """Whether no group has more bags than the batch has samples, as the ops want it."""
+        """True if no group has more bags than the batch has samples, as the ops require."""
         return all(size <= self.inverse.shape[1] for size in self.group_sizes())
 
     def first_bad(self) -> tuple[int, int] | None:
@@ -76,7 +76,7 @@ class SharedBags(NamedTuple):
         return tuple(bad.nonzero()[0].tolist()) if bad.any() else None
 
     def message(self, group: int, sample: int) -> str | None:
-        """What is wrong with a number; None: nothing."""
+        """Describes what is wrong with a number; None: nothing."""
         f, number = self.groups.index(group), int(self.inverse[group, sample])
         if 0 <= number < self.sizes[f]:
             return None
@@ -87,7 +87,7 @@ class SharedBags(NamedTuple):
 
 
 def join(batches: list[SharedBags]) -> SharedBags:
-    """That of micro-batches of the same groups, whose bags follow each other feature by feature."""
+    """Joins micro-batches of equal groups, whose bags follow each other feature by feature."""
     sizes = [torch.tensor(b.group_sizes(), dtype=torch.int64, device="cpu") for b in batches]
     before = torch.stack([torch.zeros_like(sizes[0]), *sizes[:-1]]).cumsum(0)
     moved = [b.inverse + start.to(b.inverse.device)[:, None] for b, start in zip(batches, before, strict=True)]

@@ -55,7 +55,7 @@ class JaggedTensor(JaggedContainer):
 
     @classmethod
     def _of(cls, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> JaggedTensor:
-        """From parts that fit."""
+        """Makes it from parts that fit, without checks."""
         new = cls.__new__(cls)
         new._values, new._offsets, new._weights = values, offsets, weights
         return new
@@ -193,7 +193,7 @@ class KeyedJaggedTensor(OffsetsContainer):
         weights: Tensor | None = None,
         stride_per_key: list[int] | None = None,
     ) -> KeyedJaggedTensor:
-        """From parts that fit, without inverse indices."""
+        """Makes it from parts that fit, without checks and inverse indices."""
         new = cls.__new__(cls)
         new._set(keys, values, offsets, weights, stride_per_key)
         return new
@@ -236,7 +236,7 @@ class KeyedJaggedTensor(OffsetsContainer):
         return [self.stride()] * len(self._keys) if self._strides is None else self._strides
 
     def variable_stride_per_key(self) -> bool:
-        """Whether features have batch sizes of their own."""
+        """True if features have batch sizes of their own."""
         return self._strides is not None
 
     def inverse_indices_or_none(self) -> tuple[list[str], Tensor] | None:
@@ -298,7 +298,7 @@ class KeyedJaggedTensor(OffsetsContainer):
         moved._from_lengths = self._from_lengths
         if self._inverse is not None:
             moved._inverse_keys, moved._inverse = self._inverse_keys, move(self._inverse)
-        # Where it costs nothing to look, so that nobody has to wait for a GPU afterwards.
+        # Looks now where that costs nothing, so that no later call waits for a GPU.
         known = self.offset_per_key() if has_data(self._offsets) else self.known_offset_per_key()
         if known is not None:
             moved.keep_offset_per_key(known)
@@ -393,7 +393,7 @@ class KeyedTensor(JaggedContainer):
 
     @classmethod
     def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
-        """From parts that fit."""
+        """Makes it from parts that fit, without checks."""
         new = cls.__new__(cls)
         new._keys, new._lengths, new._values = keys, length_per_key, values
         return new

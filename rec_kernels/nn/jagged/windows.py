@@ -107,7 +107,7 @@ class KeyedJaggedWindows(OffsetsContainer):
         return [self._starts.shape[0] // max(len(self._keys), 1)] * len(self._keys)
 
     def variable_stride_per_key(self) -> bool:
-        """Whether features have batch sizes of their own."""
+        """True if features have batch sizes of their own."""
         return self._strides is not None
 
     def offset_per_key(self) -> list[int]:
@@ -169,7 +169,7 @@ class KeyedJaggedWindows(OffsetsContainer):
         return bags
 
     def num_stored(self, keys: Sequence[str]) -> int:
-        """How many ids of the buffer are in bags of these features, each counted once. On a GPU the host waits.
+        """Number of the buffer's ids that are in bags of these features, each counted once. On a GPU the host waits.
 
         Raises:
             ValueError: ``keys`` is a name and no list. KeyError: there is no such feature. IndexError: as of
@@ -193,7 +193,7 @@ class KeyedJaggedWindows(OffsetsContainer):
         return dict(zip(self._keys, to_offsets(counts)[self._bag_starts()].diff().tolist(), strict=True))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """As of the other containers; of bags that were made, too."""
+        """Records the stream for all tensors, of bags that were made, too."""
         super().record_stream(stream)
         if self._bags is not None:
             self._bags[1].record_stream(stream)
@@ -215,7 +215,7 @@ class KeyedJaggedWindows(OffsetsContainer):
     def _outside(self) -> Tensor:
         """[F * B] bool: windows that are not within the values."""
         size, starts, lengths = self._values.shape[0], self._starts.long(), self._lengths.long()
-        # Where size - starts overflows, the start is bad already.
+        # An overflow of size - starts is harmless: the start is bad already.
         return (starts < 0) | (starts > size) | (lengths < 0) | (lengths > size - starts)
 
     def _message(self, bag: int) -> str:
@@ -232,12 +232,13 @@ class KeyedJaggedWindows(OffsetsContainer):
 
 
 def _kept(found: Any, *tensors: Tensor) -> tuple[list, Any]:
-    """What was learned of tensors as they are now."""
+    """Keeps facts learned of the tensors as they are now."""
     return _versions(tensors), found
 
 
 def _still(kept: tuple[list, Any] | None, *tensors: Tensor) -> Any:
-    """What was kept; None after somebody has written to the tensors. Compiled code, which cannot see that, trusts."""
+    """Returns what was kept, or None if the tensors were written to since; compiled code, which cannot see that,
+    trusts."""
     if kept is None:
         return None
     return kept[1] if torch.compiler.is_compiling() or kept[0] == _versions(tensors) else None

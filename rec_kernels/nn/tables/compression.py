@@ -18,7 +18,7 @@ import numpy as np
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
 
-#: How parts become a row, by their numbers in the ops' ``combine``.
+#: Ways to make a row from parts, by their numbers in the ops' ``combine``.
 COMBINE = ("concat", "add", "mult")
 #: The most parts that the kernels combine.
 MAX_PARTS = 4
@@ -38,7 +38,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Compression(ABC):
-    """What the ways to keep a table in fewer numbers have in common."""
+    """Base of the ways to keep a table in fewer numbers."""
 
     @abstractmethod
     def partitions(self, num_embeddings: int) -> list[tuple[int, int]]:
@@ -54,16 +54,16 @@ class Compression(ABC):
 
     @property
     def combine(self) -> str:
-        """How the parts become a row: "concat", "add" or "mult"."""
+        """Combination of the parts into a row: "concat", "add" or "mult"."""
         return "concat"
 
     @property
     def compose(self) -> str:
-        """Whether the parts of every id are combined, "per_id", or sums over bags are, "pooled"."""
+        """ "per_id" if the parts of every id are combined, "pooled" if sums over bags are."""
         return "per_id"
 
     def bounds(self, count: int, bound: float) -> list[float]:
-        """Of uniform numbers that parts start with, for rows of the variance that numbers in +-bound have."""
+        """Bounds of the parts' first uniform numbers, for rows with the variance of numbers in +-bound."""
         if self.combine == "mult":  # numbers of variance 1 beside those in +-bound
             return [bound] + [math.sqrt(3)] * (count - 1)
         return [bound / math.sqrt(count) if self.combine == "add" else bound] * count

@@ -36,12 +36,12 @@ class StoredTable:
 
     @property
     def row_bytes(self) -> int:
-        """Of a row."""
+        """Bytes of a row."""
         return row_bytes(self.format, self.embedding_dim)
 
     @property
     def num_bytes(self) -> int:
-        """Of all rows."""
+        """Bytes of all rows."""
         return self.num_embeddings * self.row_bytes
 
     def __getstate__(self) -> dict:
@@ -109,7 +109,7 @@ class EmbeddingConfig:
         return {name: value for name, value in self.__dict__.items() if name != "stored"}
 
     def without_init(self) -> EmbeddingConfig:
-        """The same table, as a collection that has rows is to remember it in a pickle."""
+        """The table without its init, as a collection that has rows keeps it in a pickle."""
         other = copy.copy(self)
         object.__setattr__(other, "init", None)
         return other

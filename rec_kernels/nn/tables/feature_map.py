@@ -1,4 +1,4 @@
-"""What the features of a collection look up: parts of tables, and their columns of the ops' output."""
+"""Features of a collection: the parts of their tables, and their columns of the ops' output."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class FeatureLookup:
 
     @property
     def multiplies(self) -> bool:
-        """Whether the ops multiply rows of its parts."""
+        """True if the ops multiply rows of its parts."""
         return self.combine == "mult" and len(self.parts) > 1
 
     @property
     def is_combined_later(self) -> bool:
-        """Whether the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
+        """True if the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
         compression = self.table.compression
         return compression is not None and compression.compose == "pooled" and compression.combine != "concat"
 
@@ -136,7 +136,7 @@ class FeatureMap:
         return {} if whole else {"output_dtype": dtype}
 
     def _partitions(self, parts: list[StoredTable]) -> IdPartitions:
-        """How ids find rows."""
+        """Partitions by which ids find rows."""
         return IdPartitions(
             starts=list(itertools.accumulate((len(f.parts) for f in self.features), initial=0)),
             divisors=[t.part.divisor if t.part else 1 for t in parts],

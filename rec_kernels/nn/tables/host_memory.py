@@ -14,7 +14,7 @@ _ops = torch.ops.rec_kernels
 
 _PAGE = 4096
 _PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
-# What the tensors of `host_zeros` lie in, by address. torch's own page-locked memory is as large as a power of two.
+# Memory of the tensors of `host_zeros`, by address. torch's own page-locked memory is as large as a power of two.
 _memory: weakref.WeakValueDictionary[int, np.ndarray] = weakref.WeakValueDictionary()
 # The GPUs whose kernels read and write what is pinned there, by address.
 _gpus: dict[int, set[int]] = {}

@@ -15,7 +15,7 @@ from rec_kernels.ops.table_layout import CachePlaces, TableLayout, set_frozen
 
 
 class LayoutBuffers(nn.Module):
-    """What the ops take from the device beside weights and state. No state has it: the tables' configs say it all.
+    """Tensors of the layout that the ops read on the device. No state has them: the tables' configs determine them.
 
     Args:
         features: what the layout is of. cache: places of its tables in a row cache.
@@ -55,14 +55,14 @@ class LayoutBuffers(nn.Module):
             self.register_buffer(name, tensor, persistent=False)
 
     def shared(self) -> LayoutBuffers:
-        """The same tensors in another module, which can be moved by itself."""
+        """Shares the tensors with another module, which can be moved by itself."""
         other = copy.copy(self)
         other._buffers = dict(self._buffers)
         return other
 
     @property
     def device(self) -> torch.device:
-        """Where lookups are made; weights may be elsewhere."""
+        """Device of lookups; weights may be elsewhere."""
         return self._buffers["seed"].device
 
     def arguments(self, bag_starts: Tensor | None = None, shared: SharedBags | None = None) -> dict[str, object]:

@@ -15,7 +15,7 @@ _ASSIGN = "assign_to_params_buffers"  # torch's own name for it, in every module
 
 
 def assigns(local_metadata: dict) -> bool:
-    """Whether a state's tensors are to take the place of a module's."""
+    """True if a state's tensors are to take the place of a module's."""
     return local_metadata.get(_ASSIGN, False)
 
 

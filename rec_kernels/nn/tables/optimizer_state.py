@@ -1,4 +1,4 @@
-"""Where the state of a fused optimizer lies: one flat tensor of all tables for each of its kinds."""
+"""State of a fused optimizer: one flat tensor of all tables for each of its kinds."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class StatePlaces:
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether some kind has an element for every element of a table."""
+        """True if some kind has an element for every element of a table."""
         return any(self.kinds.values())
 
     @property
     def is_rounded(self) -> bool:
-        """Whether some kind is kept in fewer bits than it is computed in."""
+        """True if some kind is kept in fewer bits than it is computed in."""
         return any(self.dtype(kind) != torch.float32 for kind in self.kinds)
 
     def dtype(self, kind: str) -> torch.dtype:
-        """Of the flat tensor."""
+        """dtype of the flat tensor."""
         return self._dtype if self.kinds[kind] else torch.float32
 
     def size(self, kind: str) -> int:

@@ -105,7 +105,7 @@ def refuse_replaced(tied: Tied) -> None:
 
 
 def _address(t: Tensor) -> int:
-    """Of its first element; 0: it has none, as on the meta device and under torch's tracers and transforms."""
+    """Address of its first element; 0: it has none, as on the meta device and under torch's tracers and transforms."""
     if isinstance(t, FakeTensor):
         return 0
     try:

@@ -14,7 +14,7 @@ from rec_kernels.nn.tables.load_state import copied
 
 
 def leave_bytes(requires_grad: bool = True) -> None:
-    """In the place of ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's."""
+    """Replaces ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's."""
 
 
 class Table(nn.Module):
@@ -44,11 +44,11 @@ class Table(nn.Module):
         return {name: t for name, t in self._buffers.items() if name != "format" and t is not None}
 
     def empty_views(self) -> dict[int, Tensor]:
-        """What is a view of a flat tensor, by its ``id``, with an empty tensor of its kind."""
+        """Maps the ``id`` of each view of a flat tensor to an empty tensor of its kind."""
         return {id(self.weight): self._empty_weight()} | {id(t): t.new_empty(0) for t in self._views().values()}
 
     def without_rows(self) -> Table:
-        """The same table, to be pickled, with an empty weight and no state: its collection has the rows."""
+        """The table with an empty weight and no state, to be pickled: its collection has the rows."""
         other = copy.copy(self)
         other._parameters = {**self._parameters, "weight": self._empty_weight()}
         other._buffers = {name: t for name, t in self._buffers.items() if name == "format"}
@@ -106,7 +106,7 @@ class Tables(nn.Module):
         return [self[name].weight for name in self]
 
     def without_rows(self) -> Tables:
-        """The same tables, to be pickled, each as ``Table.without_rows`` has it."""
+        """The tables to be pickled, each by ``Table.without_rows``."""
         other = copy.copy(self)
         other._modules = {name: self[name].without_rows() for name in self}
         return other

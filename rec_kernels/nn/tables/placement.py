@@ -1,4 +1,4 @@
-"""Which rows to cache, and where to keep the others, from how often each was used."""
+"""Chooses rows to cache, and tiers for the others, from counts of uses."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.row_cache import BACKINGS, POLICIES, RowCache, slot_bytes
 
-#: Of ``rk.RowCache``, near ones first.
+#: Tiers of ``rk.RowCache``, near ones first.
 TIERS = BACKINGS
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What ``place_tables`` chose for a table.
+    """Choice of ``place_tables`` for a table.
 
     Args:
         fraction: of its rows, how many get slots: the table's entry of ``rk.RowCache(fraction=...)``.
@@ -137,22 +137,22 @@ class _Candidate:
         return -float(self._negated[0]) / self._step_bytes
 
     def above(self, least: float) -> int:
-        """How many rows have more uses for a byte than this."""
+        """Number of rows with more uses per byte than this."""
         bar = torch.tensor(-least * self._step_bytes, dtype=torch.float64, device=self._negated.device)
         return min(self._step * int(torch.searchsorted(self._negated, bar)), self.used)
 
     def cost(self, rows: int) -> int:
-        """In bytes, of so many rows in slots: all of them have sets of their own."""
+        """Bytes of so many rows in slots, with sets of their own for all of them."""
         return (self._whole_sets if rows == self._rows else rows) * self._slot_bytes
 
     def most_within(self, rows: int, budget: int) -> int:
-        """At most so many rows, which cost no more than the budget."""
+        """The most rows, up to this number, that the budget pays for."""
         rows = min(rows, max(0, budget // self._step_bytes) * self._step)
         return rows if self.cost(rows) <= budget else max(0, rows - self._step)
 
 
 def _choose_rows(tables: list[_Candidate], budget: int) -> list[int]:
-    """Of each table, how many of its most used rows get slots: those above one number of uses for a byte."""
+    """Number of each table's most used rows that get slots: those above one number of uses per byte."""
 
     def rows_above(least: float) -> list[int]:
         return [t.above(least) for t in tables]

@@ -31,7 +31,7 @@ class PrefetchedBatch(Generic[Call]):
         self._stream: torch.cuda.Stream | None = None
         # Nodes of the autograd graph whose backwards are updates. One that nobody can run any more is not there.
         self._waiting: weakref.WeakSet = weakref.WeakSet()
-        #: Whether lookups are compiled, whose updates cannot be waited for: then nothing comes in early.
+        #: True if lookups are compiled: their updates cannot be waited for, so nothing comes in early.
         self.is_compiled = False
 
     def __reduce__(self) -> tuple:
@@ -40,7 +40,7 @@ class PrefetchedBatch(Generic[Call]):
 
     @property
     def is_empty(self) -> bool:
-        """Whether no batch has been announced."""
+        """True if no batch has been announced."""
         return self._bags is None
 
     def announce(self, call: Call, bags: Bags) -> None:
@@ -160,5 +160,5 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
         return a is b
     if (a.shape, a.dtype, a.device) != (b.shape, b.dtype, b.device):
         return False
-    # The same memory tells it without a look, which on a GPU would wait.
+    # Equal memory tells it; looking at numbers would wait for a GPU.
     return (a.data_ptr() == b.data_ptr() and a.stride() == b.stride()) or torch.equal(a, b)

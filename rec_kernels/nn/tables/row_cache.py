@@ -26,7 +26,7 @@ _ops = torch.ops.rec_kernels
 
 POLICIES = ("lru", "lfu")
 BACKINGS = ("device", "host", "disk")
-#: What ``cache_stats`` of the ops counts for each table.
+#: Columns of the ops' ``cache_stats``, which count for each table.
 COUNTERS = ("lookups", "hits", "inserted", "evicted", "written", "left_out")
 
 
@@ -117,7 +117,7 @@ class _Group:
     first_element: int
 
     def offset(self, ways: int) -> int:
-        """Where slot 0 would lie."""
+        """Offset of slot 0."""
         return self.first_element - self.first_set * ways * self.dim
 
 
@@ -181,7 +181,7 @@ class CacheState(nn.Module):
         self.register_buffer("geometry", torch.tensor(self._geometry(), dtype=torch.int64, device=device))
 
     def shared(self) -> CacheState:
-        """The same slots in another module, which can be moved by itself."""
+        """Shares these slots with another module, which can be moved by itself."""
         other = copy.copy(self)
         other._buffers = dict(self._buffers)
         return other
@@ -221,7 +221,7 @@ class CacheState(nn.Module):
         return groups
 
     def places(self) -> CachePlaces:
-        """Where rows of the features' parts may be."""
+        """Places of the features' rows in the cache."""
         of = {i: group for group in self._groups for i in group.tables}
         parts = [of.get(part.stored) for feature in self._features for part in feature.parts]
         return CachePlaces(
@@ -284,22 +284,22 @@ class CacheState(nn.Module):
         self.geometry.copy_(torch.tensor(self._geometry(), device="cpu"))
 
     def arguments(self, slots: Tensor) -> dict[str, Tensor]:
-        """Of a lookup whose ids' rows are in ``slots``."""
+        """Arguments of a lookup whose ids' rows are in ``slots``."""
         own = {"cache_rows": self.rows, "cache_slots": slots}
         return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
     def update_arguments(self) -> dict[str, Tensor]:
-        """Of an update."""
+        """Arguments of an update."""
         own = {"cache_rows": self.rows, "cache_dirty": self.dirty}
         return own | {"cache_tags": self.tags, "cache_marks": self.marks}
 
     def counters(self) -> dict[str, dict[str, int]]:
-        """Of each stored table, by name: what ``COUNTERS`` names."""
+        """Counters of each stored table, by its name and those of ``COUNTERS``."""
         numbers = _on_host(self.stats).tolist()
         return {t.name: dict(zip(COUNTERS, n, strict=True)) for t, n in zip(self._stored, numbers, strict=True)}
 
     def report(self) -> list[dict[str, object]]:
-        """Of each stored table: its counters, rows in slots and its share of the cache's bytes."""
+        """Reports each stored table's counters, rows in slots and share of the cache's bytes."""
         sizes = ([t.num_embeddings for t in self._stored], [t.embedding_dim for t in self._stored])
         tables = table_layout(*sizes, device=self.tags.device)
         held = _on_host(_ops.row_cache_stats.layout(self.tags, self.dirty, *tables)).tolist()
@@ -311,13 +311,13 @@ class CacheState(nn.Module):
         return report
 
     def num_bytes(self) -> int:
-        """Of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
+        """Bytes of the slots with their tags, stamps, flags and counts, and of the rows' counts."""
         names = ("rows", "tags", "marks", "stamps", "dirty", "counts", "row_counts")
         held = [self._buffers[name] for name in names if name in self._buffers]
         return sum(t.numel() * t.element_size() for t in held)
 
     def _shares(self) -> list[int]:
-        """Of each table, in bytes: of the slots of its group by how many it asked for, and its rows' counts."""
+        """Bytes of each table: its share of its group's slots, by how many it asked for, and its rows' counts."""
         shares = [0] * len(self._stored)
         for group in self._groups:
             asked = [self.fractions[i] * self._stored[i].num_embeddings for i in group.tables]
@@ -333,7 +333,7 @@ class CacheState(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> CacheState:
         was_meta = self.tags.is_meta
-        # What no state_dict brings is not for to_empty() to empty, unless there is nothing yet.
+        # to_empty() must not empty buffers that no state_dict brings, unless there is nothing yet.
         kept = [] if was_meta else [n for n in self._buffers if n in ("stats", "geometry")]
         for name, buffer in self._buffers.items():
             if name not in kept:
@@ -355,11 +355,11 @@ class CacheState(nn.Module):
         self.marks.copy_(marks_of(self.tags))
 
     def own_state(self, prefix: str) -> dict[str, Tensor]:
-        """What a ``state_dict()`` has of it."""
+        """Tensors that a ``state_dict()`` has of it."""
         return {prefix + name: tensor for name, tensor in self.state_dict().items()}
 
     def fits(self, state_dict: dict, prefix: str) -> bool:
-        """Whether a state is of a cache with the same slots."""
+        """True if a state is of a cache with equal slots."""
         own, given = self.own_state(prefix), {n: t for n, t in state_dict.items() if n.startswith(prefix)}
         if {n: t.shape for n, t in own.items()} != {n: getattr(t, "shape", None) for n, t in given.items()}:
             return False
@@ -373,7 +373,7 @@ def _on_host(numbers: Tensor) -> Tensor:
 
 
 def slot_bytes(embedding_dim: int, policy: str) -> int:
-    """Of a slot: a row of float32, tag and stamp, mark and dirty flag, and under "lfu" the count."""
+    """Bytes of a slot: a row of float32, tag and stamp, mark and dirty flag, and under "lfu" the count."""
     return 4 * embedding_dim + 8 + 8 + 1 + 1 + (policy == "lfu")
 
 

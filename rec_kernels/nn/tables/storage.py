@@ -13,7 +13,7 @@ _ops = torch.ops.rec_kernels
 
 
 class Storage:
-    """Where the tables of a collection lie in its one flat tensor.
+    """Storage of a collection's tables in its one flat tensor.
 
     Float32 tables alone lie in a float32 tensor; with any other format among them, in one of bytes.
 

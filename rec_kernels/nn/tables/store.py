@@ -1,4 +1,4 @@
-"""Where the rows of a collection are: in the device's memory, in host memory or in a file, some in a cache beside it.
+"""Storage of a collection's rows: device memory, host memory or a file, some rows in a cache beside it.
 
 What differs between the three is in the three classes; a collection asks its store and does not look which it is.
 """
@@ -25,7 +25,7 @@ from rec_kernels.nn.tables.table_file import TableFile
 
 
 class TableCall(NamedTuple):
-    """What the ops are called with.
+    """Table arguments of a call of the ops.
 
     Args:
         weights: the flat tensor of the tables. bags: values, offsets, and where features begin, or None.
@@ -52,7 +52,7 @@ class TableStore:
         self._flushed_step: Tensor | None = None  # at the last flush()
 
     def shared(self) -> TableStore:
-        """The same rows for a module that only reads them, and can be moved by itself."""
+        """Shares the rows with a module that only reads them, and can be moved by itself."""
         other = copy.copy(self)
         other.cache = None if self.cache is None else self.cache.shared()
         return other
@@ -79,7 +79,7 @@ class TableStore:
         return fn
 
     def wait(self, device: torch.device) -> None:
-        """To be called before the CPU looks at weights that kernels of the collection's device read and write."""
+        """Waits for kernels; must be called before the CPU reads weights that the collection's device writes."""
 
     def refuse_copies(self) -> None:
         """Raises TypeError if the tables cannot be copied or pickled."""
@@ -126,7 +126,7 @@ class TableStore:
         """Begins to bring rows of the next batch."""
 
     def takes_prefetches(self, *, training: bool) -> bool:
-        """Whether ``prefetch`` does anything."""
+        """True if ``prefetch`` does anything."""
         return False
 
     def refuse_prefetched(self, what: str) -> None:
@@ -190,7 +190,7 @@ class TableStore:
     # Reports.
 
     def memory_report(self) -> list[dict[str, object]]:
-        """What ``memory_report()`` of a collection says."""
+        """Report of the tables for a collection's ``memory_report()``."""
         cached = None if self.cache is None else self.cache.report()
         return [
             {
@@ -206,7 +206,7 @@ class TableStore:
         ]
 
     def tier_report(self, weights: Tensor) -> dict[str, int]:
-        """What ``tier_report()`` of a collection says."""
+        """Report of the tiers for a collection's ``tier_report()``."""
         cache, stored = self.cache, self._features.stored
         counters = cache.counters() if cache else {}
         moved = sum((n["inserted"] + n["written"]) * t.row_bytes for t in stored if (n := counters.get(t.name)))

@@ -64,13 +64,13 @@ class TableFile:
             self.file = row_file.open(self.path, **options)
         #: The file's own number, as an int64.
         self.identity = int(np.uint64(self.file.identity).astype(np.int64))
-        #: Whether its tables have no rows yet: whoever made the file may have been stopped before they were written.
+        #: True while the file's tables have no rows: whoever made it may have been stopped before they were written.
         self.is_new = self.file.generation == 0
         #: Counts loads and flushes: who has seen another number has rows that may be gone, or count as unchanged.
         self.loads = 0
-        #: Whether rows were written, or were about to be, since the file had its generation.
+        #: True if rows were written, or were about to be, since the file had its generation.
         self.has_changed = False
-        #: Whether slots of the cache may have changed since the last flush; their owner says so.
+        #: True if slots of the cache may have changed since the last flush; their owner says so.
         self.is_behind = False
         self._turn = threading.RLock()
 
@@ -112,7 +112,7 @@ class TableFile:
             self.file.load(starts, sizes)
 
     def load_table(self, i: int, first: int, count: int) -> None:
-        """The same of rows of table i, all of which may change."""
+        """Loads rows of table i, all of which may change."""
         start = self._starts[i] + first * self._sizes[i]
         self.loads += 1
         self.has_changed = True
@@ -128,13 +128,14 @@ class TableFile:
         self.file.cancel_prefetch()
 
     def rows_at_once(self, i: int) -> int:
-        """Of table i, so many neighbours fit in half of the budget, and as float32 in a quarter of it and in 1 MiB."""
+        """Number of table i's neighbouring rows that fit in half of the budget, and as float32 in a quarter of it and
+        in 1 MiB."""
         fit = (self.file.memory_budget // 2 - 2 * self.file.block_bytes) // int(self._sizes[i])
         floats = min(self.file.memory_budget // 4, 1 << 20) // (4 * self._dims[i])
         return max(1, min(fit, floats))
 
     def scattered_rows_at_once(self) -> int:
-        """So many rows, wherever they are, fit in half of the budget: a row may lie in several blocks."""
+        """Number of rows, wherever they are, that fit in half of the budget: a row may lie in several blocks."""
         blocks = 1 + -(-int(self._sizes.max(initial=1)) // self.file.block_bytes)
         return max(1, self.file.memory_budget // 2 // (blocks * self.file.block_bytes))
 

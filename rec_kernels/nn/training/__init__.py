@@ -1,1 +1,1 @@
-"""What a fused optimizer has: its state, its updates, gradient accumulation and scaled losses."""
+"""Fused optimizers: their state, their updates, gradient accumulation and scaled losses."""

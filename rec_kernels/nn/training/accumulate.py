@@ -13,7 +13,7 @@ from rec_kernels.ops.autograd import differentiable_once
 
 
 class Lookup(NamedTuple):
-    """What an update needs to know of a micro-batch.
+    """A micro-batch, as an update needs it.
 
     Args:
         grad: [B, C] float32, gradient of the pooled output.

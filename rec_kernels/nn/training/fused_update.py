@@ -38,7 +38,7 @@ def optimizer_buffers(
 
 
 class FusedUpdate:
-    """How backwards update the tables of a collection.
+    """Updates of a collection's tables in the backward.
 
     ``token`` is what autograd calls a fused update for. With a ``GradScaler`` it has an element, whose gradient says
     whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.

@@ -20,7 +20,7 @@ State = dict[str, bool]
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Common:
-    """What every optimizer has: clipping and weight decay, in this order, before the gradient is used.
+    """Options of every optimizer: clipping and weight decay, in this order, before the gradient is used.
 
     Args:
         clip_grad_value: elements of a row's summed gradient are limited to +-this; None: not.
@@ -91,7 +91,7 @@ class RowwiseAdagrad(_Common):
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Elementwise(_Common):
-    """What optimizers with state for every element have.
+    """Options of optimizers with state for every element.
 
     Args:
         state_dtype: of that state: torch.float32, or torch.bfloat16, half the bytes. It is rounded as the collection's
@@ -140,7 +140,7 @@ class Adam(_Elementwise):
     def __post_init__(self) -> None:
         super().__post_init__()
         try:
-            # As float32, which 0.99999999 is too close to 1 for. On the CPU: the default device may have no numbers.
+            # float32, for which 0.99999999 is too close to 1. On the CPU: the default device may have no numbers.
             betas = torch.tensor([*self.betas], dtype=torch.float32, device="cpu")
         except (TypeError, ValueError):
             betas = torch.empty(0, device="cpu")
@@ -232,7 +232,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # A GradScaler calls step() after an overflow, too, and need not wait for a GPU to know of it.
     _step_supports_amp_scaling = True
-    #: Whether a captured CUDA graph writes the token's gradient, whose memory is to stay then.
+    #: True if a captured CUDA graph writes the token's gradient, whose memory must then stay.
     is_captured = False
 
     def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor) -> None:
