@@ -36,7 +36,7 @@ def deduplicated(module: nn.Module, group: int | str = 0) -> Deduplicated:
 
 
 class Deduplicated(nn.Module):
-    """Result of ``rk.deduplicated``, whose arguments it has."""
+    """Result of ``rk.deduplicated``; the arguments are ``rk.deduplicated``'s."""
 
     def __init__(self, module: nn.Module, group: int | str) -> None:
         super().__init__()
