@@ -38,7 +38,7 @@ def base_directory(data_dir: str | Path | None) -> Path:
 
 
 def open_directory(directory: Path, identity: dict[str, Any], build: Build) -> dict[str, Any]:
-    """What is in ``directory``, which is written first if it is missing or not usable.
+    """Opens the arrays in ``directory``, which is written first if it is missing or not usable.
 
     Args:
         directory: of the prepared data.
@@ -107,7 +107,7 @@ def read_directory(directory: Path, identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def fingerprint(directory: Path) -> str:
-    """Of the contents of a prepared directory that was read: the same wherever it is and whatever it was made from."""
+    """Fingerprint of a prepared directory's contents, independent of its place and of its source."""
     files = json.loads((directory / MANIFEST).read_text())["files"]
     return hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
 

@@ -18,7 +18,7 @@ POOLINGS = ("sum", "mean")
 
 
 class WrongBatchError(Exception):
-    """What is wrong with a batch."""
+    """A fault of a batch."""
 
 
 def whole_number(data: DataSet, value: Any, what: str, least: int = 0) -> int:

@@ -126,7 +126,7 @@ def load(directory: Path) -> dict[str, Any]:
 
 
 def identity(data: DataSet) -> dict:
-    """What a checkpoint remembers of its data: a run goes on with no other."""
+    """Identity of a checkpoint's data: a run goes on with no other."""
     rows = {split: data.num_rows(split) for split in ("train", "test")}
     about = {"name": data.name, "rows": rows, "features": [list(feature) for feature in data.features]}
     return about | {"fingerprint": getattr(data, "fingerprint", None)}

@@ -91,7 +91,7 @@ class CompleteJourney(Rows):
         self.features.append(Feature(HISTORY, self.num_embeddings[HISTORY], pooling="mean", shared=True))
 
     def values(self) -> dict[str, Any]:
-        """What it is made of, by name."""
+        """The arrays by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def batch_of(self, rows: slice) -> Batch:
@@ -105,7 +105,7 @@ class CompleteJourney(Rows):
         )
 
     def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
-        """Of every row, that of its basket."""
+        """Histories of the rows: each row has its basket's."""
         first, last = int(basket[0]), int(basket[-1])
         offsets = self.history_offsets[first : last + 2]
         products = torch.from_numpy(self.history_products[offsets[0] : offsets[-1]].copy())
@@ -146,7 +146,7 @@ def read_source(weeks: int | None = None) -> tuple[pd.DataFrame, pd.DataFrame]:
 
 
 def folder_name(weeks: int | None, history: int) -> str:
-    """Of the data set and its prepared folder: other rows or other histories are another one."""
+    """Name of the data set and its prepared folder; other rows or histories have another one."""
     suffix = "" if history == HISTORY_LENGTH else f"-history{history}"
     return ("completejourney" if weeks is None else f"completejourney-weeks{weeks}") + suffix
 
@@ -282,6 +282,6 @@ def load_completejourney(
 
 
 def identity(weeks: int | None, history: int = HISTORY_LENGTH) -> dict[str, Any]:
-    """What the prepared arrays are made of."""
+    """Identity of the sources of the prepared arrays."""
     source = {"format": FORMAT, "package": PACKAGE, "package_version": PACKAGE_VERSION}
     return source | {"weeks": weeks, "history": history}

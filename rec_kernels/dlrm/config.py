@@ -268,14 +268,14 @@ class TrainConfig:
         return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
-        """How the tables of features are kept in fewer numbers, by feature; full ones are not there."""
+        """Compression of each feature's table; features with full tables are not in it."""
         large = [f for f in features if f.num_embeddings > self.threshold]
         if self.embedding == "full" or not large:
             return {}
         if self.embedding == "mixed":
             sizes = [f.num_embeddings for f in features]
             dims = rk.mixed_dimensions(sizes, self.embedding_dim, self.temperature, threshold=self.threshold)
-            # Of all columns: a full table, which starts like one.
+            # Bounds for all columns: a full table, which starts like one.
             narrow = zip(features, dims, strict=True)
             return {f.name: rk.MixedDimension(dim) for f, dim in narrow if dim < self.embedding_dim}
         if self.embedding == "hash":

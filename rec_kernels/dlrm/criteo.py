@@ -125,7 +125,7 @@ def _identity(files: list[Path], rows: int | None, table_rows: int | None) -> di
 
 
 def train_rows(rows: int) -> int:
-    """How many of so many rows, the first ones, are for training."""
+    """Number of rows, the first ones, that are for training."""
     return rows * 6 // 7
 
 

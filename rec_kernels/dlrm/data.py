@@ -1,4 +1,4 @@
-"""What the trainer asks of a data set.
+"""Data sets of the trainer: the interface and its batches.
 
 Any object with the members of ``DataSet`` will do: ``python -m rec_kernels.dlrm train --data my_module:my_function``
 calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/data.md has an example.
@@ -58,17 +58,17 @@ class Batch(NamedTuple):
     shared: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor | None = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The same on another device."""
+        """Copies the batch to another device."""
         parts: list[Any] = [None if p is None else p.to(device, non_blocking=non_blocking) for p in self]
         return Batch(*parts)
 
     def pin_memory(self) -> Batch:
-        """The same in page-locked host memory."""
+        """Copies the batch to page-locked host memory."""
         parts: list[Any] = [None if p is None else p.pin_memory() for p in self]
         return Batch(*parts)
 
     def joined(self) -> Batch:
-        """The same with all features in ``features``, the shared ones first: one lookup has them all.
+        """Returns the batch with all features in ``features``, the shared ones first: one lookup has them all.
 
         Where some have weights, ids of the others weigh 1.
         """
@@ -85,7 +85,7 @@ class Batch(NamedTuple):
         return self._replace(features=rk.KeyedJaggedTensor.concat(list(_alike(shared, features))), shared=None)
 
     def tensors(self) -> dict:
-        """Its tensors by name, for ``torch.save``: the shared features with a bag for every row."""
+        """Tensors by name, for ``torch.save``: the shared features with a bag for every row."""
         tensors: dict = {"dense": self.dense, "label": self.label}
         for name, jagged in (("features", self.features), ("shared", self.shared)):
             if isinstance(jagged, rk.InverseKeyedJaggedTensor):
@@ -97,7 +97,7 @@ class Batch(NamedTuple):
 
 
 def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
-    """With weights, if any has them; they are ones where there were none."""
+    """Gives all of them weights if any has weights; missing ones are ones."""
     if all(f.weights_or_none() is None for f in features):
         yield from features
         return
@@ -122,7 +122,7 @@ class DataSet(Protocol):
 
     @property
     def features(self) -> Sequence[Feature]:
-        """What the bags are of, in the order of a batch."""
+        """Names of the bags' features, in the order of a batch."""
         ...
 
     def num_rows(self, split: str) -> int:
@@ -170,7 +170,7 @@ class Rows(ABC):
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:
-    """The same items, the next one always being made on another thread.
+    """Yields the items; another thread always makes the next one.
 
     That thread computes alone: helpers of its own would take the cores of the training's, which wait for each other.
     No other thread's number of helpers changes, also where ``items`` are themselves made ahead.

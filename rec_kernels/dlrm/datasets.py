@@ -45,7 +45,7 @@ def open_data(config: TrainConfig) -> DataSet:
 
 
 def _call(config: TrainConfig) -> DataSet:
-    """What ``module:function`` returns."""
+    """Calls ``module:function``."""
     data = config.data
     module, _, function = data.partition(":")
     try:

@@ -51,21 +51,21 @@ class Tally:
             self.ids[name] = [a + b for a, b in zip(self.ids.get(name, [0, 0]), counts, strict=True)]
 
     def factors(self) -> dict[str, float]:
-        """By feature, ids before over ids stored; 1 of none."""
+        """Ratio, by feature, of ids before to ids stored; 1 without ids."""
         return {name: before / stored if stored else 1.0 for name, (before, stored) in self.ids.items()}
 
     def factor(self) -> float:
-        """The same of all features together."""
+        """Ratio of ids before to ids stored, of all features together."""
         before, stored = (sum(counts[i] for counts in self.ids.values()) for i in (0, 1))
         return before / stored if stored else 1.0
 
     def record(self) -> dict:
-        """For ``metrics.jsonl``; empty if nothing was counted."""
+        """Entries for ``metrics.jsonl``; empty if nothing was counted."""
         return {"dedup_factors": self.factors(), "dedup_seconds": self.seconds} if self.ids else {}
 
 
 class Decision(NamedTuple):
-    """Whether a run deduplicates.
+    """A run's decision to deduplicate or not.
 
     Args:
         on: yes or no.
@@ -110,7 +110,7 @@ def expanded(batch: Batch) -> tuple[Batch, Tally]:
 def _count(
     given: rk.KeyedJaggedTensor | rk.InverseKeyedJaggedTensor, kept: rk.InverseKeyedJaggedTensor
 ) -> dict[str, list[int]]:
-    """By feature, ids of all rows and those that are kept."""
+    """Counts, by feature, ids of all rows and ids that are kept."""
     stored = kept.num_stored_of_keys()
     if isinstance(given, rk.KeyedJaggedTensor):
         bounds = zip(given.keys(), itertools.pairwise(given.offset_per_key()), strict=True)
@@ -123,7 +123,7 @@ def _count(
 
 
 def recorded(mode: str, run: Path | None = None) -> Decision | None:
-    """What the option ``dedup`` says, or what "auto" has decided in a run before; None: it is to be measured.
+    """Decision by the option ``dedup``, or by "auto" in a run before; None: it is to be measured.
 
     Raises:
         DataError: the run's ``config.json`` has something else there.
@@ -140,7 +140,7 @@ def recorded(mode: str, run: Path | None = None) -> Decision | None:
 
 
 def measured(batches: Iterable[Batch]) -> Decision:
-    """What "auto" decides by the first batches of the training."""
+    """Decision of "auto", measured on the first batches of the training."""
     total, counted = Tally(), 0
     for batch in islice(batches, LOOKED_AT):
         _, tally = dedup_batch(batch)

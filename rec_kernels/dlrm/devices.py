@@ -1,4 +1,4 @@
-"""Where a run computes: on the CPU or on a GPU, and on which machine: speeds of different ones do not compare."""
+"""Device and machine of a run, CPU or GPU: speeds of different machines do not compare."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def find(name: str) -> torch.device:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What the GPU calls itself; None for the CPU."""
+    """Name of the GPU; None for the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
@@ -57,7 +57,7 @@ def moved(batches: Iterator[Batch], device: torch.device) -> Iterator[Batch]:
 
 
 def cpu_model() -> str:
-    """What the processor calls itself."""
+    """Name of the processor."""
     model, info = platform.processor() or platform.machine(), Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), model)

@@ -53,7 +53,7 @@ def opened(path: Path, mode: str) -> IO[bytes]:
 
 
 def opened_to_change(path: Path, mode: str) -> IO[bytes]:
-    """The same, "ab" or "r+b", of a file that no other name (hard link) leads to: if one does, of a copy."""
+    """Opens a file with "ab" or "r+b"; if another name (hard link) leads to it, opens a copy."""
     file = opened(path, mode)
     if os.fstat(file.fileno()).st_nlink < 2:
         return file
@@ -66,7 +66,7 @@ def opened_to_change(path: Path, mode: str) -> IO[bytes]:
 
 def _open_ordinary(path: str, flags: int) -> int:
     try:
-        # Without waiting for the other end of a pipe.
+        # O_NONBLOCK does not wait for the other end of a pipe.
         handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO):
@@ -122,7 +122,7 @@ def refuse_special(path: Path) -> None:
 
 
 def parse_json(text: str, where: object) -> Any:
-    """What a text of JSON says; ``where`` it stands, for the message.
+    """Parses a text of JSON; ``where`` it stands, for the message.
 
     Raises:
         DataError: it is no JSON, or nested too deeply.
@@ -134,5 +134,5 @@ def parse_json(text: str, where: object) -> Any:
 
 
 def read_json(path: Path) -> Any:
-    """What a file of JSON says; errors are those of ``read_text`` and ``parse_json``."""
+    """Reads a file of JSON; errors are those of ``read_text`` and ``parse_json``."""
     return parse_json(read_text(path), path)

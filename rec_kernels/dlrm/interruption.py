@@ -1,4 +1,4 @@
-"""How a training run ends before its time: by an error, by Ctrl-C and SIGTERM."""
+"""Early ends of a training run: errors, Ctrl-C and SIGTERM."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RunInterruptedError(Exception):
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that memory was not enough; torch has no type of its own for that of the CPU."""
+    """True if an error says that memory was not enough; torch has no type of its own for the CPU's."""
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 

@@ -21,7 +21,7 @@ from rec_kernels.dlrm.data import Batch, Feature
 from rec_kernels.nn.tables.compression import Compression
 from rec_kernels.ops.dot_interaction import num_pairs
 
-#: Of the dense side, and of what the tables give it, by name.
+#: Dtypes of the dense side, and of what the tables give it, by the name of a precision.
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Formats of activations; those of mx are of blocks of 16 columns of a row.
 ACTIVATIONS = ("fp32", "mx9", "mx6", "mx4")
@@ -40,7 +40,7 @@ class DotInteraction(nn.Module):
         self.out_features = embedding_dim + num_pairs(num_features)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """As the class says."""
+        """Computes the interaction."""
         return rk.dot_interaction(dense, sparse)
 
 
@@ -57,7 +57,7 @@ class CrossInteraction(nn.Module):
         self.cross = rk.LowRankCrossNet(self.out_features, num_layers, low_rank)
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """As ``DotInteraction``."""
+        """Computes the interaction; arguments as of ``DotInteraction``."""
         return self.cross(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
@@ -77,7 +77,7 @@ class WukongInteraction(nn.Module):
         self.out_features = self.stack.out_features * embedding_dim
 
     def forward(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
-        """As ``DotInteraction``."""
+        """Computes the interaction; arguments as of ``DotInteraction``."""
         return self.stack(torch.cat((dense.unsqueeze(1), sparse), dim=1)).flatten(1)
 
 
@@ -142,8 +142,8 @@ class DLRM(nn.Module):
         noise = seed % 2**63
         options: dict[str, Any] = {"optimizer": optimizer or rk.RowwiseAdagrad(lr=0.05, eps=1e-8), "rounding": rounding}
         options["output_dtype"] = dtype_of(precision)
-        # Of tables without an init, and of the interaction. Not torch.manual_seed, which reseeds GPUs, too; counted
-        # down, because counted up it would be the generator's stream.
+        # Seed for tables without an init and the interaction. torch.manual_seed would reseed GPUs, too; it counts down,
+        # because counted up it would be the generator's stream.
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(~noise % 2**32)
             self.embeddings = rk.EmbeddingBagCollection(tables, **options, seed=noise, cache=cache)
@@ -173,7 +173,7 @@ class DLRM(nn.Module):
         return logits.squeeze(1).float()
 
     def compile_dense_side(self, mode: str) -> None:
-        """From now on ``forward`` has MLPs and interaction by ``torch.compile``; ``mode``: of it.
+        """Makes ``forward`` run MLPs and interaction by ``torch.compile`` with this ``mode``.
 
         Every size of a batch has a graph, which is the same whichever came before: a resumed run has the bits of one
         that was not stopped. What was compiled before in this process is forgotten: graphs of a function are few.
@@ -191,7 +191,7 @@ class DLRM(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where its weights are."""
+        """Device of the weights."""
         return next(self.top.parameters()).device
 
     def dense_parameters(self) -> list[nn.Parameter]:
@@ -254,7 +254,7 @@ def _skip(generator: torch.Generator, count: int) -> None:
 
 
 def dtype_of(precision: str) -> torch.dtype:
-    """What is behind the name of a precision; ValueError if it is none of ``PRECISIONS``."""
+    """dtype of a precision's name; ValueError if it is none of ``PRECISIONS``."""
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}, allowed is {' or '.join(PRECISIONS)}")
     return PRECISIONS[precision]
@@ -266,7 +266,7 @@ def _quantize(format: str, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tu
 
 
 def flops_per_example(model: DLRM, features: Sequence[Feature], num_dense: int) -> int:
-    """Of the products of matrices of a forward, two for a multiplication with its addition, as ``FlopCounterMode``.
+    """Operations of a forward's matrix products, two for a multiplication with its addition, as ``FlopCounterMode``.
 
     Counted on ``model``, of a row without ids: what a lookup adds up is not counted, and no counter of a cache moves.
     """

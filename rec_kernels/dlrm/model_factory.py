@@ -115,7 +115,7 @@ def generation_of(state: dict) -> int | None:
 
 
 def interaction_of(config: TrainConfig) -> Callable[[int, int], nn.Module]:
-    """What makes the interaction of the model that ``config.model`` names, from the number of features and D."""
+    """Interaction of the model that ``config.model`` names, from the number of features and D."""
     c = config
     return {
         "dlrm": DotInteraction,

@@ -49,7 +49,7 @@ def size(count: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """As in "93.1%"; None is "-"."""
+    """Formats a share: "93.1%"; None is "-"."""
     return "-" if share is None else f"{share:.1%}"
 
 
@@ -62,7 +62,7 @@ def save(figure: Figure, path: Path, dpi: int) -> None:
 def picture(figure: Figure) -> str:
     """The figure as an SVG in a ``data:`` address, which keeps its ids and styles away from the page's."""
     out = io.StringIO()
-    # Without metadata and with fixed ids, the same figure always gives the same text.
+    # Equal figures give equal text without metadata and with fixed ids.
     with matplotlib.rc_context({"svg.hashsalt": "rec_kernels"}):
         figure.savefig(out, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return "data:image/svg+xml;base64," + base64.b64encode(out.getvalue().encode()).decode()

@@ -60,7 +60,8 @@ class Reader:
     def batches(
         self, split: str, batch_size: int, start: int = 0, tallies: deque[dedup.Tally] | None = None
     ) -> Iterator[Batch]:
-        """As ``DataSet.batches``, joined unless of windows; those of "train" and "valid" have the size of the training.
+        """Yields the batches of ``DataSet.batches``, joined unless of windows; "train" and "valid" have the training's
+        size.
 
         A batch's tally is appended to ``tallies`` before the batch is there.
         """
@@ -104,7 +105,7 @@ class Reader:
         yield from batches
 
     def _decide(self) -> dedup.Decision:
-        """What dedup "auto" comes to, by the first batches of the training."""
+        """Decides dedup "auto" by the first batches of the training."""
         if not any(feature.shared for feature in self.features):
             return dedup.Decision(False)
         return dedup.measured(self._checked("train", self.batch_size, 0))

@@ -26,7 +26,7 @@ _TABLE = {
 }
 MACHINE = Maybe({"cpu": TEXT, "threads": whole(), "gpu": Maybe(TEXT)})
 _SCORES = dict.fromkeys(("auc", "log_loss"), Maybe(number()))
-# What is read, by kind of record; the report's tiers and profile aside.
+# Fields that are read, by kind of record, without the report's tiers and profile.
 _RECORDS = {
     "train": {
         **dict.fromkeys(("step", "examples"), whole()),
@@ -60,7 +60,7 @@ class RunExistsError(RuntimeError):
 
 
 def is_run_name(name: str) -> bool:
-    """Whether ``name`` can be a run's folder."""
+    """True if ``name`` can be a run's folder."""
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name) is not None
 
 
@@ -122,7 +122,7 @@ class Records:
             self._board.flush()
 
     def mark(self) -> int:
-        """Where the file ends now, in bytes, all of which are on the disk."""
+        """End of the file, in bytes, all of which are on the disk."""
         try:
             with files.opened(self.path, "rb") as file:
                 os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""What a model predicts for a split, and how good that is."""
+"""Predictions of a model for a split, and their quality."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEST_BATCH_SIZE = 8192
 
 def auc(labels: np.ndarray, logits: np.ndarray) -> float | None:
     """Area under the ROC curve; None where only one class is present."""
-    # Of whole numbers scikit-learn finds the classes faster than of floats.
+    # scikit-learn finds the classes of whole numbers faster than of floats.
     return float(roc_auc_score(labels.astype(np.int8), logits)) if 0 < labels.mean() < 1 else None
 
 

@@ -1,4 +1,4 @@
-"""Whether values that were read from a file are of the types, and within the bounds, of those that are written."""
+"""Checks of values read from a file: types and bounds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Check(NamedTuple):
-    """What one value may be.
+    """A check of one value.
 
     Args:
         allowed: the same as text.
@@ -47,7 +47,7 @@ FLAG = Check("true or false", lambda value: isinstance(value, bool))
 
 
 def mismatch(value: Any, shape: Any, name: str) -> str | None:
-    """What is wrong with a value, as in "step is -1, allowed is a whole number from 0 to 8"; None: it fits.
+    """Describes what is wrong with a value, as "step is -1, allowed is a whole number from 0 to 8"; None: it fits.
 
     Args:
         value: as read.

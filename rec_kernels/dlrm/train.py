@@ -115,7 +115,7 @@ def _explained(run: Run, error: Exception) -> Exception | None:
 
 
 def _record_failure(run: Run, error: Exception) -> None:
-    """What ended the run, in its records and in the report of what there is."""
+    """Records what ended the run, and writes the report of what there is."""
     cause, step = type(error).__name__, run.step + 1
     with suppress(OSError, DataError):  # where the disk is full or a file is a link, that is what ends the run
         run.records.append({"kind": "failed", "step": step, "cause": cause, "error": str(error) or cause})
@@ -256,7 +256,7 @@ class Run:
         return test
 
     def _dedup(self) -> dict:
-        """Of the test record: what became of the shared bags."""
+        """Entry of the test record about the shared bags."""
         return {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
 
     def save(self) -> None:

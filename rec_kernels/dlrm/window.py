@@ -1,4 +1,4 @@
-"""What a training run collects between two records of its curves."""
+"""Collects a training run's figures between two records of its curves."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Window:
             self._recent.clear()
 
     def state(self) -> dict:
-        """For a checkpoint: what a new window is made from."""
+        """State for a checkpoint, from which a new window is made."""
         state = {"steps": self.steps, "seconds": self._all_seconds(), "dedup": asdict(self.dedup)}
         if not self.steps:
             return state
@@ -89,7 +89,7 @@ class Window:
 
 
 class HitRates:
-    """Of the ids that a collection has looked up since the last call, how many had their row in the cache."""
+    """Counts the ids that a collection has looked up since the last call, and those whose row was in the cache."""
 
     def __init__(self, collection: rk.EmbeddingBagCollection) -> None:
         self._cache, self._before = collection.row_cache, dict[str, dict[str, int]]()
