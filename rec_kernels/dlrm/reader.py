@@ -60,8 +60,7 @@ class Reader:
     def batches(
         self, split: str, batch_size: int, start: int = 0, tallies: deque[dedup.Tally] | None = None
     ) -> Iterator[Batch]:
-        """Yields the batches of ``DataSet.batches``, joined unless of windows; "train" and "valid" have the training's
-        size.
+        """Yields ``DataSet.batches``, joined unless of windows; "train" and "valid" have the training's batch size.
 
         A batch's tally is appended to ``tallies`` before the batch is there.
         """
