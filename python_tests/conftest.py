@@ -116,8 +116,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training."""
     from rec_kernels.dlrm import report
 
-    monkeypatch.setattr(report, "draw", lambda path, records, model: None)
-    monkeypatch.setattr(report, "curves", lambda records: [])
+    monkeypatch.setattr(report, "draw", lambda directory, records, title: [])
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

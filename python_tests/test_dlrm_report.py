@@ -158,19 +158,22 @@ def test_scores_that_are_not_defined_are_dashes(write):
 def test_learning_rate_is_drawn_if_it_changes(write):
     rising = [train_record(step, lr=step / 100) for step in (10, 20)]
     assert "learning rate of the tables over the rows trained on" in pictures(write(rising))
-    (_, figure) = report.curves(rising)[-1]
-    assert figure.axes[0].lines[0].get_xydata().tolist() == [[1000, 0.1], [2000, 0.2]]
+    last = report.figure(report.panels(rising), 5, 4).axes[-1]
+    assert last.lines[0].get_xydata().tolist() == [
+        [1000, 0.1],
+        [2000, 0.2],
+    ]
 
 
 def test_curves_put_evaluations_and_the_test_where_they_were():
     records = [*CURVE, eval_record(15), eval_record(30, log_loss=0.5), test_record()]
-    (_, loss), (_, auc) = report.curves(records)
-    curve, evaluations, _, test = (line.get_xydata().tolist() for line in loss.axes[0].lines)
+    loss, auc = report.figure(report.panels(records), 5, 4).axes
+    curve, evaluations, _, test = (line.get_xydata().tolist() for line in loss.lines)
     assert curve == [[1000, 0.1], [2000, 0.05], [3000, 1 / 30]]
     assert evaluations == [[1500, 0.6], [3000, 0.5]]
     assert test == [[3000, 0.4321]]
-    assert auc.axes[0].lines[-1].get_xydata().tolist() == [[3000, 0.8765]]
-    assert [text.get_text() for text in loss.axes[0].get_legend().get_texts()][1:] == [
+    assert auc.lines[-1].get_xydata().tolist() == [[3000, 0.8765]]
+    assert [text.get_text() for text in loss.get_legend().get_texts()][1:] == [
         "on the rows set apart",
         "test, model frozen: 0.4321",
     ]

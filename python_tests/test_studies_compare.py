@@ -27,8 +27,7 @@ from rec_kernels.dlrm.train import Run, RunInterruptedError
 def command(tmp_path, monkeypatch):
     TinyData.opened = 0
     # The curves of a run are test_dlrm_report.py's; drawing them takes longer than the training.
-    monkeypatch.setattr(report, "draw", lambda path, records, model: None)
-    monkeypatch.setattr(report, "curves", lambda records: [])
+    monkeypatch.setattr(report, "draw", lambda directory, records, title: [])
 
     def run(*configurations, seeds="2", more=()):
         flags = ["--data", "dlrm_tiny:tiny", "--batch-size", "100", "--runs-dir", str(tmp_path), "--bottom", "4"]

@@ -157,8 +157,7 @@ def test_the_list_is_what_the_results_are_of():
 
 def test_every_experiment_is_run_and_judged(command, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(Figure, "savefig", SAVEFIG)
-    monkeypatch.setattr(report, "draw", lambda *_: None)  # the runs' own curves are other tests'
-    monkeypatch.setattr(report, "curves", lambda *_: [])
+    monkeypatch.setattr(report, "draw", lambda *_: [])  # the runs' own curves are other tests'
     monkeypatch.setattr(compare, "train", TRAIN)
     assert command("--quick") == 0
     folder = tmp_path / "reproduce-quick"
@@ -200,7 +199,7 @@ def test_finished_runs_are_kept_and_other_experiments_stay_on_the_page(command, 
 @pytest.mark.parametrize("again", [[], ["--movielens", "RATINGS/../RATINGS"]], ids=["not given", "spelled otherwise"])
 def test_ratings_that_were_trained_on_stay_on_the_page(command, tmp_path, monkeypatch, trained, again):
     """Ratings stay on the page, whether or not a later call says where they are, in these words or others."""
-    monkeypatch.setattr(compare.datasets, "open_data", lambda config: None)
+    monkeypatch.setattr(compare, "open_data", lambda config: None)
     monkeypatch.chdir(tmp_path)
     assert command("--movielens", "RATINGS") == 0
     first, count = entries(tmp_path / "reproduce"), len(trained)

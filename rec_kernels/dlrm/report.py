@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -22,7 +22,7 @@ from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 #: Models, for a reader.
 TITLES = {"dlrm": "DLRM", "dcnv2": "DCN V2", "wukong": "Wukong"}
 MODEL_PARTS = ("forward", "backward", "optimizer")
-PANELS = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
+SCORES = (("loss", "log_loss", "log loss [nats]"), ("auc", "auc", "AUC"))
 
 
 def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
@@ -37,23 +37,20 @@ def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
     ]
 
 
-def facts(test: dict) -> list[tuple[str, str]]:
+def facts(test: dict) -> dict[str, str]:
     """What else a test record says, by its name."""
-    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
     seconds, rate = test["train_seconds"], test["examples_per_second"]
-    return [
-        ("training", f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s"),
-        ("tables", memory(test["tables"])),
-        *([("tiers", tiers(test["tiers"]))] if _has_tiers(test) else []),
-        *([("shared bags", dedup(test))] if "dedup" in test else []),
-        ("dense part", f"{test['dense_parameters']:,} parameters{flops}"),
-        ("device", test.get("device", "cpu")),
-        ("peak memory", f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"),
-    ]
-
-
-def _has_tiers(test: dict) -> bool:
-    return any(test.get("tiers", {}).get(name) for name in ("cache_bytes", "host_bytes", "file_bytes"))
+    said = {
+        "training": f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s",
+        "tables": memory(test["tables"]),
+    }
+    if any(test.get("tiers", {}).get(name) for name in ("cache_bytes", "host_bytes", "file_bytes")):
+        said["tiers"] = tiers(test["tiers"])
+    if "dedup" in test:
+        said["shared bags"] = dedup(test)
+    flops = f"; {test['flops_per_example']:,} FLOPs of a row's forward" if "flops_per_example" in test else ""
+    said["dense part"] = f"{test['dense_parameters']:,} parameters{flops}"
+    return said | {"device": test.get("device", "cpu"), "peak memory": f"{test['peak_memory_bytes'] / 2**20:,.0f} MiB"}
 
 
 def tiers(report: dict[str, int]) -> str:
@@ -94,18 +91,13 @@ def memory(tables: Sequence[dict]) -> str:
 def memory_rows(tables: Sequence[dict]) -> list[tuple]:
     """A ``memory_report()`` as rows of texts, the header and the sums first, then the tables, the largest first."""
     tables = sorted(tables, key=lambda table: table["weight_bytes"] + table["state_bytes"], reverse=True)
-    weights, state = (sum(table[key] for table in tables) for key in ("weight_bytes", "state_bytes"))
-
-    def row(name: str, rows: int, dim: object, kind: str, weight: int, extra: int) -> tuple:
-        share = (weight + extra) / (weights + state) if weights + state else 0
-        return name, f"{rows:,}", dim, kind, f"{weight / 1024:,.1f}", f"{extra / 1024:,.1f}", f"{share:.1%}"
-
-    keys = ("name", "num_embeddings", "embedding_dim", "format", "weight_bytes", "state_bytes")
-    return [
-        ("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share"),
-        row("total", sum(table["num_embeddings"] for table in tables), "", "", weights, state),
-        *(row(*(table[key] for key in keys)) for table in tables),
-    ]
+    sums = {key: sum(t[key] for t in tables) for key in ("num_embeddings", "weight_bytes", "state_bytes")}
+    rows = []
+    for t in ({"name": "total", "embedding_dim": "", "format": ""} | sums, *tables):
+        share = (t["weight_bytes"] + t["state_bytes"]) / max(sums["weight_bytes"] + sums["state_bytes"], 1)
+        kib = (f"{t[key] / 1024:,.1f}" for key in ("weight_bytes", "state_bytes"))
+        rows.append((t["name"], f"{t['num_embeddings']:,}", t["embedding_dim"], t["format"], *kib, f"{share:.1%}"))
+    return [("table", "rows", "dim", "format", "weights [KiB]", "state [KiB]", "share"), *rows]
 
 
 def cache_rows(tables: Sequence[dict]) -> list[tuple]:
@@ -142,7 +134,7 @@ def summary(test: dict) -> str:
     """The test record as text for a person."""
     caches = cache_rows(test["tables"])
     tables = [_aligned(memory_rows(test["tables"])), *([_aligned(caches)] if caches else [])]
-    return "\n".join([*tables, scores_text(test, "test"), *(f"{name:<20}{text}" for name, text in facts(test))])
+    return "\n".join([*tables, scores_text(test, "test"), *(f"{name:<20}{text}" for name, text in facts(test).items())])
 
 
 def write(directory: Path) -> None:
@@ -157,8 +149,7 @@ def write(directory: Path) -> None:
     settings = files.read_json(directory / CONFIG)
     records = Records(directory).read()
     try:
-        draw(directory / "report.png", records, settings["config"].get("model", "dlrm"))
-        pictures = [(label, page.picture(figure)) for label, figure in curves(records)]
+        pictures = draw(directory, records, TITLES[settings["config"].get("model", "dlrm")])
         text = render(directory.name, settings, records, pictures)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise DataError(f"{CONFIG} or {METRICS} of {directory} is not what a run writes: {error!r}") from error
@@ -173,7 +164,7 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
         records: of ``metrics.jsonl``; none of them has to be there.
         pictures: label and address of each.
     """
-    test = next((record for record in records if record["kind"] == "test"), None)
+    test = next(iter(_of_kind("test", records)), None)
     figures = "".join(
         f'<figure><img src="{escape(source)}" alt="{escape(label)} over the rows trained on"></figure>'
         for label, source in pictures
@@ -183,12 +174,12 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
         header, *rows = memory_rows(test["tables"])
         memory = page.table(header, rows, strong=1)
         caches = page.table(rows[0], rows[1:], strong=1) if (rows := cache_rows(test["tables"])) else ""
-        about = page.table(("fact", "value"), facts(test), kind="text")
+        about = page.table(("fact", "value"), facts(test).items(), kind="text")
     title = TITLES[settings["config"].get("model", "dlrm")]
     sections = [
         f"<h1>{escape(name)}</h1><p>{title}</p>{_status(records, test)}{_scores(records, test)}{about}",
         page.section("Curves", figures),
-        page.section("Time", _time([r for r in records if r["kind"] == "train"])),
+        page.section("Time", _time(_of_kind("train", records))),
         page.section("Memory", memory + caches),
         page.section("Configuration", _configuration(settings["config"])),
         page.section("Versions", page.table(("package", "version"), settings["versions"].items(), kind="text")),
@@ -197,8 +188,7 @@ def render(name: str, settings: dict, records: list[dict], pictures: Sequence[tu
 
 
 def _status(records: list[dict], test: dict | None) -> str:
-    failed = next((record for record in records if record["kind"] == "failed"), None)
-    if failed is not None:
+    for failed in _of_kind("failed", records):
         return f'<p class="failed">Failed: {escape(failed["error"])}</p>'
     if test is None:
         last = max((record["step"] for record in records), default=0)
@@ -209,7 +199,7 @@ def _status(records: list[dict], test: dict | None) -> str:
 
 def _scores(records: list[dict], test: dict | None) -> str:
     """The last scores there are, as big numbers."""
-    train = [record for record in records if record["kind"] == "train"]
+    train = _of_kind("train", records)
     if test is not None:
         shown = scores(test, "test")
     elif train:
@@ -248,46 +238,56 @@ def _configuration(config: dict) -> str:
     return note + page.table(("option", "value", "default"), rows, kind="text", strong=len(changed))
 
 
-def draw(path: Path, records: list[dict], model: str = "dlrm") -> None:
-    """Write a picture of loss and AUC: progressive during the training, at the evaluations, and of the test."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, 2), PANELS, strict=True):
-        _draw_scores(axes, records, *panel)
-    figure.suptitle(f"{TITLES[model]}: {path.parent.name}", parse_math=False)
-    page.save(figure, path, dpi=120)
+def _of_kind(kind: str, records: list[dict]) -> list[dict]:
+    return [record for record in records if record["kind"] == kind]
 
 
-def curves(records: list[dict]) -> list[tuple[str, Figure]]:
-    """A figure, small enough for a phone, of loss, AUC, row caches, and a rate that changes, with its label."""
-    train, figures = [record for record in records if record["kind"] == "train"], []
+def draw(directory: Path, records: list[dict], title: str) -> list[tuple[str, str]]:
+    """Writes ``report.png``, all panels side by side; returns label and address of each, small enough for a phone."""
+    drawn = panels(records)
+    together = figure(drawn, 5, 4)
+    together.suptitle(f"{title}: {directory.name}", parse_math=False)
+    page.save(together, directory / "report.png", dpi=120)
+    shown = drawn if _of_kind("train", records) else []
+    return [(label, page.picture(figure([(label, panel)], 5.2, 3.2))) for label, panel in shown]
 
-    def add(label: str, draw: Callable, *more: Any) -> None:
-        figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-        draw(figure.subplots(), records, *more)
-        figures.append((label, figure))
 
-    for panel in PANELS if train else ():
-        add(panel[-1], _draw_scores, *panel)
+def panels(records: list[dict]) -> list[tuple[str, Callable[[Axes], None]]]:
+    """What is drawn over the rows trained on, by its label: loss, AUC, row caches, and a rate that changes."""
+    train = _of_kind("train", records)
+    drawn: list[tuple[str, Callable[[Axes], None]]]
+    drawn = [(label, partial(_draw_scores, records, key, score_key)) for key, score_key, label in SCORES]
     if any(record.get("hit_rates") for record in train):
-        add("share of the ids whose row was cached", _draw_hit_rates)
+        drawn.append(("share of the ids whose row was cached", partial(_draw_hit_rates, records)))
     if len({record["lr"] for record in train}) > 1:
-        add("learning rate of the tables", _draw_rate)
-    return figures
+        drawn.append(("learning rate of the tables", partial(_draw_rate, records)))
+    return drawn
+
+
+def figure(panels: Sequence[tuple[str, Callable[[Axes], None]]], width: float, height: float) -> Figure:
+    """The panels side by side, of this size in inches each."""
+    made = Figure(figsize=(width * len(panels), height), layout="constrained")
+    for axes, (label, draw) in zip(made.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        draw(axes)
+        axes.set_xlabel("rows trained on")
+        axes.set_ylabel(label)
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.grid(alpha=0.3)
+    return made
 
 
 def _progress(records: list[dict]) -> tuple[list[dict], np.ndarray]:
     """The training records, and the rows trained on at each."""
-    train = [record for record in records if record["kind"] == "train"]
+    train = _of_kind("train", records)
     return train, np.cumsum([record["examples"] for record in train])
 
 
-def _draw_rate(axes: Axes, records: list[dict]) -> None:
+def _draw_rate(records: list[dict], axes: Axes) -> None:
     train, examples = _progress(records)
     axes.plot(examples, [record["lr"] for record in train], marker=".")
-    _finish(axes, "learning rate of the tables")
 
 
-def _draw_hit_rates(axes: Axes, records: list[dict]) -> None:
+def _draw_hit_rates(records: list[dict], axes: Axes) -> None:
     """Of each table with a row cache, the largest ten once they are known, between two records."""
     train, examples = _progress(records)
     names = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
@@ -296,30 +296,21 @@ def _draw_hit_rates(axes: Axes, records: list[dict]) -> None:
         axes.plot(examples, [r.get("hit_rates", {}).get(name, np.nan) for r in train], marker=".", label=name)
     axes.set_ylim(0, 1.02)
     axes.legend(fontsize="x-small", ncols=2)
-    _finish(axes, "share of ids in the cache")
 
 
-def _draw_scores(axes: Axes, records: list[dict], key: str, score_key: str, label: str) -> None:
+def _draw_scores(records: list[dict], key: str, score_key: str, axes: Axes) -> None:
+    """Progressive during the training, at the evaluations, and of the test."""
     train, examples = _progress(records)
     values = [np.nan if record[key] is None else record[key] for record in train]
     axes.plot(examples, values, marker=".", label="training, scored before learning")
-    evaluations = [r for r in records if r["kind"] == "eval" and r[score_key] is not None]
+    evaluations = [r for r in _of_kind("eval", records) if r[score_key] is not None]
     if evaluations and train:
         # Evaluations know their step only. Between two records steps have the same number of rows.
         where = np.interp([r["step"] for r in evaluations], [0, *(r["step"] for r in train)], [0, *examples])
         split = "rows set apart" if evaluations[0]["split"] == "valid" else "test rows"
         axes.plot(where, [r[score_key] for r in evaluations], "s", ms=4, color="tab:green", label=f"on the {split}")
-    test = next((r for r in records if r["kind"] == "test"), None)
-    if test is not None and test[score_key] is not None:
-        value = test[score_key]
-        axes.axhline(value, color="tab:orange", linestyle="--", linewidth=1)
-        axes.plot(test["train_examples"], value, "D", color="tab:orange", label=f"test, model frozen: {value:.4f}")
+    for test in _of_kind("test", records)[:1]:
+        if (value := test[score_key]) is not None:
+            axes.axhline(value, color="tab:orange", linestyle="--", linewidth=1)
+            axes.plot(test["train_examples"], value, "D", color="tab:orange", label=f"test, model frozen: {value:.4f}")
     axes.legend(fontsize="small")
-    _finish(axes, label)
-
-
-def _finish(axes: Axes, label: str) -> None:
-    axes.set_xlabel("rows trained on")
-    axes.set_ylabel(label)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(alpha=0.3)
