@@ -1,4 +1,4 @@
-"""What a run shows: its scores as text, its curves as pictures, and a page with all of it."""
+"""Report of a run: its scores as text, its curves as pictures, and a page with all of it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def scores(record: dict, split: str) -> list[tuple[str, str, str]]:
 
 
 def facts(test: dict) -> dict[str, str]:
-    """What else a test record says, by its name."""
+    """Further facts of a test record, by name."""
     seconds, rate = test["train_seconds"], test["examples_per_second"]
     said = {
         "training": f"{test['train_examples']:,} rows in {seconds:.1f} s, {rate:,.0f} examples/s",
@@ -65,7 +65,7 @@ def tiers(report: dict[str, int]) -> str:
 
 
 def dedup(test: dict) -> str:
-    """What became of the shared bags, as in "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
+    """Describes the shared bags: "once: history 9.2x fewer ids; 1.4 s on the reader's thread".
 
     Of windows: "once, as windows: ...".
     """
@@ -101,7 +101,7 @@ def memory_rows(tables: Sequence[dict]) -> list[tuple]:
 
 
 def cache_rows(tables: Sequence[dict]) -> list[tuple]:
-    """The same of row caches: what they hold, and what became of their rows; empty without one."""
+    """Describes row caches: rows that they hold, inserted and evicted ones; empty without a cache."""
     keys = ("cached_rows", "lookups", "hits", "inserted", "evicted", "written", "left_out")
     cached = [table for table in tables if "cache_bytes" in table]
     if not cached:
@@ -253,7 +253,7 @@ def draw(directory: Path, records: list[dict], title: str) -> list[tuple[str, st
 
 
 def panels(records: list[dict]) -> list[tuple[str, Callable[[Axes], None]]]:
-    """What is drawn over the rows trained on, by its label: loss, AUC, row caches, and a rate that changes."""
+    """Panels over the rows trained on, by label: loss, AUC, row caches, and a rate that changes."""
     train = _of_kind("train", records)
     drawn: list[tuple[str, Callable[[Axes], None]]]
     drawn = [(label, partial(_draw_scores, records, key, score_key)) for key, score_key, label in SCORES]
@@ -288,7 +288,7 @@ def _draw_rate(records: list[dict], axes: Axes) -> None:
 
 
 def _draw_hit_rates(records: list[dict], axes: Axes) -> None:
-    """Of each table with a row cache, the largest ten once they are known, between two records."""
+    """Draws hit rates between two records, of the ten largest tables with a row cache once these are known."""
     train, examples = _progress(records)
     names = list(dict.fromkeys(name for record in train for name in record.get("hit_rates", ())))
     sizes = {table["name"]: table["num_embeddings"] for record in records for table in record.get("tables", ())}
