@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,7 +101,7 @@ def _train(parser: argparse.ArgumentParser, options: dict) -> None:
     if resume is not None and "data" not in options:
         refuse_to_run_code(config, resume)
     if show:
-        print(config.to_json())
+        print(json.dumps(dataclasses.asdict(config), indent=2))
         return
     test = train(config, resume=resume)
     print(f"{summary(test)}\nwritten to {test['directory']}")

@@ -121,14 +121,9 @@ def _fingerprint(file: Path) -> dict[str, Any]:
 
 
 def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, int]:
-    """Ids 1, 2, ... in order of first appearance; 0 for a value whose first appearance is a test row.
+    """Ids 1, 2, ... of values [N] in order of first appearance; 0 for one whose first appearance is a test row.
 
-    Args:
-        values: [N], any dtype that pandas can factorise.
-        train_rows: rows [0, train_rows) are for training, 1 or more.
-
-    Returns:
-        int64 [N], and the rows of the table, row 0 included.
+    Rows [0, train_rows) are for training, 1 or more. Returns int64 [N], and the rows of the table, row 0 included.
     """
     codes = pd.factorize(values)[0]
     seen = int(codes[:train_rows].max()) + 1

@@ -87,8 +87,12 @@ def _check_bags(batch: Batch, features: Sequence[Feature], rows: int) -> None:
             raise WrongBatchError(f"{name} is {type(jagged).__name__}, must be a KeyedJaggedTensor")
         if (jagged.keys() or name == "shared") and jagged.stride() != rows:
             raise WrongBatchError(f"{name} has {jagged.stride()} bags for each key, label {rows} rows: must be as many")
-        if (weights := weights_of(jagged)) is not None:
-            _check_weights(name, weights)
+        weights = weights_of(jagged)
+        if weights is not None and weights.dtype != torch.float32:
+            raise WrongBatchError(f"weights of {name} are {weights.dtype}, must be torch.float32")
+        if weights is not None and not _all_finite(weights):
+            first = int((~weights.isfinite()).nonzero()[0])
+            raise WrongBatchError(f"weights[{first}] of {name} is {weights[first].item()}, must be finite")
     have = list(itertools.chain(*(jagged.keys() for jagged in given.values())))
     for feature in features:
         if feature.name not in have:
@@ -115,14 +119,6 @@ def weights_of(jagged: Any) -> Tensor | None:
     """Weights of the ids that a jagged container stores; None without."""
     stored = jagged.stored() if hasattr(jagged, "stored") else jagged
     return stored.weights_or_none() if hasattr(stored, "weights_or_none") else None
-
-
-def _check_weights(name: str, weights: Tensor) -> None:
-    if weights.dtype != torch.float32:
-        raise WrongBatchError(f"weights of {name} are {weights.dtype}, must be torch.float32")
-    if not _all_finite(weights):
-        place = int((~weights.isfinite()).nonzero()[0])
-        raise WrongBatchError(f"weights[{place}] of {name} is {weights[place].item()}, must be finite")
 
 
 def place_of(error: Exception) -> str:

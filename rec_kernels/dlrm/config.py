@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -253,19 +252,20 @@ class TrainConfig:
 
     def run_name(self, data_name: str) -> str:
         """Name of the run where none was given."""
-        rows = "" if self.format == "fp32" else f"-{self.format}-{self.rounding}"
-        kind = {"full": "", "mixed": f"-mixed{self.temperature:g}"}.get(
-            self.embedding, f"-{self.embedding}{self.collisions}"
-        )
-        if self.cache:
-            rows += f"-cache{self.cache:g}{self.policy}"
-        network = "" if self.model == "dlrm" else f"-{self.model}"
-        dense = "" if self.precision == "fp32" else f"-dense{self.precision}"
-        if self.activations != "fp32":
-            dense += f"-act{self.activations}"
-        if self.compile != "no":
-            dense += f"-compiled-{self.compile}"
-        return f"{data_name}{network}-d{self.embedding_dim}{kind}{rows}{dense}-b{self.batch_size}-seed{self.seed}"
+        kind = f"mixed{self.temperature:g}" if self.embedding == "mixed" else f"{self.embedding}{self.collisions}"
+        parts = [
+            (data_name, True),
+            (self.model, self.model != "dlrm"),
+            (f"d{self.embedding_dim}", True),
+            (kind, self.embedding != "full"),
+            (f"{self.format}-{self.rounding}", self.format != "fp32"),
+            (f"cache{self.cache:g}{self.policy}", self.cache),
+            (f"dense{self.precision}", self.precision != "fp32"),
+            (f"act{self.activations}", self.activations != "fp32"),
+            (f"compiled-{self.compile}", self.compile != "no"),
+            (f"b{self.batch_size}-seed{self.seed}", True),
+        ]
+        return "-".join(part for part, there in parts if there)
 
     def compressions(self, features: Sequence[Feature]) -> dict[str, Compression]:
         """Compression of each feature's table; features with full tables are not in it."""
@@ -295,18 +295,12 @@ class TrainConfig:
             if not option.metadata["how"] and getattr(self, option.name) != getattr(other, option.name)
         ]
 
-    def to_json(self) -> str:
-        """Every option, as indented JSON."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
-
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainConfig:
-        """The config that ``dataclasses.asdict`` or ``to_json`` gave; unknown names and wrong values are errors."""
+        """The config that ``dataclasses.asdict`` gave; unknown names and wrong values are errors."""
         if not isinstance(values, dict):
             raise ValueError(f"config is {shown(values)}, must be an object")
-        options = {option.name: option for option in dataclasses.fields(cls)}
-        unknown = sorted(set(values) - set(options))
-        if unknown:
+        if unknown := sorted(set(values) - {option.name for option in dataclasses.fields(cls)}):
             raise ValueError(f"unknown option(s) {', '.join(unknown)}")
         given: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in values.items()}
         return cls(**given)

@@ -84,16 +84,23 @@ class Batch(NamedTuple):
             return self._replace(features=shared.with_rest(features), shared=None)
         return self._replace(features=rk.KeyedJaggedTensor.concat(list(_alike(shared, features))), shared=None)
 
+    def expanded(self) -> Batch:
+        """Returns the batch with a bag for every row."""
+        return self._replace(features=_bags_of_rows(self.features), shared=_bags_of_rows(self.shared))
+
     def tensors(self) -> dict:
-        """Tensors by name, for ``torch.save``: the shared features with a bag for every row."""
+        """Tensors by name, for ``torch.save``, with a bag for every row."""
+        batch: Any = self.expanded()
         tensors: dict = {"dense": self.dense, "label": self.label}
-        for name, jagged in (("features", self.features), ("shared", self.shared)):
-            if isinstance(jagged, rk.InverseKeyedJaggedTensor):
-                jagged = jagged.to_kjt()
+        for name, jagged in (("features", batch.features), ("shared", batch.shared)):
             if jagged is not None:
                 tensors |= {f"{name}.values": jagged.values(), f"{name}.offsets": jagged.offsets()}
                 tensors[f"{name}.keys"] = list(jagged.keys())
         return tensors
+
+
+def _bags_of_rows(jagged: Any) -> Any:
+    return jagged.to_kjt() if isinstance(jagged, rk.InverseKeyedJaggedTensor) else jagged
 
 
 def _alike(*features: rk.KeyedJaggedTensor) -> Iterator[rk.KeyedJaggedTensor]:
@@ -154,19 +161,18 @@ class Rows(ABC):
 
     def num_rows(self, split: str) -> int:
         """Rows of "train" or "test"."""
-        start, stop = self._range(split)
-        return stop - start
+        return len(self._range(split))
 
     def batches(self, split: str, batch_size: int, start: int = 0) -> Iterator[Batch]:
         """The batches of a split from number ``start`` on, in the order of the rows."""
-        first, stop = self._range(split)
-        for row in range(first + start * batch_size, stop, batch_size):
-            yield self.batch_of(slice(row, min(row + batch_size, stop)))
+        rows = self._range(split)
+        for row in rows[start * batch_size :: batch_size]:
+            yield self.batch_of(slice(row, min(row + batch_size, rows.stop)))
 
-    def _range(self, split: str) -> tuple[int, int]:
+    def _range(self, split: str) -> range:
         if split not in ("train", "test"):
             raise ValueError(f"split is {split!r}, allowed are 'train' and 'test'")
-        return (0, self.train_rows) if split == "train" else (self.train_rows, self.rows)
+        return range(self.train_rows) if split == "train" else range(self.train_rows, self.rows)
 
 
 def ahead(items: Iterator[Item]) -> Iterator[Item]:

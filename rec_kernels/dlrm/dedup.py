@@ -81,30 +81,15 @@ def dedup_batch(batch: Batch, windows: bool = False) -> tuple[Batch, Tally]:
 
     With ``windows``, the bags are windows of one buffer.
     """
-    tally = Tally()
     if batch.shared is None:
-        return batch, tally
-    started = time.perf_counter()
-    shared = batch.shared
+        return batch, Tally()
+    started, shared = time.perf_counter(), batch.shared
     if not isinstance(shared, rk.InverseKeyedJaggedTensor):
         shared = rk.InverseKeyedJaggedTensor.from_kjt(shared, [list(shared.keys())])
     if windows:
         shared = shared.with_windows()
-    tally.windows = isinstance(shared.stored(), rk.KeyedJaggedWindows)
-    tally.ids = _count(batch.shared, shared)
-    tally.seconds = time.perf_counter() - started
-    return batch._replace(shared=shared), tally
-
-
-def expanded(batch: Batch) -> tuple[Batch, Tally]:
-    """The batch with a bag for every row."""
-    tally = Tally()
-    if not isinstance(batch.shared, rk.InverseKeyedJaggedTensor):
-        return batch, tally
-    started = time.perf_counter()
-    batch = batch._replace(shared=batch.shared.to_kjt())
-    tally.seconds = time.perf_counter() - started
-    return batch, tally
+    counted, of_windows = _count(batch.shared, shared), isinstance(shared.stored(), rk.KeyedJaggedWindows)
+    return batch._replace(shared=shared), Tally(time.perf_counter() - started, counted, of_windows)
 
 
 def _count(

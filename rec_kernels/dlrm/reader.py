@@ -68,7 +68,7 @@ class Reader:
             raise ValueError(f"batch_size is {batch_size}, for {split!r} it must be {self.batch_size}")
         windows = self.mode == "windows"  # smaller to move than the bags they become
         for batch in self._checked(split, batch_size, start):
-            batch, tally = dedup.dedup_batch(batch, windows) if self.dedup.on else dedup.expanded(batch)
+            batch, tally = dedup.dedup_batch(batch, windows) if self.dedup.on else (batch.expanded(), dedup.Tally())
             if tallies is not None:
                 tallies.append(tally)
             yield batch if windows else batch.joined()

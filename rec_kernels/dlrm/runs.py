@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -76,15 +77,14 @@ def create_run(runs_dir: str, name: str | None, default: str) -> Path:
     Raises:
         RunExistsError: run ``name`` exists.
     """
-    numbered = itertools.chain([default], (f"{default}-{number}" for number in itertools.count(2)))
-    for candidate in numbered if name is None else [name]:
-        directory = Path(runs_dir) / candidate
-        try:
+    for attempt in itertools.count(1):
+        if name is not None:
+            refuse_existing(runs_dir, name)
+        directory = Path(runs_dir) / (name or (default if attempt == 1 else f"{default}-{attempt}"))
+        with contextlib.suppress(FileExistsError):
             directory.mkdir(parents=True)
-            return directory
-        except FileExistsError:
-            continue
-    raise RunExistsError(f"run {name!r} exists in {runs_dir}: choose another name, resume it or delete it")
+            break
+    return directory
 
 
 def write_config(directory: Path, config: dict, gpu: str | None = None, dedup: dict | None = None) -> None:

@@ -7,7 +7,7 @@ import torch
 from sklearn.metrics import log_loss, roc_auc_score
 
 from rec_kernels.dlrm import devices
-from rec_kernels.dlrm.data import DataError, ahead
+from rec_kernels.dlrm.data import ahead
 from rec_kernels.dlrm.interruption import NotFiniteError
 from rec_kernels.dlrm.model import DLRM
 from rec_kernels.dlrm.reader import Reader
@@ -50,17 +50,13 @@ def predict(model: DLRM, data: Reader, split: str) -> tuple[np.ndarray, np.ndarr
     """Labels and logits of a split in its order, float32 [rows] each.
 
     Raises:
-        DataError: there are no rows. NotFiniteError: a logit is not finite. IndexError: an id
-        is out of range.
+        NotFiniteError: a logit is not finite. DataError: a batch is wrong. IndexError: an id is out of range.
     """
-    size = TEST_BATCH_SIZE if split == "test" else data.batch_size
     try:
-        labels, logits = _predict(model, data, split, size)
+        labels, logits = _predict(model, data, split, TEST_BATCH_SIZE if split == "test" else data.batch_size)
     except MemoryError:  # of tables on disk; in batches as those of the training they fit
         labels, logits = _predict(model, data, split, data.batch_size)
     model.embeddings.check()
-    if not labels:
-        raise DataError(f"data set {data.name!r} gives no batches of split {split!r}")
     label, logit = torch.cat(labels).cpu(), torch.cat(logits).cpu()
     if not logit.isfinite().all():
         row = int((~logit.isfinite()).nonzero()[0])

@@ -39,13 +39,13 @@ def train(
 ) -> dict:
     """Train, test, and write ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and the report.
 
+    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
+
     Args:
         config: of the run; when it is resumed, what decides the outcome must be as it was.
         data: the data set; by default the one that ``config.data`` names.
         resume: folder of a run to go on with: the outcome has the bits of a run that was never stopped.
         progress: show a progress bar.
-
-    A report that cannot be written is a warning, with the reason: it takes the place of no result and no error.
 
     Returns:
         The test record, which is the last line of ``metrics.jsonl``, and "directory", the folder of the run.
