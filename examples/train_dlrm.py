@@ -91,7 +91,7 @@ def main() -> float:
     data = Purchases(options.weeks)
     rows, trained = len(data.label), len(data.label) * 6 // 7
     model = DLRM(data.sizes, options.format)
-    optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=0.001)  # of the MLPs
+    optimizer = torch.optim.Adam(rk.dense_parameters(model), lr=0.001)  # of the MLPs
     for step, start in enumerate(range(0, trained, BATCH)):
         dense, features, label = data.batch(start, min(start + BATCH, trained))
         loss = nn.functional.binary_cross_entropy_with_logits(model(dense, features), label)

@@ -26,7 +26,7 @@ def test_rows_are_what_the_format_says() -> None:
         rows, size = ROWS + i, rk.row_bytes(format, dim)
         assert weight.dtype == DTYPES.get(format, torch.uint8)
         assert weight.shape == (rows, dim if format in DTYPES else size)
-        assert not weight.requires_grad
+        assert weight.requires_grad == weight.is_floating_point()
         name = state.get(f"embedding_bags.t{i}.format")
         assert (None if name is None else bytes(name.tolist()).decode()) == (None if format in DTYPES else format)
         assert state[f"embedding_bags.t{i}.sum"].dtype == torch.float32
@@ -38,17 +38,17 @@ def test_rows_are_what_the_format_says() -> None:
 
 
 def test_requires_grad() -> None:
-    """A model is frozen and unfrozen as a whole, whatever its tables are; the collection leaves tables as they are."""
+    """A model is frozen and unfrozen as a whole, whatever its tables are."""
     tables = [
         rk.EmbeddingBagConfig(9, 8, name=f, feature_names=[f], format=f, compression=rk.MixedDimension(4))
         for f in rk.BAG_FORMATS
     ]
     collection = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD())
-    fixed = [p.requires_grad for p in collection.parameters()]
-    assert fixed == [False, True] * len(tables)
+    first = [p.requires_grad for p in collection.parameters()]
+    assert first == [p.is_floating_point() for p in collection.parameters()]
     assert collection.requires_grad_(False) is collection
     assert not any(p.requires_grad for p in collection.parameters())
-    assert [p.requires_grad for p in collection.requires_grad_().parameters()] == fixed
+    assert [p.requires_grad for p in collection.requires_grad_().parameters()] == first
     model = nn.Sequential(collection)
     for one in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("meta")):
         for value in (False, True):

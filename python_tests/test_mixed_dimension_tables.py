@@ -76,7 +76,7 @@ def test_as_by_hand() -> None:
 def test_training() -> None:
     """Tables by their fused optimizer, matrices by the dense one; both learn."""
     collection = _collection(rk.RowwiseAdagrad(lr=0.1))
-    dense = [p for p in collection.parameters() if p.requires_grad]
+    dense = rk.dense_parameters(collection)
     assert [tuple(p.shape) for p in dense] == [(8, 3), (8, 1)]
     optimizer, target, losses = torch.optim.Adam(dense, lr=0.05), torch.randn(3, 36), []
     before = copy.deepcopy(collection.state_dict())

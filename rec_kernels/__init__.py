@@ -19,6 +19,7 @@ from rec_kernels.nn.tables.config import BAG_FORMATS, EmbeddingBagConfig, Embedd
 from rec_kernels.nn.tables.mixed_dimensions import mixed_dimensions
 from rec_kernels.nn.tables.placement import Placement, place_tables
 from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.dense_parameters import dense_parameters
 from rec_kernels.nn.training.optimizers import LAMB, SGD, Adagrad, Adam, FusedOptimizer, RowwiseAdagrad, RowwiseAdam
 from rec_kernels.ops.dot_interaction import dot_interaction
 from rec_kernels.ops.embedding_bag import embedding_bag
@@ -78,6 +79,7 @@ __all__ = [
     "__version__",
     "build_info",
     "deduplicated",
+    "dense_parameters",
     "dequantize_rows",
     "dot_interaction",
     "embedding_bag",

@@ -96,7 +96,7 @@ class Factorization(nn.Module):
 def run(ratings: Ratings, args: argparse.Namespace, config: dict, seed: int) -> dict:
     """Train and test one model."""
     model = Factorization(ratings, args, config, seed)
-    dense = [p for p in model.parameters() if p.requires_grad]
+    dense = rk.dense_parameters(model)
     adam = torch.optim.AdamW(dense, lr=args.dense_lr, weight_decay=args.dense_decay) if dense else None
     ids, values = ratings.ids[:, ~ratings.is_test], ratings.values[~ratings.is_test]
     generator = torch.Generator().manual_seed(seed)

@@ -196,7 +196,7 @@ class DLRM(nn.Module):
 
     def dense_parameters(self) -> list[nn.Parameter]:
         """Parameters of MLPs, interaction and projections: all that the caller's optimizer has to update."""
-        projections = [p for p in self.embeddings.parameters() if p.requires_grad]
+        projections = rk.dense_parameters(self.embeddings)
         parts = (self.bottom, self.interaction, self.top)
         return [*(p for part in parts for p in part.parameters()), *projections]
 

@@ -7,6 +7,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +25,11 @@ from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tab
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall, make_store
-from rec_kernels.nn.training.accumulate import Lookup
+from rec_kernels.nn.training.accumulate import Lookup, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
 from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import arguments_of, call
 from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.version_counters import call_in_place
@@ -96,17 +98,17 @@ class TableCollection(nn.Module):
         features = self._features
         self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
         numbers = self._store.numbers()
-        trains = self._trained_by_torch
-        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
+        trained = self._trained_by_torch or self.optimizer is not None
+        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trained, device=device)
         for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features.state, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
-        self._tied = tie_tables(self.embedding_bags, features, self._weights, self._buffers)
+        self._tie()
         weights = self.embedding_bags.weights()
         self._store.initialize(weights)
         if self.optimizer is not None:
-            self._update = FusedUpdate(self.optimizer, weights, self.lr)
+            self._update = FusedUpdate(self.optimizer, weights, self._buffers, self._dense_gradients())
 
     @property
     def tables(self) -> Sequence[EmbeddingConfig]:
@@ -149,11 +151,14 @@ class TableCollection(nn.Module):
         self._store.forget_prefetched()
         self._tie()
         if self._update is not None:
-            self._update.follow(self.embedding_bags.weights(), self.lr)
+            self._update.follow(self.embedding_bags.weights(), self._buffers)
         return self
 
     def _tie(self) -> None:
-        self._tied = tie_tables(self.embedding_bags, self._features, self._weights, self._buffers)
+        if self._update is not None:
+            self._update.release()
+        is_fused = self.optimizer is not None
+        self._tied = tie_tables(self.embedding_bags, self._features, self._weights, self._buffers, is_fused=is_fused)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self._device)
@@ -178,7 +183,7 @@ class TableCollection(nn.Module):
         self._layout.bad_position.fill_(NOTHING_BAD)  # as for _reports: the original tells what it has found
         self._tie()
         if self._update is not None:
-            self._update.tie(self.embedding_bags.weights(), self.lr)
+            self._update.tie(self.embedding_bags.weights(), self._buffers, self._dense_gradients())
 
     def __deepcopy__(self, memo: dict) -> Self:
         self._store.wait(self._device)
@@ -241,14 +246,13 @@ class TableCollection(nn.Module):
         return super().state_dict(*args, **options)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Sets requires_grad of the parameters that can have gradients, as ``torch.nn.Module`` does.
+        """Sets ``requires_grad`` as ``torch.nn.Module`` does; False freezes tables that a fused optimizer trains.
 
-        Tables with a fused optimizer, and those of a collection with a format other than fp32, are left as they are:
-        they have none. ``freeze`` is for fused ones.
+        Tables of a collection without one that has a format other than fp32 are left as they are: nothing trains them.
         """
         for name in self.embedding_bags:
             for kind, parameter in self.embedding_bags[name].named_parameters(recurse=False):
-                if kind != "weight" or self._trained_by_torch:
+                if kind != "weight" or self._trained_by_torch or self._update is not None:
                     parameter.requires_grad_(requires_grad)
         return self
 
@@ -282,6 +286,9 @@ class TableCollection(nn.Module):
         else:
             refuse_data_parallel(self)
             if self._update.pending is None:
+                self._follow_requires_grad()
+                if torch.compiler.is_compiling():
+                    self._update.dense.is_compiled = True
                 options |= self._update_options() | self._update.scaling()
                 if is_cached:
                     options["cache_dirty"] = self.row_cache.dirty
@@ -304,7 +311,7 @@ class TableCollection(nn.Module):
         """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
         if not self._trained_by_torch or not torch.is_grad_enabled():
             return []
-        tables = self.embedding_bags.weights()
+        tables: list[Tensor] = [*self.embedding_bags.weights()]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
@@ -323,17 +330,45 @@ class TableCollection(nn.Module):
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
 
-    def _apply_update(self, lookup: Lookup, scaling: dict[str, Tensor]) -> None:
+    def _finish(self, lookups: list[Lookup], scaling: dict[str, Tensor] | None = None) -> None:
+        """Updates the tables once, with the gradients of lookups and those that tables have got from elsewhere.
+
+        Args:
+            scaling: by what the losses were multiplied; None: by what they are now, of lookups that have waited.
+        """
+        dense = self._update.dense.take()
+        if not lookups and not dense:
+            return
+        if not dense and scaling is not None:
+            lookup = join(lookups, len(self.feature_names))
+            layout = self._layout.arguments(lookup.bag_starts, lookup.shared)
+        else:
+            lookup = join_dense(lookups, dense, self._features)
+            layout = self._layout.by_row_arguments(list(dense), lookup.bag_starts)
+        scaling = self._update.scaling() if scaling is None else scaling
+        self._apply_update(lookup, layout, self._update.found_by(scaling, lookup.grad))
+
+    def _apply_update(self, lookup: Lookup, layout: dict[str, object], scaling: dict[str, Tensor]) -> None:
         self._store.refuse_prefetched("an update")
-        options = self._update_options() | scaling
-        if self._store.cache is not None:
+        options = self._update_options() | layout | scaling
+        if self.row_cache is not None:
             options |= self._store.update_arguments(self._call(lookup.values, lookup.offsets, lookup.bag_starts))
-        options |= self._layout.arguments(lookup.bag_starts, lookup.shared)
         bags = {"grad": lookup.grad, "values": lookup.values, "offsets": lookup.offsets}
         given = arguments_of("embedding_bag_backward_fused_.layout", self._state(), options | bags)
         given |= {"per_sample_weights": lookup.weights, "status": lookup.status}
         with torch.no_grad():
             call_in_place("embedding_bag_backward_fused_.layout", given)
+
+    def _dense_gradients(self) -> DenseGradients:
+        refusal = "cached rows hold updates that the weight does not"
+        names = [table.name for table in self._features.stored]
+        return DenseGradients(names, WeakMethod(self._finish), None if self.row_cache is None else refusal)
+
+    def _follow_requires_grad(self) -> None:
+        """Features of tables that are not to be trained are frozen, beside those of ``freeze()``."""
+        trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
+        if trained != self._layout.trained:
+            self._layout.set_trained(trained)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -358,7 +393,7 @@ class TableCollection(nn.Module):
                 "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
                 "gradients add up by themselves until optimizer.zero_grad()"
             )
-        with self._store.held_back(), self._update.accumulate(len(self.feature_names), self._apply_update):
+        with self._store.held_back(), self._update.accumulate(self._finish):
             yield
 
     @property
@@ -400,7 +435,7 @@ class TableCollection(nn.Module):
                 "set_grad_scaler() is for a fused optimizer, and this collection was built with optimizer=None: its "
                 "gradients are torch's, which scaler.step(optimizer) divides as any"
             )
-        self._update.set_grad_scaler(scaler, self.embedding_bags.weights(), self.lr)
+        self._update.set_grad_scaler(scaler, self.embedding_bags.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features; outputs do not change.

@@ -33,7 +33,7 @@ class EmbeddingBagCollection(TableCollection):
 
     All tables live in one flat tensor; ``embedding_bags[name].weight`` are views of it: [E, D] float32, float16 or
     bfloat16 for formats fp32, fp16 and bf16, uint8 rows [E, row_bytes] for the others. They are listed by
-    ``named_parameters()`` (``requires_grad`` is False when fused), as ``embedding_bags.<name>.weight`` in
+    ``named_parameters()`` (``rk.dense_parameters`` leaves out fused ones), as ``embedding_bags.<name>.weight`` in
     ``state_dict()``, the name of a format that rows do not show as ``embedding_bags.<name>.format``; the optimizer's
     state as ``embedding_bags.<name>.sum``, ``.exp_avg`` and ``.exp_avg_sq``: [E, D] of the optimizer's ``state_dtype``
     or, if row-wise, float32 [E].

@@ -224,8 +224,11 @@ def _backward_fused(ctx, grad: Tensor, _):
     grad, kept = grad.float(), ctx.kept
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, weights, bags)
-    update = {name: kept[name] for name in _UPDATE}
     grad_token = grad.new_zeros(kept["token"].shape)
+    take_over = getattr(kept["token"], "take_over", None)
+    if take_over is not None and take_over(grad, bags, kept["status"]):  # the token's owner updates later
+        return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
+    update = {name: kept[name] for name in _UPDATE}
     if kept["grad_scale"] is not None:
         update["found_inf"] = overflow_of(grad)
         grad_token = grad_token + update["found_inf"]

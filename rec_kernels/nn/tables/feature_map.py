@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.tables.config import EmbeddingConfig, StoredTable
+from rec_kernels.nn.tables.config import EmbeddingConfig
 from rec_kernels.nn.tables.optimizer_state import StatePlaces
 from rec_kernels.nn.tables.storage import Storage
 from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, TableLayout, table_layout
@@ -109,10 +109,19 @@ class FeatureMap:
         return self.__dict__ | bare
 
     def layout(
-        self, frozen: Collection[str], cache: CachePlaces | None, device: torch.device | str | None
+        self,
+        frozen: Sequence[bool],
+        cache: CachePlaces | None,
+        device: torch.device | str | None,
+        by_row: Sequence[int] = (),
     ) -> TableLayout:
-        """The ops' layout. ``frozen``: features whose ids give no gradient. ``cache``: places in the row cache."""
-        numbers = [p.stored for feature in self.features for p in feature.parts]
+        """The ops' layout.
+
+        Args:
+            frozen: whether the ids of each feature give no gradient. cache: places in the row cache.
+            by_row: stored tables that get a feature of their own behind the others, whose ids are rows.
+        """
+        numbers = [*(p.stored for feature in self.features for p in feature.parts), *by_row]
         parts = [self.stored[i] for i in numbers]
         return table_layout(
             [t.num_embeddings for t in parts],
@@ -122,12 +131,12 @@ class FeatureMap:
             state_offsets=[self.state.starts[i] for i in numbers],
             formats=[t.format for t in parts] if self.storage.is_bytes else None,
             table_ids=numbers,
-            mean=[getattr(feature.table, "pooling", "sum") == "mean" for feature in self.features],
-            frozen=[f in frozen for f in self.feature_names],
+            mean=[getattr(f.table, "pooling", "sum") == "mean" for f in self.features] + [False] * len(by_row),
+            frozen=[*frozen, *[False] * len(by_row)],
             cache=cache,
             num_rows=self.state.rows[-1],
             device=device,
-            partitions=self._partitions(parts) if any(t.part for t in self.stored) else None,
+            partitions=self._partitions(by_row) if any(t.part for t in self.stored) else None,
         )
 
     def output(self, dtype: torch.dtype) -> dict[str, object]:
@@ -135,14 +144,17 @@ class FeatureMap:
         whole = dtype == torch.float32 or self.combines_later or self.projected
         return {} if whole else {"output_dtype": dtype}
 
-    def _partitions(self, parts: list[StoredTable]) -> IdPartitions:
+    def _partitions(self, by_row: Sequence[int]) -> IdPartitions:
         """Partitions by which ids find rows."""
+        parts = [self.stored[p.stored] for feature in self.features for p in feature.parts]
+        rows = [self.stored[i].num_embeddings for i in by_row]
+        counts = [len(f.parts) for f in self.features] + [1] * len(rows)
         return IdPartitions(
-            starts=list(itertools.accumulate((len(f.parts) for f in self.features), initial=0)),
-            divisors=[t.part.divisor if t.part else 1 for t in parts],
-            moduli=[t.part.modulus if t.part else t.num_embeddings for t in parts],
-            id_limits=[f.table.num_embeddings for f in self.features],
-            combine=[f.combine for f in self.features],
+            starts=list(itertools.accumulate(counts, initial=0)),
+            divisors=[t.part.divisor if t.part else 1 for t in parts] + [1] * len(rows),
+            moduli=[t.part.modulus if t.part else t.num_embeddings for t in parts] + rows,
+            id_limits=[f.table.num_embeddings for f in self.features] + rows,
+            combine=[f.combine for f in self.features] + ["concat"] * len(rows),
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,8 @@ class LayoutBuffers(nn.Module):
         records: [parts, columns] int64, the layout; sizes: its ``layout_sizes``.
         seed: 0-dim int64, of stochastic rounding.
         bad_position: 0-dim int64, the smallest bad position of lookups whose status the host does not see.
-        frozen: the features whose ids give no gradient.
+        frozen: the features whose ids give no gradient by ``freeze()``.
+        trained: which stored tables are to be trained; features of the others are frozen, too.
     """
 
     records: Tensor
@@ -44,10 +45,11 @@ class LayoutBuffers(nn.Module):
         super().__init__()
         self._features, self._cache, self._bounds_check, self._seed = features, cache, bounds_check, seed
         self.frozen: set[str] = set()
+        self.trained = [True] * len(features.stored)
         self._make(device)
 
     def _make(self, device: torch.device | str | None) -> None:
-        made = self._features.layout(self.frozen, self._cache, device)
+        made = self._features.layout(self._flags(), self._cache, device)
         self.sizes = made.layout_sizes
         numbers = {"seed": self._seed, "bad_position": NOTHING_BAD}
         tensors = {name: torch.tensor(number, device=device) for name, number in numbers.items()}
@@ -81,7 +83,37 @@ class LayoutBuffers(nn.Module):
     def freeze(self, features: set[str]) -> None:
         """Changes, in place, which features give no gradient."""
         self.frozen = features
-        set_frozen(TableLayout(self.records, self.sizes), [f in features for f in self._features.feature_names])
+        self._freeze()
+
+    def set_trained(self, trained: list[bool]) -> None:
+        """Changes, in place, which stored tables are trained.
+
+        Raises:
+            ValueError: a feature would be trained in some of its parts and not in others.
+        """
+        for feature in self._features.features:
+            if len({trained[part.stored] for part in feature.parts}) > 1:
+                names = [self._features.stored[part.stored].name for part in feature.parts]
+                raise ValueError(
+                    f"requires_grad of the parts {names} of table {feature.table.name!r} must be the same: they are "
+                    f"trained together, got {[trained[part.stored] for part in feature.parts]}"
+                )
+        self.trained = trained
+        self._freeze()
+
+    def _flags(self) -> list[bool]:
+        """Whether each feature gives no gradient."""
+        features = zip(self._features.feature_names, self._features.features, strict=True)
+        return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
+
+    def _freeze(self) -> None:
+        set_frozen(TableLayout(self.records, self.sizes), self._flags())
+
+    def by_row_arguments(self, tables: Sequence[int], bag_starts: Tensor) -> dict[str, object]:
+        """``arguments`` of a layout with features behind the others whose ids are the rows of some stored tables."""
+        made = self._features.layout(self._flags(), None, self.device, tables)
+        own = {"layout": made.layout, "layout_sizes": made.layout_sizes}
+        return self.arguments(bag_starts) | own
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LayoutBuffers:
         # ``to_empty()`` must not empty what no state_dict brings back.

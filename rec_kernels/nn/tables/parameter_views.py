@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.load_state import format_tensor
-from rec_kernels.nn.tables.parameters import Tables, leave_bytes
+from rec_kernels.nn.tables.parameters import RequiresGrad, Tables
 
 _weight, _data_ptr = itemgetter("weight"), Tensor.data_ptr
 
@@ -37,42 +37,48 @@ class Tied(NamedTuple):
             self.addresses.append(address)
 
 
-def tie_tables(tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor | None]) -> Tied:
+def tie_tables(
+    tables: Tables, features: FeatureMap, weights: Tensor, buffers: Mapping[str, Tensor | None], *, is_fused: bool
+) -> Tied:
     """Makes the parameters of ``tables`` views of the flat tensors, and names formats beside them.
 
     Args:
         weights: the flat tensor of all rows. buffers: with those of the optimizer's state, as ``_<kind>``.
+        is_fused: whether a fused optimizer trains the tables.
     """
     tied = Tied(weights, [], [], [], [])
     for i, table in enumerate(features.stored):
         holder, view = tables[table.name], features.storage.view(weights, i)
         grad = holder.weight.grad
         if torch._has_compatible_shallow_copy_type(holder.weight, view):
-            show(holder.weight, view)
+            show(holder.weight, view, is_fused=is_fused)
         else:
             holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
         if grad is not None and grad.device != view.device:
             holder.weight.grad = grad.to(view.device)
         if view.dtype == torch.uint8:
             holder.register_buffer("format", format_tensor(table.format, view.device))
-            holder.weight.__dict__["requires_grad_"] = leave_bytes
+            holder.weight.__dict__.setdefault("requires_grad_", RequiresGrad())
         for kind in features.state.kinds:
             holder.register_buffer(kind, features.state.view(kind, buffers[f"_{kind}"], i))
         tied.add(table.name, holder._parameters, view)
     return tied
 
 
-def show(parameter: nn.Parameter, view: Tensor) -> None:
+def show(parameter: nn.Parameter, view: Tensor, *, is_fused: bool) -> None:
     """Has a table's parameter be a view of the flat tensor.
 
     Where a fused optimizer trains it, it has the flat tensor's version counter, too, so that autograd knows of updates
     when it has saved the parameter. ``.data`` leaves a parameter the counter that it has.
     """
-    if not parameter.requires_grad:
-        counted = nn.Parameter(view, requires_grad=False)
+    if is_fused or not parameter.requires_grad:
+        counted = nn.Parameter(view, requires_grad=parameter.requires_grad)
         counted.__dict__.update(parameter.__dict__)
         try:
             torch.utils.swap_tensors(parameter, counted)
+            hooks = parameter._post_accumulate_grad_hooks
+            if hooks is not None:
+                parameter._post_accumulate_grad_hooks = hooks  # torch leaves them with what was swapped away
             return
         except RuntimeError:  # somebody has a weak reference
             pass

@@ -13,8 +13,23 @@ from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.load_state import copied
 
 
-def leave_bytes(requires_grad: bool = True) -> None:
-    """Replaces ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's."""
+class RequiresGrad:
+    """Replaces ``requires_grad_`` of a parameter of bytes, which torch refuses, and with it a whole model's.
+
+    Attributes:
+        requires_grad: whether a fused optimizer is to train the table.
+    """
+
+    def __init__(self, requires_grad: bool = True) -> None:
+        self.requires_grad = requires_grad
+
+    def __call__(self, requires_grad: bool = True) -> None:
+        self.requires_grad = requires_grad
+
+    @staticmethod
+    def of(weight: Tensor) -> Any:
+        """What has ``requires_grad`` of a table's weight: the weight, or this."""
+        return weight.__dict__.get("requires_grad_", weight)
 
 
 class Table(nn.Module):
@@ -55,7 +70,10 @@ class Table(nn.Module):
         return other
 
     def _empty_weight(self) -> nn.Parameter:
-        return nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
+        empty = nn.Parameter(self.weight.detach().new_empty(0), requires_grad=self.weight.requires_grad)
+        if empty.dtype == torch.uint8:
+            empty.__dict__["requires_grad_"] = RequiresGrad(RequiresGrad.of(self.weight).requires_grad)
+        return empty
 
     def _load_from_state_dict(
         self,
@@ -77,7 +95,7 @@ class Tables(nn.Module):
     Args:
         features: of which tables. weights: the flat tensor that they are views of.
         in_file: whether that is the window of a file.
-        trains: whether the weights have gradients of torch.
+        trains: whether weights of float dtypes require gradients.
         device: of the projections.
     """
 
@@ -94,14 +112,15 @@ class Tables(nn.Module):
         self._modules.update({table.name: Table() for table in features.stored})
         for i, table in enumerate(features.stored):
             holder = self[table.name]
-            holder.weight = nn.Parameter(features.storage.view(weights, i), requires_grad=trains)
+            rows = features.storage.view(weights, i)
+            holder.weight = nn.Parameter(rows, requires_grad=trains and rows.is_floating_point())
             holder.in_bytes, holder.in_file = features.storage.is_bytes, in_file
         for config in features.tables:
             if config.projection:
                 matrix = torch.empty(config.projection, dtype=torch.float32, device=device)
                 self[config.name].projection = nn.Parameter(nn.init.xavier_uniform_(matrix))
 
-    def weights(self) -> list[Tensor]:
+    def weights(self) -> list[nn.Parameter]:
         """The tables' parameters."""
         return [self[name].weight for name in self]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -65,7 +65,7 @@ class TableStore:
         return zeros(storage.starts[-1], storage.dtype, device)
 
     @torch.no_grad()
-    def initialize(self, weights: list[Tensor]) -> None:
+    def initialize(self, weights: Sequence[Tensor]) -> None:
         """Fills the rows of all tables, views of the flat tensor, as their ``init`` says."""
         for weight, table in zip(weights, self._features.stored, strict=True):
             initialize(weight, table)
@@ -329,7 +329,7 @@ class FileStore(TableStore):
         return self.file.weights(self._features.storage)
 
     @torch.no_grad()
-    def initialize(self, weights: list[Tensor]) -> None:
+    def initialize(self, weights: Sequence[Tensor]) -> None:
         if not self.file.is_new:
             return
         for i, (weight, table) in enumerate(zip(weights, self._features.stored, strict=True)):

@@ -7,14 +7,17 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from rec_kernels.nn.tables.optimizer_state import KINDS, StatePlaces
 from rec_kernels.nn.tables.storage import zeros
-from rec_kernels.nn.training.accumulate import Lookup, Pending, join
+from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
+from rec_kernels.nn.training.tied_weights import DenseGradients
 from rec_kernels.ops.embedding_bag_autograd import overflow_of
+
+Buffers = Mapping[str, Any]
 
 
 def optimizer_buffers(
@@ -44,46 +47,59 @@ class FusedUpdate:
     whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
 
     Args:
-        optimizer: the optimizer. weights: the tables' parameters. lr: the tensor that the kernels read.
+        optimizer: the optimizer. weights: the tables' parameters. buffers: the
+            collection's, with those of ``optimizer_buffers``.
+        dense: what watches the parameters for gradients from elsewhere.
 
     Attributes:
         face: the ``torch.optim.Optimizer`` that schedulers and scalers see.
         pending: the lookups of the ``accumulate()`` block that is open, or None.
     """
 
-    token: Tensor
+    token: Any  # a tensor, which has an attribute of its own
+    dense: DenseGradients
 
-    def __init__(self, optimizer: Optimizer, weights: list[Tensor], lr: Tensor) -> None:
+    def __init__(
+        self, optimizer: Optimizer, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients
+    ) -> None:
         self.optimizer = optimizer
-        self.face = FusedOptimizer(weights, optimizer.lr, lr)
+        self.face = FusedOptimizer(weights, optimizer.lr, buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
         self._lost_scaler = False  # whether this is a copy of a collection that had one
-        self._renew_token(lr.device)
+        self._renew_token(buffers["lr"].device)
+        self.tie(weights, buffers, dense)
 
     def _renew_token(self, device: torch.device) -> None:
         size = 0 if self._scaler is None else 1
         self.token = torch.zeros(size, dtype=torch.float32, device=device, requires_grad=True)
         self._one = torch.ones(1, dtype=torch.float32, device=device)
 
-    def follow(self, weights: list[Tensor], lr: Tensor) -> None:
+    def follow(self, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """Takes up the collection's tensors after it was moved."""
-        self._renew_token(lr.device)
-        self.tie(weights, lr)
+        self._renew_token(buffers["lr"].device)
+        self.tie(weights, buffers, self.dense)
 
-    def tie(self, weights: list[Tensor], lr: Tensor) -> None:
-        """Has ``face`` show these tensors."""
-        self.face.retie(weights, lr, None if self._scaler is None else self.token)
+    def release(self) -> None:
+        """Lets go of the parameters, which are to be moved."""
+        if "dense" in self.__dict__:  # a copy has none yet
+            self.dense.release()
+
+    def tie(self, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients) -> None:
+        """Has ``face`` show these tensors, and ``dense`` watch them."""
+        self.dense = dense
+        dense.watch(weights)
+        self.token.take_over = dense.take_over  # the lookups' backward looks for it
+        self.face.retie(weights, buffers["lr"], buffers["step"], None if self._scaler is None else self.token)
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy would scale nobody's loss; and a scaler may not be pickled between a backward and its update().
-        state = {**self.__dict__, "pending": None, "_scaler": None}
-        if self._scaler is not None:
-            empty = torch.empty(0, dtype=torch.float32, device=self.token.device, requires_grad=True)
-            state |= {"_lost_scaler": True, "token": empty}
-        return state
+        token = torch.empty(0, dtype=torch.float32, device=self.token.device, requires_grad=True)
+        lost = self._lost_scaler or self._scaler is not None
+        own = {"pending": None, "_scaler": None, "_lost_scaler": lost, "token": token}
+        return {name: value for name, value in self.__dict__.items() if name != "dense"} | own
 
-    def options(self, buffers: Mapping[str, Tensor | None]) -> dict[str, object]:
+    def options(self, buffers: Buffers) -> dict[str, object]:
         """The arguments of the ops that say how gradients are used."""
         options = self.optimizer.options()
         if "exp_avg" in self.optimizer.state:
@@ -94,14 +110,14 @@ class FusedUpdate:
             }
         return options
 
-    def set_grad_scaler(self, scaler: GradScaler | None, weights: list[Tensor], lr: Tensor) -> None:
+    def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """``set_grad_scaler()`` of a collection with these tensors."""
         if self.pending is not None:
             raise RuntimeError("set_grad_scaler() inside accumulate(): call it before the block or after it")
         enabled = getattr(scaler, "is_enabled", None)
         self._scaler = scaler if enabled is None or enabled() else None
         self._lost_scaler = False
-        self.follow(weights, lr)
+        self.follow(weights, buffers)
 
     def scaling(self) -> dict[str, Tensor]:
         """The arguments of the ops that say what the loss is multiplied by: numbers of now, not the scaler's tensor.
@@ -124,7 +140,7 @@ class FusedUpdate:
             )
         return {}
 
-    def _found_by(self, scaling: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    def found_by(self, scaling: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
         """``scaling``, and whether ``grad``, of the pooled output, has overflowed; notes it for the scaler, too."""
         if not scaling:
             return {}
@@ -135,8 +151,8 @@ class FusedUpdate:
         return scaling | {"found_inf": overflow}
 
     @contextlib.contextmanager
-    def accumulate(self, num_features: int, update: Callable[[Lookup, dict[str, Tensor]], None]) -> Iterator[None]:
-        """Within the block, lookups are collected; at its end ``update(lookup, options)`` is called with all of them.
+    def accumulate(self, finish: Callable[[list[Lookup], dict[str, Tensor]], None]) -> Iterator[None]:
+        """Within the block, lookups are collected; at its end ``finish(lookups, scaling)`` is called with all of them.
 
         Raises:
             RuntimeError: it is inside another one.
@@ -145,11 +161,10 @@ class FusedUpdate:
             raise RuntimeError("accumulate() inside accumulate() of the same collection: end the outer block first")
         scaling = self.scaling()
         self.pending = pending = Pending(self.token)
+        self.dense.is_put_off = True
         try:
             yield
-            if pending.lookups:
-                lookup = join(pending.lookups, num_features)
-                update(lookup, self._found_by(scaling, lookup.grad))
+            finish(pending.lookups, scaling)
         finally:
             pending.close()
-            self.pending = None
+            self.pending, self.dense.is_put_off = None, False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, overload
@@ -227,7 +228,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     Args:
         tables: the collection's weights, as they are stored: [E, D] float32, float16 or bfloat16, or uint8 rows.
         rate: the learning rate.
-        lr: 0-dim float32, the tensor that the kernels read.
+        lr: 0-dim float32, the tensor that the kernels read. step: 0-dim int64, the collection's count of updates.
     """
 
     # A GradScaler calls step() after an overflow, too, and need not wait for a GPU to know of it.
@@ -235,16 +236,16 @@ class FusedOptimizer(torch.optim.Optimizer):
     #: True if a captured CUDA graph writes the token's gradient, whose memory must then stay.
     is_captured = False
 
-    def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor) -> None:
+    def __init__(self, tables: Sequence[Tensor], rate: float, lr: Tensor, step: Tensor) -> None:
         super().__init__([_Group(params=tables, lr=rate)], {"lr": rate})
-        self.retie(tables, lr)
+        self.retie(tables, lr, step)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copying and unpickling the collection ties its tables again. By itself, a copy has none.
         groups = [_Group({**group, "params": []}) for group in self.param_groups]
-        return {**super().__getstate__(), "param_groups": groups}
+        return {**super().__getstate__(), "param_groups": groups, "state": defaultdict(dict), "_step": None}
 
-    def retie(self, tables: Sequence[Tensor], lr: Tensor, token: Tensor | None = None) -> None:
+    def retie(self, tables: Sequence[Tensor], lr: Tensor, step: Tensor, token: Tensor | None = None) -> None:
         """Other tensors from now on: those of the collection after it has moved. The learning rate stays.
 
         Args:
@@ -254,6 +255,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         group: Any = self.param_groups[0]
         group.kernel_lr, group.token, self.is_captured = lr, token, False
         group.update(params=tables, lr=group["lr"])
+        self._step = step
+        self._show_state()
+
+    def _show_state(self) -> None:
+        # torch.distributed.checkpoint gives an optimizer without state gradients as large as the tables.
+        tables: list[Tensor] = self.param_groups[0]["params"]
+        self.state = defaultdict(dict, {t: {"step": self._step} for t in tables if t.requires_grad})
 
     @contextlib.contextmanager
     def _tables_only(self) -> Iterator[Any]:
@@ -277,6 +285,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             # torch puts a plain dict in the group's place.
             group.update({**self.param_groups[0], "params": group["params"]})
             self.param_groups[0] = group
+            self._show_state()
 
     @overload
     def step(self, closure: None = None) -> None: ...

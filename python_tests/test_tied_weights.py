@@ -1,0 +1,394 @@
+"""Weights of tables with a fused optimizer that are used beside lookups: their gradients join the lookups' update."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import rec_kernels as rk
+from rec_kernels.nn.training import tied_weights
+
+E, D, B = 40, 8, 6
+
+
+def start(seed: int = 0) -> Tensor:
+    """[E, D] first rows of the table."""
+    return torch.randn(E, D, generator=torch.Generator().manual_seed(seed))
+
+
+def make(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
+    """A table that is used beside lookups, with two features, and one that is not."""
+    config = {"format": options.pop("format", "fp32"), "compression": options.pop("compression", None)}
+    tables = [
+        rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a", "b"], init=lambda w: w.copy_(start()), **config),
+        rk.EmbeddingBagConfig(30, 12, name="other", feature_names=["c"], init=lambda w: w.fill_(0.5)),
+    ]
+    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
+
+
+def batch(seed: int, *, weights: bool = False, variable: bool = False) -> rk.KeyedJaggedTensor:
+    """Bags of the three features: ragged, some empty."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [B, B - 2, B] if variable else [B] * 3
+    lengths = torch.randint(0, 4, (sum(sizes),), generator=random)
+    values = torch.randint(0, 30, (int(lengths.sum()),), generator=random)
+    factors = torch.rand(len(values), generator=random) if weights else None
+    strides = sizes if variable else None
+    return rk.KeyedJaggedTensor(["a", "b", "c"], values, lengths=lengths, weights=factors, stride_per_key=strides)
+
+
+def pooled(features: rk.KeyedJaggedTensor, item: Tensor, other: Tensor) -> dict[str, Tensor]:
+    """The lookups by torch."""
+    found = {}
+    for key, table in (("a", item), ("b", item), ("c", other)):
+        bags = features[key]
+        ids, offsets = bags.values(), bags.offsets()
+        factors = bags.weights_or_none()
+        found[key] = F.embedding_bag(
+            ids, table, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True
+        )
+    return found
+
+
+def loss_of(found: dict[str, Tensor], item: Tensor, step: int) -> Tensor:
+    """A softmax over all items, and something of the other table."""
+    hidden, labels = found["a"], torch.arange(len(found["a"])) * 3 + step
+    return F.cross_entropy(hidden @ item.T, labels) + (found["b"] ** 2).sum() / 7 + (found["c"] ** 2).sum() / 9
+
+
+def train_torch(
+    steps: int, optimizer: Callable, batches: list, twice: bool = False
+) -> tuple[list[Tensor], list[float]]:
+    """Rows of both tables and losses of plain torch."""
+    item, other = nn.Parameter(start()), nn.Parameter(torch.full((30, 12), 0.5))
+    trained, losses = optimizer([item, other]), []
+    for step in range(steps):
+        trained.zero_grad()
+        loss = loss_of(pooled(batches[step], item, other), item, step)
+        if twice:
+            loss = loss + loss_of(pooled(batches[step + 1], item, other), item, step)
+        loss.backward()
+        trained.step()
+        losses.append(loss.item())
+    return [item.detach(), other.detach()], losses
+
+
+OPTIMIZERS = {
+    "sgd": (rk.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    "adagrad": (rk.Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["one_lookup", "two_lookups"])
+@pytest.mark.parametrize("kind", ["plain", "weights", "variable"])
+@pytest.mark.parametrize("name", ["sgd", "adagrad"])
+def test_the_losses_of_torch(name: str, kind: str, twice: bool) -> None:
+    """Tables and losses go with plain torch's, whose gradients of both uses are added before its step."""
+    fused, reference = OPTIMIZERS[name]
+    given = [batch(i, weights=kind == "weights", variable=kind == "variable") for i in range(6)]
+    collection, losses = make(fused), []
+    item = collection.embedding_bags["item"].weight
+    look_up = collection.by_feature if kind == "variable" else (lambda x: collection(x).to_dict())
+    for step in range(5):
+        loss = loss_of(look_up(given[step]), item, step)
+        if twice:
+            loss = loss + loss_of(look_up(given[step + 1]), item, step)
+        loss.backward()
+        losses.append(loss.item())
+        assert item.grad is None
+    expected, expected_losses = train_torch(5, reference, given, twice)
+    torch.testing.assert_close(losses, expected_losses, rtol=2e-6, atol=0)
+    for table, rows in zip(("item", "other"), expected, strict=True):
+        torch.testing.assert_close(collection.embedding_bags[table].weight.detach(), rows, rtol=3e-6, atol=3e-6)
+    assert collection.step == 5
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [rk.RowwiseAdagrad(lr=0.1), rk.Adam(lr=0.01), rk.LAMB(lr=0.01, weight_decay=0.1, weight_decay_mode="decoupled")],
+    ids=str,
+)
+def test_the_bits_of_a_lookup_of_every_row(optimizer: object, format: str) -> None:
+    """A dense gradient is one more lookup of each row: the same bits as accumulate() makes of both."""
+    found, expected = make(optimizer, format=format), make(optimizer, format=format)
+    for step in range(3):
+        features, generator = batch(step), torch.Generator().manual_seed(step)
+        grad = torch.randn(B, 28, generator=generator)
+        dense = torch.randn(E, D, generator=generator)
+        weight = found.embedding_bags["item"].weight
+        torch.autograd.backward([found(features).values(), weight * 1.0], [grad, dense.to(weight.dtype)])
+        rows = rk.KeyedJaggedTensor(
+            ["a", "b", "c"], torch.arange(E), offsets=torch.tensor([*[0] * E, *range(E + 1), *[E] * E])
+        )
+        wide = F.pad(dense.to(weight.dtype).float(), (D, 12))
+        with expected.accumulate():
+            expected(features).values().backward(grad)
+            expected(rows).values().backward(wide)
+    for name, t in expected.state_dict().items():
+        if not name.startswith("embedding_bags.other"):
+            assert torch.equal(found.state_dict()[name], t), name
+
+
+def dense_only(weight: Tensor) -> None:
+    """A penalty on all rows."""
+    (weight**2).sum().backward()
+
+
+def sparse_only(weight: Tensor) -> None:
+    """torch's own lookup."""
+    F.embedding(torch.tensor([3, 3, 7]), weight, sparse=True).sum().backward()
+
+
+@pytest.mark.parametrize("use", [dense_only, sparse_only])
+def test_without_a_lookup(use: Callable[[Tensor], None]) -> None:
+    """A backward that no lookup is part of updates the table, too, and no other."""
+    collection, expected = make(rk.Adagrad(lr=0.1)), nn.Parameter(start())
+    use(collection.embedding_bags["item"].weight)
+    use(expected)
+    torch.optim.Adagrad([expected], lr=0.1).step()
+    torch.testing.assert_close(collection.embedding_bags["item"].weight.detach(), expected.detach())
+    assert collection.step == 1
+    assert (collection.embedding_bags["other"].weight == 0.5).all()
+    assert not collection.embedding_bags["other"].sum.any()
+
+
+def test_several_micro_batches() -> None:
+    """accumulate() joins the dense gradients of all of them."""
+    collection, given = make(rk.Adagrad(lr=0.1)), [batch(0), batch(1)]
+    item = collection.embedding_bags["item"].weight
+    with collection.accumulate():
+        for features in given:
+            loss_of(collection(features).to_dict(), item, 0).backward()
+        assert torch.equal(item.detach(), start())
+    expected, _ = train_torch(1, lambda p: torch.optim.Adagrad(p, lr=0.1), given, twice=True)
+    torch.testing.assert_close(item.detach(), expected[0], rtol=3e-6, atol=3e-6)
+    assert collection.step == 1
+
+
+@pytest.mark.parametrize("overflows", [False, True])
+def test_scaled_losses(overflows: bool) -> None:
+    """Both kinds of gradients are divided; where one has overflowed, nothing is updated."""
+    collection, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    collection.set_grad_scaler(scaler)
+    for one in (collection, expected):
+        loss = loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0)
+        if overflows and one is collection:
+            loss = loss + (one.embedding_bags["item"].weight * float("inf")).sum()
+        (scaler.scale(loss) if one is collection else loss).backward()
+    scaler.step(collection.fused_optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (512.0 if overflows else 1024.0)
+    item = collection.embedding_bags["item"].weight.detach()
+    torch.testing.assert_close(item, start() if overflows else expected.embedding_bags["item"].weight.detach())
+    assert collection.step == (0 if overflows else 1)
+
+
+def test_what_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error names the table, the reason and the ways that work; nothing is changed, and training goes on."""
+    cached = make(rk.Adagrad(lr=0.1), cache=rk.RowCache(fraction=0.5))
+    large = make(rk.Adagrad(lr=0.1))
+    monkeypatch.setattr(tied_weights, "LARGEST", E * D - 1)
+    for one, reason in ((cached, "cached rows hold updates"), (large, "has 320 elements, and at most 319")):
+        before = {name: t.clone() for name, t in one.state_dict().items()}
+        item = one.embedding_bags["item"].weight
+        with pytest.raises(RuntimeError, match=rf"embedding_bags\.item\.weight .*{reason}.*optimizer=None"):
+            (item**2).sum().backward()
+        assert all(torch.equal(before[name], t) for name, t in one.state_dict().items())
+        assert item.grad is None
+        one(batch(0)).values().sum().backward()
+        assert one.step == 1
+
+
+def test_a_backward_that_fails() -> None:
+    """Nothing of it is left in the next one."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+
+    def fail(_: Tensor) -> None:
+        raise ValueError("stop")
+
+    loss = loss_of(found(batch(1)).to_dict(), found.embedding_bags["item"].weight, 0)
+    leaf = torch.zeros((), requires_grad=True)
+    late = leaf * 1.0
+    late.register_hook(fail)
+    with pytest.raises(ValueError, match="stop"):
+        torch.autograd.backward([loss, late])
+    found.embedding_bags["item"].weight.grad = None
+    for one in (found, expected):
+        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    if found.step == expected.step:  # the failing part may have run first, or last
+        assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+def through_pickle(collection: nn.Module) -> nn.Module:
+    """A copy by pickle."""
+    return pickle.loads(pickle.dumps(collection))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, lambda c: c.to("cpu"), lambda c: c.double()])
+def test_copies_and_moves(copied: Callable) -> None:
+    """They are tied, too, each to its own weight."""
+    first = make(rk.Adagrad(lr=0.1))
+    other, expected = copied(first), make(rk.Adagrad(lr=0.1))
+    for one in (other, expected):
+        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    assert torch.equal(other.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+    assert other.embedding_bags["item"].weight.grad is None
+    if other is not first:
+        assert torch.equal(first.embedding_bags["item"].weight.detach(), start())
+
+
+def test_activation_checkpointing() -> None:
+    """Lookups that are made again in the backward wait for dense gradients as others do."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    for one in (found, expected):
+        look_up = lambda x, one=one: one(x).values()  # noqa: E731
+        values = (
+            torch.utils.checkpoint.checkpoint(look_up, batch(0), use_reentrant=False)
+            if one is found
+            else look_up(batch(0))
+        )
+        parts = dict(zip("abc", values.split([D, D, 12], dim=1), strict=True))
+        loss_of(parts, one.embedding_bags["item"].weight, 0).backward()
+    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+def test_part_of_a_compressed_table() -> None:
+    """A part has rows of its own, whose gradient joins those of lookups."""
+    compression = rk.QuotientRemainder(4, combine="add")
+    collection = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)],
+        optimizer=rk.SGD(lr=1.0),
+    )
+    part, rest = (collection.embedding_bags[f"item_{i}"].weight for i in range(2))
+    before = part.detach().clone(), rest.detach().clone()
+    features = rk.KeyedJaggedTensor(["a"], torch.tensor([13]), lengths=torch.tensor([1]))
+    (collection(features).values().sum() + 2 * part.sum()).backward()
+    expected = torch.full_like(part, 2.0)
+    expected[13 % len(part)] += 1.0
+    torch.testing.assert_close(before[0] - part.detach(), expected)
+    assert (before[1] - rest.detach()).abs().sum(1).bool().sum() == 1
+
+
+def test_shared_bags() -> None:
+    """Distinct bags that samples share: a bag gets what its samples get."""
+    found, expected = make(rk.SGD(lr=0.1)), make(rk.SGD(lr=0.1))
+    values, lengths = torch.tensor([1, 2, 3, 4, 5, 6]), torch.tensor([1, 1, 2, 1, 1])
+    inverse = (["a", "b", "c"], torch.tensor([[0, 1, 1], [0, 0, 0], [1, 0, 1]]))
+    few = rk.KeyedJaggedTensor(
+        ["a", "b", "c"], values, lengths=lengths, stride_per_key=[2, 1, 2], inverse_indices=inverse
+    )
+    full = rk.KeyedJaggedTensor(
+        ["a", "b", "c"],
+        torch.tensor([1, 2, 2, 3, 4, 3, 4, 3, 4, 6, 5, 6]),
+        lengths=torch.tensor([1, 1, 1, 2, 2, 2, 1, 1, 1]),
+    )
+    for one, features in ((found, few), (expected, full)):
+        loss_of(one(features).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    for table in ("item", "other"):
+        rows = [one.embedding_bags[table].weight.detach() for one in (found, expected)]
+        torch.testing.assert_close(*rows)
+
+
+def test_sequences() -> None:
+    """A row for each id, as sequence models with an output layer of all items have it."""
+    made = [
+        rk.EmbeddingCollection(
+            [rk.EmbeddingConfig(E, D, name="item", feature_names=["a"], init=lambda w: w.copy_(start()))], optimizer=o
+        )
+        for o in (rk.Adagrad(lr=0.1), None)
+    ]
+    features = rk.KeyedJaggedTensor(["a"], torch.arange(12) % 7, lengths=torch.tensor([5, 0, 7]))
+    dense = torch.optim.Adagrad([made[1].embedding_bags["item"].weight], lr=0.1)
+    for step in range(4):
+        losses = []
+        for one in made:
+            hidden = one(features)["a"].values()
+            loss = F.cross_entropy(hidden @ one.embedding_bags["item"].weight.T, torch.arange(12) + step)
+            dense.zero_grad()
+            loss.backward()
+            losses.append(loss.item())
+        dense.step()
+        assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+
+
+def test_torch_optimizers_find_no_gradient() -> None:
+    """One that was given the weights leaves them alone: their gradients are gone when the backward ends."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    dense = torch.optim.Adam(found.parameters(), lr=1.0, weight_decay=0.1)
+    for one in (found, expected):
+        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    with pytest.warns(UserWarning, match="was given tables"):
+        dense.step()
+    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+def test_weights_that_are_not_to_be_trained(format: str) -> None:
+    """requires_grad = False freezes a table; lookups go on, and so do other tables."""
+    collection = make(rk.SGD(lr=1.0), format=format)
+    item, other = (collection.embedding_bags[name].weight for name in ("item", "other"))
+    before = item.detach().clone()
+
+    def step() -> tuple[bool, bool]:
+        kept, rest = item.detach().clone(), other.detach().clone()
+        collection(batch(1)).values().sum().backward()
+        return not torch.equal(kept, item.detach()), not torch.equal(rest, other.detach())
+
+    item.requires_grad_(False)
+    assert step() == (False, True)
+    assert torch.equal(before, item)
+    copied = copy.deepcopy(collection)
+    copied(batch(1)).values().sum().backward()
+    assert torch.equal(before, copied.embedding_bags["item"].weight)
+    nn.Sequential(collection).requires_grad_(False)
+    assert step() == (False, False)
+    collection.requires_grad_(True)
+    assert step() == (True, True)
+    if item.is_floating_point():
+        item.requires_grad = False
+        assert step() == (False, True)
+
+
+def test_parts_are_trained_together() -> None:
+    """A compressed table of which one part is frozen is refused."""
+    compression = rk.QuotientRemainder(4, combine="add")
+    collection = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)], optimizer=rk.SGD()
+    )
+    collection.embedding_bags["item_1"].weight.requires_grad_(False)
+    features = rk.KeyedJaggedTensor(["a"], torch.tensor([13]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"parts \['item_0', 'item_1'\] of table 'item' must be the same"):
+        collection(features)
+
+
+def test_compiled_lookups_refuse_dense_gradients() -> None:
+    """Inside a graph they update at once: an error in place of a second update."""
+    collection = make(rk.SGD(lr=1.0))
+    compiled = torch.compile(lambda x: collection(x).values(), backend="aot_eager")
+    output = compiled(batch(0))
+    with pytest.raises(RuntimeError, match="compiled"):
+        (output.sum() + collection.embedding_bags["item"].weight.sum()).backward()
+
+
+def test_torch_optimizers_are_told_once() -> None:
+    """One that has tables of a fused optimizer warns at its first step; one of the dense parameters does not."""
+    collection, top = make(rk.SGD(lr=0.1)), nn.Linear(28, 1)
+    model = nn.ModuleList([collection, top])
+    assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
+    assert len(rk.dense_parameters(make(None))) == 2
+    both, dense = torch.optim.Adam(model.parameters()), torch.optim.Adam(rk.dense_parameters(model))
+    with pytest.warns(UserWarning, match=r"Adam was given tables .*rk\.dense_parameters\(model\)"):
+        both.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (both, dense, collection.fused_optimizer):
+            optimizer.step()

@@ -1,0 +1,51 @@
+"""Which parameters of a model are for a torch optimizer, and a word to one that was given others."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from rec_kernels.nn.training.optimizers import FusedOptimizer
+
+_MARK = "_rec_kernels_fused"  # an attribute of a parameter
+_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a model that no fused optimizer updates: what a torch optimizer is to be given.
+
+    Args:
+        module: with collections anywhere in it, or none.
+
+    Returns:
+        Its parameters that require gradients, in the order of ``module.parameters()``, without the tables of
+        collections that have a fused optimizer. Projections of narrow tables are among them.
+    """
+    return [p for p in module.parameters() if p.requires_grad and not hasattr(p, _MARK)]
+
+
+def mark_fused(weight: nn.Parameter) -> None:
+    """Says of a parameter that a fused optimizer updates it."""
+    weight.__dict__[_MARK] = True
+
+
+def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Before a step of any torch optimizer: says once what it does not do."""
+    if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
+        return
+    _seen.add(optimizer)
+    if any(hasattr(p, _MARK) for group in optimizer.param_groups for p in group["params"]):
+        warnings.warn(
+            f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, weight "
+            "decay and schedulers do not reach them. Give it rk.dense_parameters(model); tables have the options of "
+            "their collection's optimizer, and collection.fused_optimizer is for schedulers",
+            stacklevel=3,
+        )
+
+
+register_optimizer_step_pre_hook(_warn)

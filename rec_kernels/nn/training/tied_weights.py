@@ -1,0 +1,215 @@
+"""Tables whose weights are used beside lookups, as in an output layer: one update for both kinds of gradients.
+
+torch gives such a weight a gradient of all its rows, after some backward of the graph; lookups have theirs in another.
+Where a table gets a dense gradient, its collection is updated once, when the whole backward has run. Where none does,
+which the autograd engine tells in 0.1 microseconds a table, lookups update at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.nn.functional import pad
+
+from rec_kernels.nn.jagged.select_features import NOTHING_BAD
+from rec_kernels.nn.jagged.shared_bags import SharedBags
+from rec_kernels.nn.tables.feature_map import FeatureLookup, FeatureMap
+from rec_kernels.nn.tables.parameters import RequiresGrad
+from rec_kernels.nn.training.accumulate import Lookup, join
+from rec_kernels.nn.training.dense_parameters import mark_fused
+
+_ops = torch.ops.rec_kernels
+
+#: The most elements of a table whose dense gradient joins its update: 1 GiB of float32.
+LARGEST = 1 << 28
+
+
+class DenseGradients:
+    """Watches the parameters of a collection for gradients that do not come from its lookups.
+
+    Args:
+        names: of the tables. finish: the collection's method that updates tables when a backward has run, given its
+            lookups; dense gradients are the parameters' ``grad`` then. A weak reference, as the collection has this.
+        refusal: why the tables can have no dense gradient, for an error; None: they can.
+
+    Attributes:
+        is_put_off: whether the update comes later: in ``accumulate()``.
+        weights: the tables' parameters; wanted: what has ``requires_grad`` of each.
+        is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
+    """
+
+    def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
+        self._names, self._finish, self._refusal = names, finish, refusal
+        self.is_put_off = self.is_compiled = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self.weights: list[nn.Parameter] = []
+        self.wanted: list[Any] = []
+        self._accumulators: list[Any] | None = None
+        self._handles: list[Any] = []
+        self._lookups: list[Lookup] = []
+        self._dense: set[int] = set()
+        self._task: int | None = None
+
+    def release(self) -> None:
+        """Lets go of the parameters: torch moves none whose autograd node somebody holds."""
+        for handle in self._handles:
+            handle.remove()
+        self._forget()
+
+    def watch(self, weights: list[nn.Parameter]) -> None:
+        """Watches these parameters, those of the tables in their order, from now on."""
+        self.release()
+        self.weights, self.wanted = weights, list(map(RequiresGrad.of, weights))
+        for i, weight in enumerate(weights):
+            mark_fused(weight)
+            if weight.dtype != torch.uint8:
+                wanted = weight.requires_grad
+                weight.requires_grad = True  # torch registers a hook of no other tensor, and keeps it
+                self._handles.append(weight.register_post_accumulate_grad_hook(_Arrival(weakref.ref(self), i)))
+                weight.requires_grad = wanted
+
+    def take_over(self, grad: Tensor, bags: dict[str, Any], status: Tensor) -> bool:
+        """In a lookup's backward: whether its update waits for dense gradients of the same backward, and is kept.
+
+        Args:
+            grad: of the lookup's output, float32. bags: its arguments by the ops' names. status: what it reported.
+        """
+        if self._accumulators is None:
+            leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
+            self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
+        if self._task != torch._C._current_graph_task_id():
+            if not any(map(torch._C._will_engine_execute_node, self._accumulators)):
+                return False
+            self._begin()
+        shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
+        tensors = (bags["values"], bags["offsets"], bags["per_sample_weights"], status, bags["bag_starts"])
+        self._lookups.append(Lookup(grad, *tensors, shared))
+        return True
+
+    def _begin(self) -> None:
+        """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
+        self._task, self._lookups, self._dense = torch._C._current_graph_task_id(), [], set()
+        Variable._execution_engine.queue_callback(self._end)
+
+    def _end(self) -> None:
+        lookups, self._lookups, self._task = self._lookups, [], None
+        finish = self._finish()
+        if finish is not None:
+            finish(lookups)
+
+    def arrived(self, i: int) -> None:
+        """Table i has a dense gradient.
+
+        Raises:
+            RuntimeError: it cannot be part of an update; it is dropped.
+        """
+        weight, reason = self.weights[i], self._refusal
+        if reason is None and self.is_compiled:
+            reason = "its lookups are compiled, and update before it is there"
+        if reason is None and weight.grad is not None and weight.grad.numel() > LARGEST:
+            reason = f"it has {weight.grad.numel()} elements, and at most {LARGEST} join an update"
+        if reason is not None:
+            weight.grad = None
+            raise RuntimeError(
+                f"embedding_bags.{self._names[i]}.weight is used beside lookups and has a dense gradient, which the "
+                f"fused optimizer cannot add to theirs: {reason}. Look its rows up instead, as a second feature of the "
+                "table, or build the collection with optimizer=None; weight.detach() has no gradient"
+            )
+        if not self.is_put_off and self._task != torch._C._current_graph_task_id():
+            self._begin()
+        self._dense.add(i)
+
+    def take(self) -> dict[int, Tensor]:
+        """Dense gradients by table, which the parameters do not have any more."""
+        found, arrived, self._dense = {}, sorted(self._dense), set()
+        for i in arrived:
+            if self.weights[i].grad is not None:
+                found[i], self.weights[i].grad = self.weights[i].grad, None
+        return found
+
+
+class _Arrival:
+    """A hook of a parameter. It is no closure of what it tells, which has it, and copies of parameters have it too."""
+
+    def __init__(self, told: weakref.ref[DenseGradients], i: int) -> None:
+        self._told, self._i = told, i
+
+    def __call__(self, _: Tensor) -> None:
+        told = self._told()
+        if told is not None:
+            told.arrived(self._i)
+
+
+def join_dense(lookups: Sequence[Lookup], dense: dict[int, Tensor], features: FeatureMap) -> Lookup:
+    """One batch of lookups and of dense gradients.
+
+    Args:
+        lookups: of the features. dense: gradients [E, D] by the number of a stored table, dense or sparse.
+
+    Returns:
+        A batch with ``bag_starts`` of the features and, behind them, one feature for each table of ``dense``, in their
+        order, whose bags are one row each: a gradient of a row is a lookup of it.
+    """
+    widest = max(features.widths + [features.stored[i].embedding_dim for i in dense])
+    own = [_with_own_rows(lookup, features.features, widest) for lookup in lookups]
+    device = next(t.device for t in (*dense.values(), *(lookup.grad for lookup in lookups)))
+    joined = join(own, len(features.features)) if own else _no_lookup(len(features.features), widest, device)
+    rows = [_rows_of(grad) for grad in dense.values()]
+    counts = [0, *itertools.accumulate(len(ids) for ids, _ in rows)]
+    ends = torch.arange(1, counts[-1] + 1, device=device) + joined.values.shape[0]
+    starts = joined.bag_starts[-1] + torch.tensor(counts[1:], dtype=torch.int64, device=device)
+    weights = joined.weights
+    return Lookup(
+        torch.cat([joined.grad, *(pad(grad.float(), (0, widest - grad.shape[1])) for _, grad in rows)]),
+        torch.cat([joined.values.long(), *(ids for ids, _ in rows)]),
+        torch.cat([joined.offsets.long(), ends]),
+        None if weights is None else torch.cat([weights, weights.new_ones(counts[-1])]),
+        joined.status,
+        torch.cat([joined.bag_starts, starts]),
+    )
+
+
+def _rows_of(grad: Tensor) -> tuple[Tensor, Tensor]:
+    """The rows that a gradient [E, D] names, and their gradients."""
+    if grad.layout == torch.sparse_coo:
+        grad = grad.coalesce()
+        return grad.indices()[0], grad.values()
+    return torch.arange(grad.shape[0], device=grad.device), grad
+
+
+def _no_lookup(features: int, widest: int, device: torch.device) -> Lookup:
+    empty = torch.zeros(0, dtype=torch.int64, device=device)
+    starts, status = empty.new_zeros(features + 1), empty.new_full((2,), NOTHING_BAD)
+    grad = torch.zeros(0, widest, dtype=torch.float32, device=device)
+    return Lookup(grad, empty, empty.new_zeros(1), None, status, starts)
+
+
+def _with_own_rows(lookup: Lookup, features: list[FeatureLookup], widest: int) -> Lookup:
+    """The lookup with a row of ``grad``, ``widest`` columns, for each bag, and no values in no bag. Waits for a GPU."""
+    count, offsets = len(features), lookup.offsets.long()
+    bags = offsets.shape[0] - 1
+    starts = lookup.bag_starts
+    if starts is None:
+        starts = torch.arange(count + 1, device=offsets.device) * (bags // max(count, 1))
+    if lookup.bag_starts is None or lookup.shared is not None:
+        groups = None if lookup.shared is None else lookup.shared.groups
+        sizes, blocks = starts.diff().tolist(), []
+        for f, feature in enumerate(features):
+            block = lookup.grad[:, feature.column : feature.column + feature.width]
+            if groups is not None and groups[f] >= 0:
+                block = _ops.expand_backward(block.contiguous(), lookup.shared.inverse[groups[f]], sizes[f])
+            blocks.append(pad(block, (0, widest - feature.width)))
+        grad = torch.cat(blocks)
+    else:
+        grad = pad(lookup.grad, (0, widest - lookup.grad.shape[1]))
+    first, last = int(offsets[0]), int(offsets[-1])
+    weights = None if lookup.weights is None else lookup.weights[first:last]
+    return Lookup(grad, lookup.values[first:last], offsets - first, weights, lookup.status, starts)
