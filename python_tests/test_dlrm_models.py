@@ -18,6 +18,7 @@ pytest.importorskip("sklearn")
 
 from command_lines import main
 
+import rec_kernels as rk
 from bench.studies import compare
 from rec_kernels.dlrm import TrainConfig, checkpoint, evaluate, report, train
 from rec_kernels.dlrm.config import MODELS, options_of
@@ -77,7 +78,7 @@ def test_counts(model: str, data: Synthetic) -> None:
 def test_projections_count(data: Synthetic) -> None:
     """Projections of mixed-dimension tables count as products of matrices, too."""
     narrow = build_model(TrainConfig(**OPTIONS, embedding="mixed", temperature=0.5), data)
-    projections = sum(p.numel() for p in narrow.embeddings.parameters() if p.requires_grad)
+    projections = sum(p.numel() for p in rk.dense_parameters(narrow.embeddings))
     assert projections
     flops = 2 * (by_formula("dlrm")[0] + projections)
     assert flops_per_example(narrow, data.features, NUM_DENSE) == flops

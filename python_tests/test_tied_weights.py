@@ -261,6 +261,39 @@ def test_activation_checkpointing() -> None:
     assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
 
 
+def test_reentrant_checkpoints() -> None:
+    """Their backward is one of its own, which cannot know of other gradients: an error in place of two updates."""
+    collection = make(rk.Adagrad(lr=0.1))
+    leaf = torch.ones(1, requires_grad=True)
+    values = torch.utils.checkpoint.checkpoint(lambda x: collection(batch(0)).values() * x, leaf, use_reentrant=True)
+    with pytest.raises(RuntimeError, match="use_reentrant=False"):
+        (values.sum() + collection.embedding_bags["item"].weight.sum()).backward()
+
+
+def test_no_gradient_after_all() -> None:
+    """A use whose gradient turns out to be None leaves the lookups' update as it is, cached rows too."""
+
+    class NoGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx, *_: Tensor) -> None:
+            return None
+
+    for cache in (None, rk.RowCache(fraction=0.5)):
+        found, expected = make(rk.Adagrad(lr=0.1), cache=cache), make(rk.Adagrad(lr=0.1), cache=cache)
+        item = found.embedding_bags["item"].weight
+        for step in range(2):
+            (found(batch(step)).values().sum() + NoGradient.apply(item)).backward()
+            expected(batch(step)).values().sum().backward()
+        found.flush()
+        expected.flush()
+        for name, t in expected.state_dict().items():
+            assert torch.equal(found.state_dict()[name], t), name
+
+
 def test_part_of_a_compressed_table() -> None:
     """A part has rows of its own, whose gradient joins those of lookups."""
     compression = rk.QuotientRemainder(4, combine="add")
@@ -356,6 +389,11 @@ def test_weights_that_are_not_to_be_trained(format: str) -> None:
     if item.is_floating_point():
         item.requires_grad = False
         assert step() == (False, True)
+    item.requires_grad_(False)
+    before = item.detach().clone()
+    with collection.accumulate():
+        collection(batch(2)).values().sum().backward()
+    assert torch.equal(before, item)
 
 
 def test_parts_are_trained_together() -> None:

@@ -286,7 +286,7 @@ class TableCollection(nn.Module):
         else:
             refuse_data_parallel(self)
             if self._update.pending is None:
-                self._follow_requires_grad()
+                self._follow_requires_grad(layout)
                 if torch.compiler.is_compiling():
                     self._update.dense.is_compiled = True
                 options |= self._update_options() | self._update.scaling()
@@ -324,8 +324,9 @@ class TableCollection(nn.Module):
 
     def _update_options(self) -> dict[str, object]:
         options = self._update.options(self._buffers)
-        is_rounded = self._features.storage.is_bytes or self._features.state.is_rounded
-        return options | self._rounding() if is_rounded else options
+        if self._features.is_rounded:
+            options |= self._rounding()
+        return options
 
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
@@ -364,11 +365,11 @@ class TableCollection(nn.Module):
         names = [table.name for table in self._features.stored]
         return DenseGradients(names, WeakMethod(self._finish), None if self.row_cache is None else refusal)
 
-    def _follow_requires_grad(self) -> None:
-        """Features of tables that are not to be trained are frozen, beside those of ``freeze()``."""
+    def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
+        """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
         trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
-        if trained != self._layout.trained:
-            self._layout.set_trained(trained)
+        if trained != layout.trained:
+            layout.set_trained(trained)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -393,6 +394,8 @@ class TableCollection(nn.Module):
                 "accumulate() is for a fused optimizer, and this collection was built with optimizer=None: its "
                 "gradients add up by themselves until optimizer.zero_grad()"
             )
+        if self._update.pending is None:
+            self._follow_requires_grad(self._layout)
         with self._store.held_back(), self._update.accumulate(self._finish):
             yield
 

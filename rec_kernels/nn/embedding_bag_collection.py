@@ -6,8 +6,8 @@ from torch import Tensor
 
 from rec_kernels.nn import pooled_lookups
 from rec_kernels.nn.collection import TableCollection
+from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
-from rec_kernels.nn.jagged.tensors import KeyedTensor
 from rec_kernels.nn.served import ServedTables
 
 
@@ -54,9 +54,9 @@ class EmbeddingBagCollection(TableCollection):
 
         Args:
             features: ``rk.KeyedJaggedTensor``, ``rk.InverseKeyedJaggedTensor`` or TorchRec's, with at least the
-                collection's features, in any order; its weights are the per-sample weights. Features with batch sizes
-                of their own need inverse indices, which say what the rows of the full batch are. Each distinct bag is
-                looked up, combined and projected once.
+                collection's features, in any order, or a dict for ``rk.KeyedJaggedTensor.from_dict``. Its weights are
+                the per-sample weights. Features with batch sizes of their own need inverse indices, which say what the
+                rows of the full batch are. Each distinct bag is looked up, combined and projected once.
 
         Returns:
             KeyedTensor, values [B, sum of D] of ``output_dtype``: one block of columns per feature, in table order. A

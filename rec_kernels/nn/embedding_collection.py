@@ -32,8 +32,8 @@ class EmbeddingCollection(TableCollection):
         """Looks up a batch.
 
         Args:
-            features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order.
-                Rows are multiplied by its weights, if it has any.
+            features: ``rk.KeyedJaggedTensor`` or TorchRec's, with at least the collection's features, in any order, or
+                a dict for ``rk.KeyedJaggedTensor.from_dict``. Rows are multiplied by its weights, if it has any.
 
         Returns:
             feature -> ``rk.JaggedTensor`` of its rows: values [N_f, D_f] of ``output_dtype`` in the order of the ids,

@@ -10,9 +10,9 @@ from rec_kernels.nn import late_errors
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.distinct_bags import select_distinct
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys, select_keys
+from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.shared_bags import SharedBags, starts_on
-from rec_kernels.nn.jagged.tensors import KeyedTensor
 from rec_kernels.nn.served import ServedTables
 from rec_kernels.nn.tables.feature_map import FeatureLookup
 from rec_kernels.ops.grouped_projection import grouped_projection
@@ -23,6 +23,7 @@ _ops = torch.ops.rec_kernels
 def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
     """``forward`` of ``rk.EmbeddingBagCollection``."""
     feature_map = tables._features
+    features = as_batch(features, feature_map.feature_names)
     given, shared = select_distinct(features, feature_map.feature_names)
     if shared is not None:
         pooled = _of_shared(tables, given, shared)
@@ -51,6 +52,7 @@ def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict
 def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor | None]:
     """The bags of a batch that are looked up, and where features begin if each bag has a row of the output."""
     names = tables._features.feature_names
+    features = as_batch(features, names)
     if isinstance(features, InverseKeyedJaggedTensor):
         return _with_starts(tables, select_distinct(features, names)[0])
     return _with_starts(tables, select_keys(features, names))

@@ -11,7 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.checks import check_offsets
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged.select_features import SelectedKeys, select_keys
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables
 
@@ -19,6 +19,7 @@ from rec_kernels.nn.served import ServedTables
 def look_up(tables: TableCollection | ServedTables, features) -> dict[str, JaggedTensor]:
     """``forward`` of ``rk.EmbeddingCollection``."""
     feature_map = tables._features
+    features = as_batch(features, feature_map.feature_names)
     given = _select(feature_map.feature_names, features)
     rows = tables._lookup(*_each_id(given, len(feature_map.feature_names)))
     bags = given.bag_starts(len(feature_map.feature_names))
@@ -39,7 +40,7 @@ def look_up_rows(tables: TableCollection | ServedTables, features) -> Tensor:
 def bags_of(tables: TableCollection | ServedTables, features) -> tuple[SelectedKeys, Tensor]:
     """Every id of a batch as a bag of its own, and [F + 1] where features begin among them."""
     names = tables._features.feature_names
-    return _each_id(_select(names, features), len(names))
+    return _each_id(_select(names, as_batch(features, names)), len(names))
 
 
 def _select(names: list[str], features) -> SelectedKeys:

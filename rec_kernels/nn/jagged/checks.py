@@ -47,6 +47,20 @@ def check_weights(weights: Tensor, values: Tensor) -> None:
         raise ValueError(f"weights must be on values' device, {values.device}, got {weights.device}")
 
 
+def there(name: str, t: Tensor | None) -> Tensor:
+    """The tensor, or ValueError if a container has none."""
+    if t is None:
+        raise ValueError(f"there are no {name}: {name}_or_none() returns None then")
+    return t
+
+
+def place_of_key(key: str, keys: list[str]) -> int:
+    """The number of a key, or KeyError."""
+    if key not in keys:
+        raise KeyError(f"{key!r} is not among the keys {keys}")
+    return keys.index(key)
+
+
 def check_keys_differ(keys: list[str]) -> None:
     """Raises ValueError unless ``keys`` are a list of different names."""
     if isinstance(keys, str):

@@ -10,7 +10,8 @@ from torch.utils import _pytree
 
 from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
-from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.jagged.tensors import JaggedTensor, KeyedJaggedTensor
 from rec_kernels.nn.jagged.windows import KeyedJaggedWindows
 
 # Attributes that are plain values; the others are ``_parts``, or learned.

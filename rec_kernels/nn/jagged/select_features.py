@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,6 +70,13 @@ class SelectedKeys(NamedTuple):
         return list(itertools.accumulate(self.strides or [batch] * features, initial=0))
 
 
+def as_batch(features: Any, names: list[str]) -> Any:
+    """A batch of the features in a dict (``rk.KeyedJaggedTensor.from_dict``); anything else as it is."""
+    if not isinstance(features, Mapping):
+        return features
+    return KeyedJaggedTensor.from_dict({name: features[name] for name in dict.fromkeys(names) if name in features})
+
+
 def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *, exact: bool = False) -> SelectedKeys:
     """``keys`` in that order (repeats allowed), from a KeyedJaggedTensor or TorchRec's.
 
@@ -87,8 +94,9 @@ def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *
     """
     if not (hasattr(kjt, "keys") and hasattr(kjt, "offsets")):
         raise TypeError(
-            f"features must be an rk.KeyedJaggedTensor or TorchRec's, got {type(kjt).__name__}: of "
-            "rk.KeyedJaggedWindows give to_kjt(), or to a pooled lookup an rk.InverseKeyedJaggedTensor"
+            f"features must be an rk.KeyedJaggedTensor or TorchRec's, or a dict of tensors, got {type(kjt).__name__}: "
+            f'of ids give {{"name": ids}}, with a name of {keys}; of rk.KeyedJaggedWindows give to_kjt(), or to a '
+            "pooled lookup an rk.InverseKeyedJaggedTensor"
         )
     have = list(kjt.keys())
     values, offsets, weights = kjt.values(), kjt.offsets(), kjt.weights_or_none()

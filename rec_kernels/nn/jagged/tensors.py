@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import checks
+from rec_kernels.nn.jagged import build, checks
 from rec_kernels.nn.jagged.checks import has_data
 from rec_kernels.nn.jagged.container import JaggedContainer, OffsetsContainer
 from rec_kernels.ops.status import cannot_read
@@ -23,12 +23,6 @@ def to_offsets(lengths: Tensor) -> Tensor:
     else:
         offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
     return offsets
-
-
-def _place(key: str, keys: list[str]) -> int:
-    if key not in keys:
-        raise KeyError(f"{key!r} is not among the keys {keys}")
-    return keys.index(key)
 
 
 class JaggedTensor(JaggedContainer):
@@ -75,6 +69,14 @@ class JaggedTensor(JaggedContainer):
     def weights_or_none(self) -> Tensor | None:
         """[N] or None."""
         return self._weights
+
+    def weights(self) -> Tensor:
+        """[N].
+
+        Raises:
+            ValueError: there are none.
+        """
+        return checks.there("weights", self._weights)
 
     def to_dense(self) -> list[Tensor]:
         """One tensor per row.
@@ -225,6 +227,34 @@ class KeyedJaggedTensor(OffsetsContainer):
         """[N] or None."""
         return self._weights
 
+    def weights(self) -> Tensor:
+        """[N].
+
+        Raises:
+            ValueError: there are none.
+        """
+        return checks.there("weights", self._weights)
+
+    def lengths_or_none(self) -> Tensor:
+        """[F * B], as in TorchRec, where a batch may have offsets only."""
+        return self.lengths()
+
+    def offsets_or_none(self) -> Tensor:
+        """[F * B + 1], as in TorchRec, where a batch may have lengths only."""
+        return self._offsets
+
+    def length_per_key(self) -> list[int]:
+        """F numbers of ids. Read from the device, as ``offset_per_key()``.
+
+        Raises:
+            ValueError: as ``offset_per_key()``.
+        """
+        return [stop - start for start, stop in itertools.pairwise(self.offset_per_key())]
+
+    def device(self) -> torch.device:
+        """Where the ids are."""
+        return self._values.device
+
     def stride(self) -> int:
         """Batch size B; of the full batch, where features have their own."""
         if self._strides is None:
@@ -286,7 +316,7 @@ class KeyedJaggedTensor(OffsetsContainer):
             self._offset_per_key = self._offsets._version, offset_per_key
 
     def __getitem__(self, key: str) -> JaggedTensor:
-        i, strides = _place(key, self._keys), self.stride_per_key()
+        i, strides = checks.place_of_key(key, self._keys), self.stride_per_key()
         start, (first, last) = sum(strides[:i]), self.offset_per_key()[i : i + 2]
         offsets = self._offsets[start : start + strides[i] + 1]
         weights = None if self._weights is None else self._weights[first:last]
@@ -303,6 +333,136 @@ class KeyedJaggedTensor(OffsetsContainer):
         if known is not None:
             moved.keep_offset_per_key(known)
         return moved
+
+    def to_dict(self) -> dict[str, JaggedTensor]:
+        """A ``rk.JaggedTensor`` for each feature."""
+        return {key: self[key] for key in self._keys}
+
+    def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
+        """The features in pieces of so many, one after the other. As in TorchRec.
+
+        Raises:
+            ValueError: the segments are not all features together; the batch has ``inverse_indices``.
+        """
+        if min(segments, default=0) < 0 or sum(segments) != len(self._keys):
+            raise ValueError(f"segments must be at least 0 and {len(self._keys)} together, got {list(segments)}")
+        ends = list(itertools.accumulate(segments, initial=0))
+        return [self._features(a, b) for a, b in itertools.pairwise(ends)]
+
+    def permute(self, indices: list[int]) -> KeyedJaggedTensor:
+        """The features with these numbers, in this order; some may be left out. As in TorchRec.
+
+        Raises:
+            IndexError: a number is out of range. ValueError: one comes twice; the batch has ``inverse_indices``.
+        """
+        for i in indices:
+            if not 0 <= i < len(self._keys):
+                raise IndexError(f"indices must be numbers of features, in [0, {len(self._keys)}), got {i}")
+        if not indices:
+            return self._features(0, 0)
+        return KeyedJaggedTensor.concat([self._features(i, i + 1) for i in indices])
+
+    def _features(self, first: int, last: int) -> KeyedJaggedTensor:
+        """Some neighbouring features, views of this batch."""
+        if self._inverse is not None:
+            raise ValueError("the batch has inverse_indices, which are of all its features")
+        strides, starts = self.stride_per_key(), self.offset_per_key()
+        bags, (start, stop) = sum(strides[:first]), (starts[first], starts[last])
+        offsets = self._offsets[bags : bags + sum(strides[first:last]) + 1]
+        weights = None if self._weights is None else self._weights[start:stop]
+        own = None if self._strides is None else strides[first:last]
+        part = self._of(self._keys[first:last], self._values[start:stop], offsets - start, weights, own)
+        part.keep_offset_per_key([s - start for s in starts[first : last + 1]])
+        return part
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype = torch.int64,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> KeyedJaggedTensor:
+        """A batch without features. As in TorchRec.
+
+        Args:
+            is_weighted: whether it has weights, of which there are none. values_dtype, lengths_dtype: int32 or int64.
+        """
+        values = torch.zeros(0, dtype=values_dtype, device=device)
+        weights = torch.zeros(0, device=device) if is_weighted else None
+        return KeyedJaggedTensor(
+            [], values, lengths=torch.zeros(0, dtype=lengths_dtype, device=device), weights=weights
+        )
+
+    @staticmethod
+    def from_dict(features: Mapping[str, Any], *, padding_value: int | None = None) -> KeyedJaggedTensor:
+        """A batch of features that each have ids of their own.
+
+        Args:
+            features: name -> ids: a tensor [B], an id for each sample, or [B, L], L ids for each; a
+                ``rk.JaggedTensor`` or TorchRec's; or a list with a list of ids for each sample. Batch sizes may
+                differ: they are the features' own then. Collections take such a dict for a batch.
+            padding_value: the number that is no id in tensors, but fills rows; None: all are ids.
+
+        Raises:
+            ValueError: shapes or dtypes that are not as above; weights of some features and not of others. TypeError: a
+            list has something else than lists of ids.
+        """
+        return KeyedJaggedTensor._from(build.from_dict(features, padding_value))
+
+    @staticmethod
+    def from_lists(
+        features: Mapping[str, Any],
+        weights: Mapping[str, Any] | None = None,
+        *,
+        device: torch.device | str | None = None,
+    ) -> KeyedJaggedTensor:
+        """A batch from lists, with a list of ids for each sample of each feature.
+
+        Args:
+            features: name -> B lists of ids. weights: name -> B lists of as many numbers, or None.
+            device: of the batch; None: the CPU.
+
+        Raises:
+            ValueError: weights do not fit. TypeError: something else than lists of ids or numbers.
+        """
+        made = KeyedJaggedTensor._from(build.from_lists(features, weights))
+        return made if device is None else made.to(device)
+
+    @staticmethod
+    def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> KeyedJaggedTensor:
+        """A batch from a padded tensor.
+
+        Args:
+            keys: F names. padded: [F, B, L] int32 or int64. padding_value: the number that is no id.
+
+        Raises:
+            ValueError: shape or dtype are not as above. TypeError: no tensor.
+        """
+        return KeyedJaggedTensor._from(build.from_padded(keys, padded, padding_value))
+
+    @staticmethod
+    def from_offsets_list(
+        keys: Sequence[str],
+        values: Sequence[Tensor],
+        offsets: Sequence[Tensor],
+        weights: Sequence[Tensor] | None = None,
+    ) -> KeyedJaggedTensor:
+        """A batch from the inputs and offsets of each feature, as ``torch.nn.EmbeddingBag`` takes them.
+
+        Args:
+            keys: F names. values: ids [N_f] of each. offsets: [B] of each, where bags start, from 0 on.
+            weights: [N_f] of each, or None.
+
+        Raises:
+            ValueError: another number of tensors than keys, shapes, dtypes or devices that do not fit, offsets that do
+            not start at 0 or do not rise. TypeError: one is no tensor.
+        """
+        return KeyedJaggedTensor._from(build.from_offsets_list(keys, values, offsets, weights))
+
+    @staticmethod
+    def _from(parts: build.Parts) -> KeyedJaggedTensor:
+        keys, values, lengths, weights, strides = parts
+        return KeyedJaggedTensor(keys, values, lengths=lengths, weights=weights, stride_per_key=strides)
 
     @staticmethod
     def concat(kjt_list: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
@@ -373,54 +533,3 @@ def _from_zero(kjt: KeyedJaggedTensor) -> tuple[Tensor, Tensor, Tensor | None]:
     if (first, last) == (0, values.shape[0]):
         return values, offsets, weights
     return values[first:last], offsets - first, None if weights is None else weights[first:last]
-
-
-class KeyedTensor(JaggedContainer):
-    """Pooled embeddings [B, sum of D] whose columns belong to named features.
-
-    Args:
-        keys: F names, all different; length_per_key: F widths; values: [B, sum of widths].
-
-    Raises:
-        ValueError: they do not fit together. TypeError: ``values`` are no tensor.
-    """
-
-    _parts = ("_values",)
-
-    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
-        checks.check_columns(keys, length_per_key, values)
-        self._keys, self._lengths, self._values = keys, length_per_key, values
-
-    @classmethod
-    def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
-        """Makes it from parts that fit, without checks."""
-        new = cls.__new__(cls)
-        new._keys, new._lengths, new._values = keys, length_per_key, values
-        return new
-
-    def keys(self) -> list[str]:
-        """F names, in column order."""
-        return self._keys
-
-    def values(self) -> Tensor:
-        """[B, sum of D]."""
-        return self._values
-
-    def length_per_key(self) -> list[int]:
-        """Columns of each key."""
-        return self._lengths
-
-    def __getitem__(self, key: str) -> Tensor:
-        i = _place(key, self._keys)
-        start = sum(self._lengths[:i])
-        return self._values[:, start : start + self._lengths[i]]
-
-    def to_dict(self) -> dict[str, Tensor]:
-        """name -> [B, D]."""
-        return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
-
-    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
-        return self._of(self._keys, self._lengths, move(self._values))
-
-    def __repr__(self) -> str:
-        return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"

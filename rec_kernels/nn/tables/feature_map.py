@@ -69,6 +69,7 @@ class FeatureMap:
         state_kinds, state_dtype: what the optimizer keeps, as of ``StatePlaces``.
 
     Attributes:
+        is_rounded: whether updates round rows or state.
         stored: the tables with parts of compressed ones in their place, as they lie in memory.
         storage: their places in the flat tensor of weights; state: in those of the optimizer's state.
         features: F lookups, in the order of ``feature_names``. The outputs are called ``output_keys`` and have
@@ -93,6 +94,7 @@ class FeatureMap:
             raise ValueError(f"table names must differ, those of parts too, got {names}")
         self.storage = Storage(self.stored)
         self.state = StatePlaces(self.stored, state_kinds, state_dtype)
+        self.is_rounded = self.storage.is_bytes or self.state.is_rounded
         self.feature_names = [f for t in tables for f in t.feature_names]
         self.output_keys = _output_keys(tables, self.feature_names)
         self.output_dims = [t.embedding_dim for t in tables for _ in t.feature_names]

@@ -102,7 +102,7 @@ class LayoutBuffers(nn.Module):
         self._freeze()
 
     def _flags(self) -> list[bool]:
-        """Whether each feature gives no gradient."""
+        """Flags of features that give no gradient."""
         features = zip(self._features.feature_names, self._features.features, strict=True)
         return [name in self.frozen or not self.trained[f.parts[0].stored] for name, f in features]
 
@@ -111,6 +111,8 @@ class LayoutBuffers(nn.Module):
 
     def by_row_arguments(self, tables: Sequence[int], bag_starts: Tensor) -> dict[str, object]:
         """``arguments`` of a layout with features behind the others whose ids are the rows of some stored tables."""
+        if not tables:
+            return self.arguments(bag_starts)
         made = self._features.layout(self._flags(), None, self.device, tables)
         own = {"layout": made.layout, "layout_sizes": made.layout_sizes}
         return self.arguments(bag_starts) | own

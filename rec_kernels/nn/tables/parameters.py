@@ -28,7 +28,7 @@ class RequiresGrad:
 
     @staticmethod
     def of(weight: Tensor) -> Any:
-        """What has ``requires_grad`` of a table's weight: the weight, or this."""
+        """The object that has ``requires_grad`` of a table's weight: the weight, or this."""
         return weight.__dict__.get("requires_grad_", weight)
 
 

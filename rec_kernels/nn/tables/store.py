@@ -23,6 +23,8 @@ from rec_kernels.nn.tables.rows import initialize
 from rec_kernels.nn.tables.storage import zeros
 from rec_kernels.nn.tables.table_file import TableFile
 
+_NOT_HELD = contextlib.nullcontext()
+
 
 class TableCall(NamedTuple):
     """Table arguments of a call of the ops.
@@ -91,7 +93,7 @@ class TableStore:
 
     def held(self) -> AbstractContextManager[None]:
         """Within the block, rows that this thread has asked for stay where they are."""
-        return contextlib.nullcontext()
+        return _NOT_HELD
 
     def lookup_arguments(self, call: TableCall, *, inserts: bool) -> dict[str, Tensor]:
         """The arguments of a lookup that say which rows are cached.

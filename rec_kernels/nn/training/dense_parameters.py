@@ -1,4 +1,4 @@
-"""Which parameters of a model are for a torch optimizer, and a word to one that was given others."""
+"""The parameters of a model that a torch optimizer is to be given, and a warning to one that was given others."""
 
 from __future__ import annotations
 

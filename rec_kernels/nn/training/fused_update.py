@@ -62,7 +62,7 @@ class FusedUpdate:
     def __init__(
         self, optimizer: Optimizer, weights: list[nn.Parameter], buffers: Buffers, dense: DenseGradients
     ) -> None:
-        self.optimizer = optimizer
+        self.optimizer, self._options = optimizer, optimizer.options()
         self.face = FusedOptimizer(weights, optimizer.lr, buffers["lr"], buffers["step"])
         self.pending: Pending | None = None
         self._scaler: GradScaler | None = None
@@ -101,14 +101,13 @@ class FusedUpdate:
 
     def options(self, buffers: Buffers) -> dict[str, object]:
         """The arguments of the ops that say how gradients are used."""
-        options = self.optimizer.options()
-        if "exp_avg" in self.optimizer.state:
-            options |= {
-                "exp_avg": buffers["_exp_avg"],
-                "exp_avg_sq": buffers["_exp_avg_sq"],
-                "beta_powers": buffers["beta_powers"],
-            }
-        return options
+        if "exp_avg" not in self.optimizer.state:
+            return self._options.copy()
+        return self._options | {
+            "exp_avg": buffers["_exp_avg"],
+            "exp_avg_sq": buffers["_exp_avg_sq"],
+            "beta_powers": buffers["beta_powers"],
+        }
 
     def set_grad_scaler(self, scaler: GradScaler | None, weights: list[nn.Parameter], buffers: Buffers) -> None:
         """``set_grad_scaler()`` of a collection with these tensors."""

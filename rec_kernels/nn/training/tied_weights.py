@@ -25,6 +25,8 @@ from rec_kernels.nn.training.accumulate import Lookup, join
 from rec_kernels.nn.training.dense_parameters import mark_fused
 
 _ops = torch.ops.rec_kernels
+# Found once: a lookup's backward asks both.
+_current_task, _will_run = torch._C._current_graph_task_id, torch._C._will_engine_execute_node
 
 #: The most elements of a table whose dense gradient joins its update: 1 GiB of float32.
 LARGEST = 1 << 28
@@ -47,6 +49,7 @@ class DenseGradients:
     def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
         self._names, self._finish, self._refusal = names, finish, refusal
         self.is_put_off = self.is_compiled = False
+        self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
         self._forget()
 
     def _forget(self) -> None:
@@ -85,8 +88,10 @@ class DenseGradients:
         if self._accumulators is None:
             leaves = [w for w in self.weights if w.requires_grad and not w.is_inference()]
             self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
-        if self._task != torch._C._current_graph_task_id():
-            if not any(map(torch._C._will_engine_execute_node, self._accumulators)):
+        task = _current_task()
+        if self._task != task:
+            if not any(map(_will_run, self._accumulators)):
+                self._updated = task
                 return False
             self._begin()
         shared = None if bags["inverse"] is None else SharedBags(bags["inverse"], bags["groups"], [], [])
@@ -96,14 +101,23 @@ class DenseGradients:
 
     def _begin(self) -> None:
         """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
-        self._task, self._lookups, self._dense = torch._C._current_graph_task_id(), [], set()
+        self._task, self._lookups, self._dense = _current_task(), [], set()
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
+        self._refuse_nested(self._task)
         lookups, self._lookups, self._task = self._lookups, [], None
         finish = self._finish()
         if finish is not None:
             finish(lookups)
+
+    def _refuse_nested(self, task: int) -> None:
+        """Raises RuntimeError if a lookup has updated in a backward within this one, which knows no other gradients."""
+        if self._updated > task:
+            raise RuntimeError(
+                f"{', '.join(self._names)}: a table is used beside lookups, and lookups were made in a reentrant "
+                "checkpoint, whose backward has updated the tables by itself: use use_reentrant=False"
+            )
 
     def arrived(self, i: int) -> None:
         """Table i has a dense gradient.
@@ -112,9 +126,11 @@ class DenseGradients:
             RuntimeError: it cannot be part of an update; it is dropped.
         """
         weight, reason = self.weights[i], self._refusal
+        if weight.grad is None:
+            return  # torch calls hooks of undefined gradients, too
         if reason is None and self.is_compiled:
             reason = "its lookups are compiled, and update before it is there"
-        if reason is None and weight.grad is not None and weight.grad.numel() > LARGEST:
+        if reason is None and weight.grad.numel() > LARGEST:
             reason = f"it has {weight.grad.numel()} elements, and at most {LARGEST} join an update"
         if reason is not None:
             weight.grad = None
@@ -123,7 +139,8 @@ class DenseGradients:
                 f"fused optimizer cannot add to theirs: {reason}. Look its rows up instead, as a second feature of the "
                 "table, or build the collection with optimizer=None; weight.detach() has no gradient"
             )
-        if not self.is_put_off and self._task != torch._C._current_graph_task_id():
+        self._refuse_nested(_current_task())
+        if not self.is_put_off and self._task != _current_task():
             self._begin()
         self._dense.add(i)
 
@@ -131,13 +148,13 @@ class DenseGradients:
         """Dense gradients by table, which the parameters do not have any more."""
         found, arrived, self._dense = {}, sorted(self._dense), set()
         for i in arrived:
-            if self.weights[i].grad is not None:
+            if self.weights[i].grad is not None:  # zero_grad() may have come first, in accumulate()
                 found[i], self.weights[i].grad = self.weights[i].grad, None
         return found
 
 
 class _Arrival:
-    """A hook of a parameter. It is no closure of what it tells, which has it, and copies of parameters have it too."""
+    """A hook of a parameter, which would keep a ``DenseGradients``, and with it the collection's rows, alive."""
 
     def __init__(self, told: weakref.ref[DenseGradients], i: int) -> None:
         self._told, self._i = told, i

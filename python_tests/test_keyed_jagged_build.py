@@ -1,0 +1,199 @@
+"""Jagged batches from dicts, lists, padded tensors and offsets of each feature; pieces of batches, as in TorchRec."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import rec_kernels as rk
+
+KJT = rk.KeyedJaggedTensor
+
+
+def batch(*, weights: bool = False) -> rk.KeyedJaggedTensor:
+    """Three features of two samples."""
+    lengths = torch.tensor([2, 0, 1, 1, 3, 0])
+    values = torch.arange(10, 17)
+    return KJT(["a", "b", "c"], values, lengths=lengths, weights=torch.rand(7) if weights else None)
+
+
+def assert_same(found: rk.KeyedJaggedTensor, expected: rk.KeyedJaggedTensor) -> None:
+    """Asserts that two batches have the same keys, ids, bags and weights."""
+    assert found.keys() == expected.keys()
+    assert found.stride_per_key() == expected.stride_per_key()
+    for one, other in ((found.values(), expected.values()), (found.lengths(), expected.lengths())):
+        assert torch.equal(one.long(), other.long())
+    assert (found.weights_or_none() is None) == (expected.weights_or_none() is None)
+    if found.weights_or_none() is not None:
+        assert torch.equal(found.weights(), expected.weights())
+    assert found.offset_per_key() == expected.offset_per_key()
+
+
+def test_from_lists() -> None:
+    """A list of ids for each sample, with weights or without."""
+    given = {"a": [[10, 11], []], "b": [[12], [13]], "c": [(14, 15, 16), ()]}
+    assert_same(KJT.from_lists(given), batch())
+    weights = {name: [[0.5 * x for x in bag] for bag in bags] for name, bags in given.items()}
+    found = KJT.from_lists(given, weights)
+    assert torch.equal(found.weights(), found.values() * 0.5)
+    assert KJT.from_lists(given, device="meta").values().is_meta
+
+
+def test_from_dict() -> None:
+    """Tensors of one id or several, padded ones, jagged ones and lists beside each other."""
+    given = {
+        "one": torch.tensor([3, 4]),
+        "two": torch.tensor([[5, 6], [7, 8]], dtype=torch.int32),
+        "jagged": rk.JaggedTensor(torch.tensor([9, 9]), torch.tensor([0, 0, 2])),
+        "list": [[1], [2, 3]],
+    }
+    expected = KJT(
+        list(given),
+        torch.tensor([3, 4, 5, 6, 7, 8, 9, 9, 1, 2, 3]),
+        lengths=torch.tensor([1, 1, 2, 2, 0, 2, 1, 2]),
+    )
+    assert_same(KJT.from_dict(given), expected)
+    assert_same(
+        KJT.from_dict({"a": torch.tensor([[10, 11], [0, 0]]), "b": torch.tensor([12, 0])}, padding_value=0),
+        KJT(["a", "b"], torch.tensor([10, 11, 12]), lengths=torch.tensor([2, 0, 1, 0])),
+    )
+    assert KJT.from_dict({"a": torch.arange(3), "b": torch.arange(2)}).stride_per_key() == [3, 2]
+    assert KJT.from_dict({}).keys() == []
+
+
+def test_from_padded() -> None:
+    """The padding is in no bag."""
+    padded = torch.tensor([[[10, 11, -1], [-1, -1, -1]], [[12, -1, -1], [13, -1, -1]], [[14, 15, 16], [-1, -1, -1]]])
+    assert_same(KJT.from_padded(["a", "b", "c"], padded, -1), batch())
+
+
+def test_from_offsets_list() -> None:
+    """Inputs and offsets as torch.nn.EmbeddingBag takes them give its sums."""
+    values = [torch.tensor([1, 2, 3]), torch.tensor([4, 5])]
+    offsets = [torch.tensor([0, 2]), torch.tensor([0, 0])]
+    weights = [torch.rand(3), torch.rand(2)]
+    found = KJT.from_offsets_list(["a", "b"], values, offsets, weights)
+    assert found.lengths().tolist() == [2, 1, 0, 2]
+    table = torch.randn(6, 4)
+    collection = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(6, 4, name="t", feature_names=["a", "b"], init=lambda w: w.copy_(table))]
+    )
+    expected = [
+        torch.nn.functional.embedding_bag(x, table, o, mode="sum", per_sample_weights=w)
+        for x, o, w in zip(values, offsets, weights, strict=True)
+    ]
+    torch.testing.assert_close(collection(found).values(), torch.cat(expected, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "text"),
+    [
+        (lambda: KJT.from_dict({"a": torch.rand(3)}), ValueError, r"features\['a'\] must be ids, int32 or int64"),
+        (
+            lambda: KJT.from_dict({"a": torch.zeros(1, 1, 1).long()}),
+            ValueError,
+            r"\[B\] or \[B, L\], got .*\[1, 1, 1\]",
+        ),
+        (lambda: KJT.from_lists({"a": [1, 2]}), TypeError, r"features\['a'\] must be a list of lists"),
+        (lambda: KJT.from_lists({"a": [[1.5]]}), TypeError, r"features\['a'\] must have ids, got 1\.5"),
+        (lambda: KJT.from_lists({"a": [[True]]}), TypeError, r"must have ids, got True"),
+        (lambda: KJT.from_lists({"a": [[1]]}, {"b": [[1]]}), ValueError, r"weights must have the features \['a'\]"),
+        (lambda: KJT.from_lists({"a": [[1]]}, {"a": [[]]}), ValueError, r"a number for each id"),
+        (lambda: KJT.from_padded(["a"], torch.zeros(2, 3, 4).long(), 0), ValueError, r"\[F, B, L\] of 1 keys"),
+        (
+            lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], []),
+            ValueError,
+            r"offsets must have a tensor for each",
+        ),
+        (
+            lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], [torch.tensor([0, 4])]),
+            ValueError,
+            r"offsets\[0\]\[1\] = 4 must be at most the number of values, 3",
+        ),
+        (
+            lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], [torch.tensor([1])]),
+            ValueError,
+            r"offsets\[0\]\[0\] must be 0, got 1",
+        ),
+        (
+            lambda: KJT.from_offsets_list(["a"], [torch.arange(3)], [torch.tensor([0, 2, 1])]),
+            ValueError,
+            r"offsets\[0\]\[2\] = 1 must be at least the one before, 2",
+        ),
+        (lambda: batch().split([1, 1]), ValueError, r"segments must be at least 0 and 3 together"),
+        (lambda: batch().permute([3]), IndexError, r"in \[0, 3\), got 3"),
+        (lambda: batch().weights(), ValueError, r"weights_or_none\(\)"),
+    ],
+)
+def test_errors(make, error: type[Exception], text: str) -> None:
+    """They name the argument, the value and what is allowed."""
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize("weights", [False, True])
+def test_pieces(weights: bool) -> None:
+    """split, permute, to_dict and length_per_key, beside TorchRec's where it is installed."""
+    whole = batch(weights=weights)
+    first, none, rest = whole.split([1, 0, 2])
+    assert (first.keys(), none.keys(), rest.keys()) == (["a"], [], ["b", "c"])
+    assert_same(KJT.concat([first, rest]), whole)
+    turned = whole.permute([2, 0])
+    assert turned.keys() == ["c", "a"]
+    assert turned.values().tolist() == [14, 15, 16, 10, 11]
+    assert_same(turned.permute([1, 0]), whole.permute([0, 2]))
+    assert whole.length_per_key() == [2, 2, 3]
+    assert {k: v.values().tolist() for k, v in whole.to_dict().items()} == {
+        "a": [10, 11],
+        "b": [12, 13],
+        "c": [14, 15, 16],
+    }
+    assert KJT.empty(is_weighted=True).weights().shape == (0,)
+    sparse = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    theirs = sparse.KeyedJaggedTensor(
+        whole.keys(), whole.values(), weights=whole.weights_or_none(), lengths=whole.lengths()
+    )
+    assert theirs.length_per_key() == whole.length_per_key()
+    for mine, other in zip(whole.split([1, 0, 2]), theirs.split([1, 0, 2]), strict=True):
+        assert mine.keys() == other.keys()
+        assert torch.equal(mine.values(), other.values())
+        assert torch.equal(mine.lengths(), other.lengths())
+    assert torch.equal(turned.values(), theirs.permute([2, 0]).values())
+
+
+def test_regrouped_columns() -> None:
+    """Blocks of columns of several pooled results, beside TorchRec's where it is installed."""
+    tensors = [torch.randn(3, d) for d in (2, 4, 1)]
+    one, two = rk.KeyedTensor.from_tensor_list(["a", "b"], tensors[:2]), rk.KeyedTensor(["c"], [1], tensors[2])
+    assert one.offset_per_key() == [0, 2, 6]
+    groups = [["c", "a"], ["b"]]
+    found = rk.KeyedTensor.regroup([one, two], groups)
+    assert torch.equal(found[0], torch.cat([tensors[2], tensors[0]], dim=1))
+    assert torch.equal(found[1], tensors[1])
+    assert list(rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x", "y"])) == ["x", "y"]
+    with pytest.raises(KeyError, match=r"groups name \['z'\]"):
+        rk.KeyedTensor.regroup([one], [["z"]])
+    with pytest.raises(ValueError, match="keys must name each of 2 groups"):
+        rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x"])
+    with pytest.raises(ValueError, match="one \\[B, D\\] for each of 1 keys"):
+        rk.KeyedTensor.from_tensor_list(["a"], tensors)
+
+
+def test_collections_take_dicts() -> None:
+    """A dict of tensors is a batch of the features that the collection has."""
+    bags = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b"])])
+    rows = rk.EmbeddingCollection([rk.EmbeddingConfig(20, 4, name="t", feature_names=["a"])])
+    given: dict[str, Tensor] = {"b": torch.arange(3), "a": torch.arange(6).view(3, 2), "label": torch.rand(3)}
+    batch = KJT.from_dict({"a": given["a"], "b": given["b"]})
+    assert torch.equal(bags(given).values(), bags(batch).values())
+    assert torch.equal(bags.by_feature(given)["a"], bags.by_feature(batch)["a"])
+    assert torch.equal(rows(given)["a"].values(), rows(batch)["a"].values())
+    assert torch.equal(rows.rows(given), rows.rows(batch))
+    assert torch.equal(bags.for_serving()(given).values(), bags(batch).values())
+    with pytest.raises(KeyError, match=r"\['b'\]"):
+        bags({"a": given["a"]})
+    with pytest.raises(
+        TypeError, match=r'or a dict of tensors, got Tensor: of ids give \{"name": ids\}, with a name of'
+    ):
+        bags(given["a"])

@@ -1,0 +1,137 @@
+"""Jagged batches from what people have: dicts of tensors, lists, padded tensors, values and offsets of each feature."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.checks import check_integers, check_tensor, has_data
+
+
+class Parts(NamedTuple):
+    """The arguments of ``rk.KeyedJaggedTensor``."""
+
+    keys: list[str]
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None
+    stride_per_key: list[int] | None
+
+
+class _Feature(NamedTuple):
+    """One feature's ids [N], lengths [B], and weights [N] or None."""
+
+    values: Tensor
+    lengths: Tensor
+    weights: Tensor | None = None
+
+
+def from_dict(features: Mapping[str, Any], padding_value: int | None) -> Parts:
+    """``rk.KeyedJaggedTensor.from_dict``."""
+    return _joined({name: _feature(f"features[{name!r}]", x, padding_value) for name, x in features.items()})
+
+
+def from_lists(features: Mapping[str, Any], weights: Mapping[str, Any] | None) -> Parts:
+    """``rk.KeyedJaggedTensor.from_lists``."""
+    found = {name: _of_lists(f"features[{name!r}]", bags, torch.int64) for name, bags in features.items()}
+    if weights is not None:
+        if sorted(weights) != sorted(features):
+            raise ValueError(f"weights must have the features {sorted(features)}, got {sorted(weights)}")
+        for name, bags in weights.items():
+            given = _of_lists(f"weights[{name!r}]", bags, torch.float32)
+            if not torch.equal(given.lengths, found[name].lengths):
+                raise ValueError(f"weights[{name!r}] must have a number for each id of features[{name!r}]")
+            found[name] = found[name]._replace(weights=given.values)
+    return _joined(found)
+
+
+def from_padded(keys: Sequence[str], padded: Tensor, padding_value: int) -> Parts:
+    """``rk.KeyedJaggedTensor.from_padded``."""
+    check_tensor("padded", padded)
+    if padded.dim() != 3 or padded.shape[0] != len(keys):
+        raise ValueError(f"padded must be [F, B, L] of {len(keys)} keys, got {list(padded.shape)}")
+    found = {key: _of_tensor(f"padded[{f}]", padded[f], padding_value) for f, key in enumerate(keys)}
+    return _joined(found)
+
+
+def from_offsets_list(
+    keys: Sequence[str], values: Sequence[Tensor], offsets: Sequence[Tensor], weights: Sequence[Tensor] | None
+) -> Parts:
+    """``rk.KeyedJaggedTensor.from_offsets_list``."""
+    for name, given in (("values", values), ("offsets", offsets), ("weights", weights)):
+        if given is not None and len(given) != len(keys):
+            raise ValueError(f"{name} must have a tensor for each of {len(keys)} keys, got {len(given)}")
+    found = {}
+    for f, key in enumerate(keys):
+        ids, starts = values[f], offsets[f]
+        check_integers(f"values[{f}]", ids, ids)
+        check_integers(f"offsets[{f}]", starts, ids)
+        ends = torch.cat([starts, starts.new_tensor([ids.shape[0]])])
+        _check_offsets(f, ends)
+        found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
+    return _joined(found)
+
+
+def _check_offsets(f: int, ends: Tensor) -> None:
+    if not has_data(ends):
+        return
+    if len(ends) > 1 and ends[0]:
+        raise ValueError(f"offsets[{f}][0] must be 0, got {int(ends[0])}")
+    falls = (ends.diff() < 0).nonzero()
+    if len(falls):
+        i, count = int(falls[0]), int(ends[-1])
+        which = f"offsets[{f}][{i + 1}] = {int(ends[i + 1])} must be at least the one before, {int(ends[i])}"
+        if i + 2 == len(ends):
+            which = f"offsets[{f}][{i}] = {int(ends[i])} must be at most the number of values, {count}"
+        raise ValueError(which)
+
+
+def _feature(name: str, x: Any, padding_value: int | None) -> _Feature:
+    if isinstance(x, Tensor):
+        return _of_tensor(name, x, padding_value)
+    if hasattr(x, "values") and hasattr(x, "lengths"):
+        return _Feature(x.values(), x.lengths(), x.weights_or_none())
+    return _of_lists(name, x, torch.int64)
+
+
+def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:
+    if x.dim() not in (1, 2) or x.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be ids, int32 or int64 [B] or [B, L], got {x.dtype} {list(x.shape)}")
+    bags = x[:, None] if x.dim() == 1 else x
+    if padding_value is None:
+        return _Feature(x.reshape(-1), torch.full((bags.shape[0],), bags.shape[1], dtype=torch.int64, device=x.device))
+    there = bags != padding_value
+    return _Feature(bags[there], there.sum(1))
+
+
+def _of_lists(name: str, bags: Any, dtype: torch.dtype) -> _Feature:
+    if not isinstance(bags, Sequence) or not all(
+        isinstance(bag, Sequence) and not isinstance(bag, str) for bag in bags
+    ):
+        raise TypeError(f"{name} must be a list of lists, one for each sample, got {bags!r}"[:200])
+    flat = [number for bag in bags for number in bag]
+    kinds = (int,) if dtype == torch.int64 else (int, float)
+    for number in flat:
+        if not isinstance(number, kinds) or isinstance(number, bool):
+            raise TypeError(f"{name} must have {'ids' if len(kinds) == 1 else 'numbers'}, got {number!r}")
+    return _Feature(
+        torch.tensor(flat, dtype=dtype, device="cpu"),
+        torch.tensor([len(bag) for bag in bags], dtype=torch.int64, device="cpu"),
+    )
+
+
+def _joined(features: dict[str, _Feature]) -> Parts:
+    keys, found = list(features), list(features.values())
+    if not found:
+        empty = torch.zeros(0, dtype=torch.int64)
+        return Parts([], empty, empty, None, None)
+    without = [key for key, x in features.items() if x.weights is None]
+    if without and len(without) < len(keys):
+        raise ValueError(f"features {without} have no weights, and others do: all must have them, or none")
+    sizes = [x.lengths.shape[0] for x in found]
+    weights = None if without else torch.cat([x.weights for x in found])
+    values, lengths = torch.cat([x.values for x in found]), torch.cat([x.lengths for x in found])
+    return Parts(keys, values, lengths, weights, None if len(set(sizes)) == 1 else sizes)

@@ -1,0 +1,115 @@
+"""KeyedTensor: pooled embeddings whose columns belong to features."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged import checks
+from rec_kernels.nn.jagged.container import JaggedContainer
+
+
+class KeyedTensor(JaggedContainer):
+    """Pooled embeddings [B, sum of D] whose columns belong to named features.
+
+    Args:
+        keys: F names, all different; length_per_key: F widths; values: [B, sum of widths].
+
+    Raises:
+        ValueError: they do not fit together. TypeError: ``values`` are no tensor.
+    """
+
+    _parts = ("_values",)
+
+    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
+        checks.check_columns(keys, length_per_key, values)
+        self._keys, self._lengths, self._values = keys, length_per_key, values
+
+    @classmethod
+    def _of(cls, keys: list[str], length_per_key: list[int], values: Tensor) -> KeyedTensor:
+        """Makes it from parts that fit, without checks."""
+        new = cls.__new__(cls)
+        new._keys, new._lengths, new._values = keys, length_per_key, values
+        return new
+
+    def keys(self) -> list[str]:
+        """F names, in column order."""
+        return self._keys
+
+    def values(self) -> Tensor:
+        """[B, sum of D]."""
+        return self._values
+
+    def length_per_key(self) -> list[int]:
+        """Columns of each key."""
+        return self._lengths
+
+    def __getitem__(self, key: str) -> Tensor:
+        i = checks.place_of_key(key, self._keys)
+        start = sum(self._lengths[:i])
+        return self._values[:, start : start + self._lengths[i]]
+
+    def offset_per_key(self) -> list[int]:
+        """[F + 1]: where each key's columns start."""
+        return list(itertools.accumulate(self._lengths, initial=0))
+
+    def key_dim(self) -> int:
+        """The dimension that keys share: 1, the columns."""
+        return 1
+
+    @staticmethod
+    def from_tensor_list(keys: list[str], tensors: Sequence[Tensor]) -> KeyedTensor:
+        """One block of columns, [B, D], for each key. As in TorchRec.
+
+        Raises:
+            ValueError: another number of tensors than keys, or they are no [B, D] of one B.
+        """
+        tensors = list(tensors)
+        if len(tensors) != len(keys) or any(t.dim() != 2 for t in tensors):
+            shapes = [list(t.shape) for t in tensors]
+            raise ValueError(f"tensors must be one [B, D] for each of {len(keys)} keys, got {shapes}")
+        if len({t.shape[0] for t in tensors}) > 1:
+            raise ValueError(f"tensors must have as many rows as each other, got {[t.shape[0] for t in tensors]}")
+        return KeyedTensor(list(keys), [t.shape[1] for t in tensors], torch.cat(tensors, dim=1))
+
+    @staticmethod
+    def regroup(keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]]) -> list[Tensor]:
+        """[B, columns of its keys] for each group of keys, which may be of several tensors. As in TorchRec.
+
+        Raises:
+            KeyError: none of the tensors has a key.
+        """
+        blocks: dict[str, Tensor] = {}
+        for tensor in keyed_tensors:
+            blocks.update(tensor.to_dict())
+        unknown = [key for group in groups for key in group if key not in blocks]
+        if unknown:
+            raise KeyError(f"groups name {unknown}, which are not among the keys {list(blocks)}")
+        return [torch.cat([blocks[key] for key in group], dim=1) for group in groups]
+
+    @staticmethod
+    def regroup_as_dict(
+        keyed_tensors: Sequence[KeyedTensor], groups: Sequence[Sequence[str]], keys: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """``regroup`` with a name for each group. As in TorchRec.
+
+        Raises:
+            ValueError: another number of names than groups. KeyError: none of the tensors has a key.
+        """
+        if len(keys) != len(groups):
+            raise ValueError(f"keys must name each of {len(groups)} groups, got {list(keys)}")
+        return dict(zip(keys, KeyedTensor.regroup(keyed_tensors, groups), strict=True))
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """name -> [B, D]."""
+        return dict(zip(self._keys, self._values.split(self._lengths, dim=1), strict=True))
+
+    def _mapped(self, move: Callable[[Any], Any]) -> KeyedTensor:
+        return self._of(self._keys, self._lengths, move(self._values))
+
+    def __repr__(self) -> str:
+        return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"
