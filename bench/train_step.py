@@ -60,14 +60,18 @@ class PlainInteraction(nn.Module):
         return torch.cat([dense, products[:, self.places[0], self.places[1]]], dim=1)
 
 
+class NoCollection(nn.Module):
+    """In place of a collection, where the tables are a model's own."""
+
+    def check(self) -> None:
+        """Nothing is told late."""
+
+
 class TorchDLRM(DLRM):
     """DLRM with torch's interaction, without tables: ``embeddings`` go when their weights have been taken."""
 
     def __init__(self, features: list[Feature], num_dense: int, **options):
         super().__init__(features, num_dense, interaction=PlainInteraction, **options)
-
-    def check(self) -> None:
-        """Nothing is told late."""
 
     def dense_parameters(self) -> list[nn.Parameter]:
         return [*self.bottom.parameters(), *self.top.parameters()]
@@ -90,7 +94,7 @@ class RecipeDLRM(TorchDLRM):
                 for feature, weight in weights.items()
             }
         )
-        self.embeddings = None
+        self.embeddings = NoCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
         """Weights of the tables, for an optimizer that takes sparse gradients."""
@@ -114,7 +118,7 @@ class TunedDLRM(TorchDLRM):
         self.table = nn.Parameter(torch.cat([weights[feature.name] for feature in features]))
         starts = torch.tensor([0, *(feature.num_embeddings for feature in features)]).cumsum(0)
         self.shift, self.history_shift = starts[: len(FEATURES), None], int(starts[len(FEATURES)])
-        self.embeddings = None
+        self.embeddings = NoCollection()
 
     def table_parameters(self) -> list[nn.Parameter]:
         """The one table, for an optimizer that takes sparse gradients."""
@@ -222,12 +226,15 @@ def table(summary: dict[str, dict]) -> str:
 
 def environment() -> dict:
     """Environment that a result depends on besides the code."""
+    script = Path(sys.argv[0])
+    study = script.resolve().parent.name == "studies"
+    program = ["-m", f"bench.studies.{script.stem}"] if study else [f"bench/{script.name}"]
     return {
         "torch": torch.__version__,
         "cpu": cpu_model(),
         "threads": torch.get_num_threads(),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "bench/" + Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(["python", *program, *sys.argv[1:]]),
     }
 
 

@@ -19,7 +19,7 @@ pytest.importorskip("sklearn")
 from command_lines import main
 
 import rec_kernels as rk
-from bench.studies import compare
+from bench.studies import compare, half_step
 from rec_kernels.dlrm import (
     DLRM,
     DataError,
@@ -341,15 +341,8 @@ def test_comparison_of_formats(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert again["configurations"][:-1] == result["configurations"][:-1]
 
 
-@pytest.fixture
-def half_step(monkeypatch: pytest.MonkeyPatch):
-    """bench/half_step.py."""
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "bench"))
-    return pytest.importorskip("half_step")
-
-
 @pytest.mark.parametrize("format", ["bf16", "int8"])
-def test_updates_below_half_a_step(format: str, half_step) -> None:
+def test_updates_below_half_a_step(format: str) -> None:
     """Rounding to nearest loses them, and larger ones become a whole step; stochastic rounding keeps their mean."""
     assert half_step.drift(format, "nearest", 0.5, rows=4)["moved"] == 0
     assert half_step.drift(format, "nearest", 1.25, rows=4)["moved"] == pytest.approx(2 / 1.25)
@@ -359,7 +352,7 @@ def test_updates_below_half_a_step(format: str, half_step) -> None:
     assert abs(found["moved"] - 1) < 5 * standard_error
 
 
-def test_half_steps_are_half_the_distance_of_neighbours(half_step) -> None:
+def test_half_steps_are_half_the_distance_of_neighbours() -> None:
     weight = torch.tensor([[1.0, 1.5, -3.0, 0.3]])
     neighbours = torch.nextafter(weight.bfloat16(), torch.full((), torch.inf, dtype=torch.bfloat16))
     distance = (neighbours.float() - weight.bfloat16().float()).abs()
@@ -367,7 +360,7 @@ def test_half_steps_are_half_the_distance_of_neighbours(half_step) -> None:
     assert half_step.half_steps(weight, "int8") == pytest.approx((1.5 + 3) / 255 / 2)
 
 
-def test_half_step_experiment(half_step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_step_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All of it on little data: fp32 goes all of its own way, frozen tables none of it."""
     monkeypatch.setattr(half_step, "FRACTIONS", (4.0,))
     options = config(tmp_path, run=None, lr=half_step.LR)
@@ -387,7 +380,7 @@ def test_half_step_experiment(half_step, tmp_path: Path, monkeypatch: pytest.Mon
     ("flags", "message"), [(["--seeds", "0"], "seeds is '0', allowed is"), (["--weeks", "53"], "weeks is 53, allowed")]
 )
 def test_half_step_refuses_wrong_flags(
-    flags: list[str], message: str, half_step, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    flags: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["half_step.py", *flags])
     with pytest.raises(SystemExit, match="2"):

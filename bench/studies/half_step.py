@@ -15,15 +15,16 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from train_step import RESULTS, environment, positive
 
 import rec_kernels as rk
 from bench.studies import compare, compare_report
+from bench.train_step import RESULTS, environment, positive
 from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
+from rec_kernels.dlrm.interruption import RunInterruptedError
+from rec_kernels.dlrm.model_factory import build_model
 from rec_kernels.dlrm.runs import RunExistsError
-from rec_kernels.dlrm.train import RunInterruptedError, build_model
 from rec_kernels.nn.tables.rows import decode
 
 # Steps of rows whose elements lie in [1, 2): bf16 has 7 bits after the point; int8 has 255 steps from LOW to HIGH.

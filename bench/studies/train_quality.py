@@ -19,13 +19,12 @@ from pathlib import Path
 
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
-from train_step import RESULTS, RecipeDLRM, TunedDLRM, environment, positive
 
+from bench.train_step import RESULTS, RecipeDLRM, TunedDLRM, environment, positive
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import ahead
 from rec_kernels.dlrm.dedup import dedup_batch
-from rec_kernels.dlrm.scores import score
-from rec_kernels.dlrm.train import predict
+from rec_kernels.dlrm.scores import predict, score
 
 IMPLEMENTATIONS = {"ours": DLRM, "torch": TunedDLRM, "recipe": RecipeDLRM}
 
