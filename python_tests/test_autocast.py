@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -75,7 +76,7 @@ class Model(torch.nn.Module):
             return self.top(self.op(self.bottom(x), y)).float().squeeze(-1)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiles(op: Callable, given: tuple[Tensor, Tensor], backend: str) -> None:
     """One graph, whose result and gradients are those of eager but for roundings that Inductor leaves out."""
     torch._dynamo.reset()

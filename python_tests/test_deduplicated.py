@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from inverse_jagged_cases import sessions
+from tiers import full
 from torch import Tensor, nn
 
 import rec_kernels as rk
@@ -171,7 +172,7 @@ class Model(nn.Module):
         return torch.cat([self.user(batch), self.item(batch).values()], dim=1)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
     """A model of several groups and a rest, in one graph."""
     torch._dynamo.reset()

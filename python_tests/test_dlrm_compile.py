@@ -37,6 +37,7 @@ def test_compiled(model: str, data: Synthetic, batch: Batch, monkeypatch: pytest
         torch.testing.assert_close(again(batch), made(batch) + 1)  # the copy's layers are its own
 
 
+@pytest.mark.full
 def test_a_compiled_run(data: Synthetic, tmp_path: Path) -> None:
     """A run with the real compiler has the same scores but for rounding."""
     given = {"runs_dir": str(tmp_path)}

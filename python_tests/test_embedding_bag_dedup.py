@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from inverse_jagged_cases import grouped_batches, sessions
 from test_embedding_bag_bounds import late, message
+from tiers import full
 from torch import Tensor
 
 import rec_kernels as rk
@@ -368,8 +369,10 @@ def test_late_reports() -> None:
         module.check()
 
 
-@pytest.mark.parametrize("tables", TABLES)
-@pytest.mark.parametrize("groups", GROUPS)
+@pytest.mark.parametrize(
+    ("groups", "tables"),
+    [("groups", "widths"), *full(*((g, t) for g in GROUPS for t in TABLES if (g, t) != ("groups", "widths")))],
+)
 def test_compiled(groups: str, tables: str) -> None:
     """One graph, compiled at most a few times, for batches of any sizes."""
     torch._dynamo.reset()

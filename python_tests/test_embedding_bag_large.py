@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from backends import every_backend
 from embedding_bag_cases import Case, make_case, wide_floats
 from layout_calls import OPS
+from tiers import full
 
 from rec_kernels import testing
 from rec_kernels.testing import assert_same_sum, same_bits
@@ -45,10 +46,7 @@ def _everything(case: Case, ops=ops) -> list[torch.Tensor]:
     ("ids", "mean", "weighted", "session"),
     [
         ("zipf", False, True, 4),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("uniform", False, False, 1), ("zipf", True, False, 1), ("uniform", True, True, 1))
-        ),
+        *full(("uniform", False, False, 1), ("zipf", True, False, 1), ("uniform", True, True, 1)),
     ],
 )
 def test_backends_agree(ids: str, mean: bool, weighted: bool, session: int) -> None:

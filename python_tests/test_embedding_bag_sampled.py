@@ -21,6 +21,7 @@ def check(sample: Sample, backends: Backends) -> None:
     check_update(encoded, sample.optimizer, sample.rounding, backends, sample.grad_scale, **mode)
 
 
+@pytest.mark.full
 @settings(max_examples=250)
 @given(samples())
 def test_cpu(sample: Sample) -> None:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from layout_calls import InLists
 from test_embedding_bag_bad_input import LAYOUT
+from tiers import full
 from torch import Tensor
 
 import rec_kernels as rk
@@ -173,7 +174,7 @@ def test_dimensions(dim: int, mean: bool) -> None:
     _check_update(case)
 
 
-@pytest.mark.parametrize("weighted", [pytest.param(False, marks=pytest.mark.full), True])
+@pytest.mark.parametrize("weighted", [True, *full(False)])
 def test_hot_row(weighted: bool) -> None:
     """A row with very many occurrences, of two features with different columns of the gradient."""
     case = make_case([(1, 3), (2, 20)], [0, 1, 0], [400, 300, 3, 4, 70, 0], weighted=weighted, seed=1)

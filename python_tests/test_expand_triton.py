@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jagged_cases import INTEGERS, NOTHING_BAD
 from test_expand import BAD_GRADIENTS, BAD_ROWS, DTYPES, numbers
+from tiers import full
 from torch import Tensor
 
 from rec_kernels._triton_versions import UnsupportedTritonError
@@ -64,7 +65,7 @@ def test_matches_reference(size: tuple[int, int, int], dtype: torch.dtype) -> No
     check_expand(numbers(rows, columns, dtype), torch.randint(rows, (count,)))
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], *(pytest.param(d, marks=pytest.mark.full) for d in DTYPES[1:])], ids=str)
+@pytest.mark.parametrize("dtype", [DTYPES[0], *full(*DTYPES[1:])], ids=str)
 def test_many_samples_of_few_rows(dtype: torch.dtype) -> None:
     """Each row has 50 occurrences."""
     check_expand(numbers(6, 17, dtype), torch.randint(6, (300,)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from backends import cpu_backends
 from row_format_cases import PLACE, ROUNDINGS, WAYS, arguments, finite_rows, not_finite_rows
+from tiers import full
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor import metrics
@@ -142,13 +143,9 @@ FAMILIES = ("bf16", "int8", "mx6", "mxfp6_e3m2")
     ("format", "dtype", "columns", "rule"),
     [
         *((format, torch.float32, 48, "floor") for format in FAMILIES),
-        *(pytest.param(format, torch.bfloat16, 33, "floor", marks=pytest.mark.full) for format in FAMILIES),
-        *(pytest.param(format, torch.float32, 48, "rceil", marks=pytest.mark.full) for format in ("mx6", "mxfp6_e3m2")),
-        *(
-            pytest.param(format, torch.float32, 48, "floor", marks=pytest.mark.full)
-            for format in rk.ROW_FORMATS
-            if format not in FAMILIES
-        ),
+        *full(*((format, torch.bfloat16, 33, "floor") for format in FAMILIES)),
+        *full(*((format, torch.float32, 48, "rceil") for format in ("mx6", "mxfp6_e3m2"))),
+        *full(*((format, torch.float32, 48, "floor") for format in rk.ROW_FORMATS if format not in FAMILIES)),
     ],
 )
 def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule: str) -> None:

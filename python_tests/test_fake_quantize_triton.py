@@ -16,6 +16,7 @@ import torch
 from backends import PASSED
 from row_format_bytes import BLOCKS, ROUNDINGS, random_blocks
 from row_format_cases import PLACE, WAYS, any_bits, arguments, finite_rows, not_finite_rows, scalar
+from tiers import full
 from torch import Tensor
 
 import rec_kernels as rk
@@ -99,7 +100,7 @@ def binades(columns: int) -> Tensor:
     return (sign + (exponent << 23) + mantissa).int().view(torch.float32)
 
 
-@pytest.mark.parametrize("columns", [1, 3, 16, 33, 100, pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize("columns", [1, 16, 33, *full(3, 100, 300)])
 def test_every_way(columns: int) -> None:
     """Rows that are hard to encode, with and without NaN and Inf."""
     x = torch.cat([finite_rows(columns), not_finite_rows(columns)])
@@ -113,7 +114,7 @@ def test_every_binade(format: str, rounding: str, rule: str | None) -> None:
     compare(torch.cat([binades(64), any_bits(65, 64)]), format, rounding, rule)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("dtype", [*FLOATS[1:], *full(FLOATS[0])])
 def test_long_rows(dtype: torch.dtype) -> None:
     """Rows span several tiles: one has an Inf, one is constant, one has its least number in the last tile."""
     x = torch.randn(4, LONG) * torch.tensor([[1e-6], [1.0], [30.0], [1.0]])
@@ -124,7 +125,7 @@ def test_long_rows(dtype: torch.dtype) -> None:
             compare(x.to(dtype), *way)
 
 
-@pytest.mark.parametrize("dtype", FLOATS[1:])
+@pytest.mark.parametrize("dtype", [FLOATS[1], *full(FLOATS[2])])
 def test_narrow_input(dtype: torch.dtype) -> None:
     """Numbers of any bits; what is decoded is rounded to the dtype, with Inf where it overflows."""
     bits = torch.randint(-(2**15), 2**15, (40, 33), dtype=torch.int16).view(dtype)

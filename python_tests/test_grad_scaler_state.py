@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from test_embedding_bag_module import assert_same, batch
 from test_grad_scaler import COLUMNS, Model, assert_unchanged, grad_of, loss_of, make, scaled, snapshot
+from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.amp import GradScaler
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -148,7 +149,7 @@ def test_distributed_checkpoint(tmp_path: Path) -> None:
     assert_same(other.tables, models[0].tables)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiled(backend: str) -> None:
     """Whole graphs, which read the scale of each step: once for a scaler that begins, once for one that goes on."""
     torch._dynamo.reset()

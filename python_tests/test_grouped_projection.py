@@ -20,6 +20,7 @@ from grouped_projection_cases import (
     make_call,
     most_terms,
 )
+from tiers import full
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import rec_kernels as rk
@@ -138,7 +139,7 @@ def test_every_group_has_a_block_of_its_own() -> None:
     assert torch.equal(found, call.each(ops)[0])
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", *full("inductor")])
 def test_compiles_once(backend: str) -> None:
     """One graph, trained; another batch size is compiled for once, and none after it."""
     torch._dynamo.reset()

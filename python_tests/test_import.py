@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from process_cases import run_script
+from tiers import full
 
 import rec_kernels as rk
 from rec_kernels import _library
@@ -62,7 +63,7 @@ def test_changes_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
 LOOKED_FOR = "rec_kernels, importlib.util; importlib.util.find_spec('torch.utils.flop_counter')"
 
 
-@pytest.mark.parametrize("first", ["rec_kernels", "torch.utils.flop_counter", LOOKED_FOR])
+@pytest.mark.parametrize("first", [LOOKED_FOR, *full("rec_kernels", "torch.utils.flop_counter")])
 def test_operations_are_counted(first: str) -> None:
     """Operations are counted whether torch's counter is imported before, after, or was looked for first."""
     script = f"""

@@ -55,7 +55,7 @@ def test_odd_batches(name: str) -> None:
     """Features may be reversed, left out, repeated, or none at all."""
     batch = ODD[name]()
     features = list(range(len(batch.strides)))
-    for permute in (features[::-1], features[1:], features + features[:1], []):
+    for permute in (features[::-1], features[1:], features + features[:1], features[:1] * len(features), []):
         check_permute(batch, permute)
 
 
@@ -76,6 +76,12 @@ def test_many_features() -> None:
     random.Random(0).shuffle(permute)
     check_permute(batch, permute)
     check_permute(batch, permute[:254])
+
+
+def test_features_that_several_threads_copy() -> None:
+    """A piece of the CPU's work begins within a feature: values and weights go behind those of the piece before."""
+    batch = make_batch(2, 4000, mean_length=8, seed=6)
+    check_permute(batch, [1, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.float64, torch.complex128], ids=str)

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from process_cases import run_script
+from tiers import full
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the address space is measured by /proc")
 
@@ -126,10 +127,7 @@ print(failed, *sorted(messages), sep="\\n")
     ("optimizer", "cached", "threads"),
     [
         ("RowwiseAdagrad", True, 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.full)
-            for case in (("SGD", False, 1), ("Adam", False, 2), ("LAMB", False, 1), ("Adam", True, 1))
-        ),
+        *full(("SGD", False, 1), ("Adam", False, 2), ("LAMB", False, 1), ("Adam", True, 1)),
     ],
 )
 def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> None:
@@ -141,9 +139,7 @@ def test_a_step_is_done_or_not(optimizer: str, cached: bool, threads: int) -> No
     assert messages
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "threads"), [("Adam", 2), *(pytest.param(o, 1, marks=pytest.mark.full) for o in ("SGD", "LAMB"))]
-)
+@pytest.mark.parametrize(("optimizer", "threads"), [("Adam", 2), *full(("SGD", 1), ("LAMB", 1))])
 def test_an_update_is_done_or_not(optimizer: str, threads: int) -> None:
     """It fails for want of its own scratch memory, which the error tells, and has changed nothing then."""
     done = run_script(UPDATE, optimizer, threads)

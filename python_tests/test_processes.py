@@ -9,6 +9,7 @@ import pytest
 import row_file_cases
 import torch
 from process_cases import ROWS, batch, collection, run_script, trained
+from tiers import full
 from torch.utils.data import DataLoader, Dataset
 
 import rec_kernels as rk
@@ -139,9 +140,7 @@ if sys.argv[1] == "atexit":
 """
 
 
-@pytest.mark.parametrize(
-    "how", ["disk", "thread", *(pytest.param(how, marks=pytest.mark.full) for how in ("memory", "exit", "atexit"))]
-)
+@pytest.mark.parametrize("how", ["disk", "thread", *full("memory", "exit", "atexit")])
 def test_the_end_of_a_process(how: str, tmp_path) -> None:
     """A process with live collections, caches, graphs and threads ends silently with status 0."""
     if how == "disk" and rk.build_info()["host_library"] is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from backends import PASSED, ROOT
+from tiers import full
 
 from rec_kernels import ROW_FORMATS, _triton_versions
 
@@ -67,7 +68,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("tier", ["not full", pytest.param("full", marks=pytest.mark.full)])
+@pytest.mark.parametrize("tier", ["not full", *full("full")])
 def test_kernels_in_the_interpreter(tier: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test_<op>_triton.py, on CPU tensors, in one process; their comparisons count here."""
     monkeypatch.setenv("TRITON_INTERPRET", "1")

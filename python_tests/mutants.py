@@ -1,0 +1,294 @@
+"""Thirty bugs, planted one at a time into a copy of the sources: does the default tier of tests find each of them?
+
+    python python_tests/mutants.py                 # all of them, an hour on two cores; runs/mutants.txt has the outcome
+    python python_tests/mutants.py 0 7 --tier full # some, with the full tier where the default one finds nothing
+
+The copy is build/mutants, of the last commit; what is compiled there stays for the next run. Ends with status 1 where a
+bug was found by no test.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPY = ROOT / "build" / "mutants"
+
+
+class Mutant(NamedTuple):
+    """One bug: a text of a file that occurs once, what takes its place, and the tests of what it breaks."""
+
+    file: str
+    old: str
+    new: str
+    tests: str  # stems of python_tests/test_*.py; "a/b": only the tests of a whose names have b
+
+
+MUTANTS = [
+    # CPU kernels.
+    Mutant(
+        "csrc/dense/cpu/scale_rows_kernels.cpp", "    if (c < columns) {", "    if (c + 1 < columns) {", "scale_rows"
+    ),
+    Mutant(
+        "csrc/embedding_bag/cpu/pool.h",
+        "kKind != BagKind::kOneId && k.mean && counted > 1",
+        "kKind != BagKind::kOneId && k.mean && counted > 2",
+        "embedding_bag embedding_bag_torch",
+    ),
+    Mutant(
+        "csrc/embedding_bag/cpu/sort.cpp",
+        "counted += bags.in_range(id, f) && id != bags.padding_idx;",
+        "counted += bags.in_range(id, f);",
+        "embedding_bag embedding_bag_fused embedding_bag_bounds embedding_bag_torch",
+    ),
+    Mutant(
+        "csrc/jagged/cpu/jagged_permute.cpp",
+        "if (weights) std::copy(weights + first, weights + last, new_weights + place);",
+        "if (weights) std::copy(weights + first, weights + last, new_weights + values[f]);",
+        "jagged_permute",
+    ),
+    Mutant(
+        "csrc/jagged/cpu/jagged_bucketize.cpp",
+        "rows * buckets <= INT32_MAX",
+        "rows * buckets <= INT64_MAX",
+        "jagged_bucketize",
+    ),
+    Mutant(
+        "csrc/jagged/cpu/jagged_bucketize.cpp",
+        '" for each of the "',
+        '" for all of the "',
+        "jagged_bucketize jagged_checks",
+    ),
+    Mutant(
+        "csrc/jagged/cpu/jagged_dedup.cpp",
+        "else if (slot.hash != hash || !group.same(slot.sample, b)) continue;",
+        "else if (slot.hash != hash) continue;",
+        "jagged_dedup",
+    ),
+    Mutant(
+        "csrc/row_cache/cpu/find_kernels.cpp",
+        "tags[maybe[j]] == rows[j] : ways <= kWaysAtOnce;",
+        "tags[maybe[j]] == rows[j] : true;",
+        "row_cache row_cache_reference",
+    ),
+    Mutant(
+        "csrc/row_cache/cpu/plan.cpp",
+        "clock % history.decay_every == 0;",
+        "clock % history.decay_every == 1;",
+        "row_cache_plan",
+    ),
+    Mutant(
+        "csrc/dense/cpu/grouped_projection.cpp",
+        "if (!g.identity()) g.weights += g.in_dim * g.out_dim;",
+        "g.weights += g.in_dim * g.out_dim;",
+        "grouped_projection",
+    ),
+    Mutant(
+        "csrc/rows/cpu/row_formats.cpp",
+        "how, {rows.get(), options.first_row + n, nullptr});",
+        "how, {rows.get(), options.first_row + begin, nullptr});",
+        "fake_quantize row_formats",
+    ),
+    Mutant(
+        "csrc/embedding_bag/cpu/shared_rows.cpp",
+        "out.back().begin + out.back().count >= f.output_offset)",
+        "out.back().begin + out.back().count > f.output_offset)",
+        "embedding_bag_shared inverse_jagged",
+    ),
+    # Headers that the CPU and CUDA share.
+    Mutant(
+        "csrc/rows/optimizers/clipping_and_decay.h",
+        "return norm_known && step.adds_decay();",
+        "return step.adds_decay();",
+        "embedding_bag_gradient_step",
+    ),
+    Mutant(
+        "csrc/rows/formats/affine_integers.h",
+        "g.inverse = kStochastic && no_steps ? 0.0f : 1.0f / g.scale;",
+        "g.inverse = 1.0f / g.scale;",
+        "row_formats",
+    ),
+    Mutant(
+        "csrc/rows/optimizers/adagrad_adam_lamb.h",
+        "weight == 0.0f || direction == 0.0f ? 1.0f",
+        "weight == 0.0f ? 1.0f",
+        "embedding_bag_moments embedding_bag_optimizers",
+    ),
+    # CUDA kernels, emulated.
+    Mutant(
+        "csrc/dense/cuda/expand.cu",
+        "static_cast<uint64_t>(a.rows)) note_left_out(a.status, b);",
+        "static_cast<uint64_t>(a.rows)) note_left_out(a.status, b + 1);",
+        "expand",
+    ),
+    Mutant(
+        "csrc/jagged/cuda/jagged_permute.cu",
+        "if (!total && names_each_once(permute, strides.size())) total",
+        "if (!total && permute.size() == strides.size()) total",
+        "jagged_permute",
+    ),
+    Mutant(
+        "csrc/jagged/cuda/jagged_bucketize.cu",
+        "counted = begin > r.start ? static_cast<int64_t>(*count) : 0;",
+        "counted = begin > r.start + G ? static_cast<int64_t>(*count) : 0;",
+        "jagged_bucketize",
+    ),
+    Mutant(
+        "csrc/embedding_bag/cuda/pool.cuh",
+        "static_cast<unsigned long long>(count_bits(found)));",
+        "static_cast<unsigned long long>(1));",
+        "embedding_bag_device embedding_bag_bounds",
+    ),
+    Mutant(
+        "csrc/embedding_bag/cuda/shared_rows.cu",
+        "note_bad(a.status, kBadLayout + 1 + a.bags.num_offsets + i);",
+        "note_bad(a.status, kBadLayout + 1 + i);",
+        "embedding_bag_shared",
+    ),
+    Mutant(
+        "csrc/row_cache/cuda/row_cache.cuh",
+        "how.noise.stream = kEvictionStream;",
+        "how.noise.stream = kEvictionStream + 1;",
+        "row_cache",
+    ),
+    # Argument checks.
+    Mutant(
+        "csrc/dense/expand.cpp",
+        'check_value(rows >= 0, "rows = "',
+        'check_value(rows >= -1, "rows = "',
+        "expand",
+    ),
+    Mutant(
+        "csrc/dense/dot_interaction.cpp",
+        '  check_dtype(grad, dense.scalar_type(), "grad");\n',
+        "",
+        "dot_interaction",
+    ),
+    Mutant(
+        "csrc/embedding_bag/embedding_bag.cpp",
+        "check_value(groups[f] >= -1 &&",
+        "check_value(groups[f] >= -2 &&",
+        "embedding_bag_shared",
+    ),
+    Mutant(
+        "csrc/rows/row_formats.cpp",
+        "first_row <= kMaxNoisyRows - rows",
+        "first_row <= kMaxNoisyRows",
+        "row_formats_bad_input fake_quantize",
+    ),
+    # Python.
+    Mutant(
+        "rec_kernels/ops/scale_rows.py",
+        "grad_b = torch.ops.rec_kernels.scale_rows(a, grad)",
+        "grad_b = torch.ops.rec_kernels.scale_rows(b, grad)",
+        "scale_rows second_derivatives",
+    ),
+    Mutant(
+        "rec_kernels/ops/version_counters.py",
+        "        increment_version(tensors)  # not before",
+        "        increment_version(tensors[:1])  # not before",
+        "version_counters",
+    ),
+    Mutant(
+        "rec_kernels/nn/deduplicated.py",
+        "        _check_rows(x.offsets().shape[0] - 1, rows)\n",
+        "",
+        "deduplicated",
+    ),
+    Mutant(
+        "rec_kernels/dlrm/learning_rate.py",
+        "1 - (step - config.decay_start + 1) / config.decay_steps",
+        "1 - (step - config.decay_start) / config.decay_steps",
+        "dlrm_train",
+    ),
+    Mutant(
+        "rec_kernels/triton/expand.py",
+        "tl.atomic_add(status + 1, left_out)",
+        "tl.atomic_add(status + 1, 1)",
+        "triton/interpreter",
+    ),
+]
+
+
+def run(*command: object) -> subprocess.CompletedProcess:
+    """A command in the copy, and all that it says."""
+    environment = os.environ | {"PYTHONPATH": str(COPY), "REC_KERNELS_CUDA": "0"}
+    return subprocess.run(
+        [str(c) for c in command],
+        cwd=COPY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def copy_sources() -> None:
+    """The last commit's files; of the same commit, files keep their times, and nothing is compiled anew."""
+    COPY.mkdir(parents=True, exist_ok=True)
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, stdout=subprocess.PIPE, check=True).stdout
+    subprocess.run(["tar", "-x", "-C", COPY], input=archive, check=True)
+
+
+def build() -> str | None:
+    """Builds the CPU's library, and returns what the compiler says where it fails; the tests build the emulated one."""
+    done = run(sys.executable, "setup.py", "-q", "build_ext", "--inplace")
+    return done.stdout[-2000:] if done.returncode else None
+
+
+def found_by(mutant: Mutant, tier: str) -> str | None:
+    """The first test of a tier that fails."""
+    for name in mutant.tests.split():
+        stem, _, chosen = name.partition("/")
+        test = f"python_tests/test_{stem}.py"
+        chosen = ["-k", chosen] if chosen else []
+        done = run(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", tier, test, *chosen)
+        if done.returncode not in (0, 5):
+            failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+            return failed[1] if failed else f"{test}: {done.stdout[-200:]}"
+    return None
+
+
+def outcome(mutant: Mutant, tiers: list[str]) -> str:
+    """Plants a bug, builds and tests; what found it. The file is as before afterwards."""
+    path = COPY / mutant.file
+    before = path.read_text()
+    assert before.count(mutant.old) == 1, f"{mutant.file} has {mutant.old!r} {before.count(mutant.old)} times"
+    path.write_text(before.replace(mutant.old, mutant.new))
+    try:
+        if mutant.file.startswith("csrc/") and (said := build()):
+            return f"not compiled: {said}"
+        for tier in tiers:
+            if test := found_by(mutant, tier):
+                return f"found by the {'default' if tier.startswith('not') else 'full'} tier: {test}"
+        return "NOT FOUND"
+    finally:
+        path.write_text(before)
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("numbers", nargs="*", type=int, help="of the table; all without any")
+    parser.add_argument("--tier", choices=("default", "full"), default="default")
+    given = parser.parse_args()
+    copy_sources()
+    if said := build():
+        print(said)
+        return 1
+    tiers, missed = ["not full", "full"][: 1 + (given.tier == "full")], 0
+    for number in given.numbers or range(len(MUTANTS)):
+        said = outcome(MUTANTS[number], tiers)
+        missed += said == "NOT FOUND"
+        print(f"{number:2} {MUTANTS[number].file}: {said}", flush=True)
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

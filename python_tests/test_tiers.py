@@ -1,0 +1,82 @@
+"""The default tier keeps the tests of every op, and the tools that say so work."""
+
+from __future__ import annotations
+
+import ast
+import json
+from pathlib import Path
+
+import op_coverage
+import pytest
+import torch
+from mutants import MUTANTS
+
+ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).parent
+#: Tests that call every op: with the CPU's kernels, the emulated CUDA kernels, Triton's interpreter.
+EVERY_OP = {
+    "test_opcheck": ("test_opcheck",),
+    "test_sanitize_cuda": ("test_every_cuda_op_is_called_and_right",),
+    "test_triton": ("test_kernels_in_the_interpreter",),
+}
+#: Whole files that only the full tier has.
+FULL_FILES = {"test_cpp_examples"}
+
+
+def marked_full(node: ast.stmt) -> bool:
+    """Return whether ``pytest.mark.full`` decorates a function or is among the marks of a file."""
+    marks = node.decorator_list if isinstance(node, ast.FunctionDef) else [node]
+    return any("pytest.mark.full" in ast.unparse(mark) and "parametrize" not in ast.unparse(mark) for mark in marks)
+
+
+def test_every_op_is_in_the_default_tier() -> None:
+    """Nobody has marked what calls every op, nor every test of a file."""
+    for path in sorted(HERE.glob("test_*.py")):
+        body = ast.parse(path.read_text()).body
+        tests = {n.name: n for n in body if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
+        marks = [n for n in body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
+        is_full = any(map(marked_full, marks)) or (bool(tests) and all(map(marked_full, tests.values())))
+        assert is_full == (path.stem in FULL_FILES), path.name
+        for name in EVERY_OP.get(path.stem, ()):
+            assert not marked_full(tests[name]), name
+
+
+@pytest.mark.skipif(not (ROOT / "csrc").exists(), reason="the sources are not beside the tests")
+def test_mutants_can_be_planted() -> None:
+    """The text that each one replaces occurs once, and its tests exist."""
+    assert len(MUTANTS) >= 30
+    for mutant in MUTANTS:
+        assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant
+        assert all((HERE / f"test_{name.partition('/')[0]}.py").exists() for name in mutant.tests.split()), mutant
+
+
+def test_calls_of_ops_have_a_backend() -> None:
+    """The plugin tells the CPU, the emulator and tensors without numbers apart."""
+    x = torch.ones(2)
+    assert op_coverage.backend_of("rec_kernels", ((x,), {})) == "cpu"
+    assert op_coverage.backend_of("rec_kernels_emulated", ((x,), {})) == "cuda_emulated"
+    assert op_coverage.backend_of("rec_kernels", (([x.to("meta")],), {})) == "fake"
+    error = ValueError("rows = -1 must be 0 or more, got 2.5e-3\nand more")
+    assert op_coverage.normalised(error) == "ValueError: rows = N must be N or more, got N"
+
+
+def test_what_a_tier_lacks_is_said(tmp_path: Path) -> None:
+    """An op with a backend, or an error, that only the first folder has."""
+    calls = [["expand", "cpu", "test_a::test_b"], ["expand", "triton", "test_a::test_c"], ["expand", "cpu", "test_d"]]
+    errors = [["ValueError: x", "test_a::test_b"], ["ValueError: y", "test_a::test_b"]]
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    for folder, some_calls, some_errors in ((whole, calls, errors), (part, calls[:1], errors[:1])):
+        folder.mkdir()
+        (folder / "1.json").write_text(json.dumps({"calls": some_calls, "errors": some_errors}))
+    lines, is_whole = op_coverage.compare(whole, part)
+    assert not is_whole
+    assert lines == [
+        "expand: cpu 1",
+        "no call: expand with triton",
+        "no test: ValueError: y",
+        "not in test_d: expand with cpu",
+        "not in test_a::test_c: expand with triton",
+        "3 calls of an op with a backend in a test function, 2 lacking; "
+        "1 ops with a backend lacking; 2 errors, 1 lacking",
+    ]
+    assert op_coverage.compare(part, part)[1]
