@@ -133,13 +133,8 @@ def ids_by_appearance(values: np.ndarray, train_rows: int) -> tuple[np.ndarray, 
 def mix64(keys: np.ndarray) -> np.ndarray:
     """A well-mixed 64-bit number for each key: the output of SplitMix64 whose state is the key.
 
-    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014.
-
-    Args:
-        keys: uint64, any shape.
-
-    Returns:
-        uint64 of the same shape; different keys give different numbers.
+    Source: Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014. Keys and numbers are uint64
+    of any shape; different keys give different numbers.
     """
     # Arrays of integers wrap around without a warning, as the method wants it.
     mixed = np.asarray(keys, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)

@@ -97,7 +97,11 @@ def save(directory: Path, state: dict[str, Any]) -> None:
             os.fsync(file.fileno())
     except RuntimeError as error:  # torch's writer says so when the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
-    _sync_directory(directory)
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)  # the rename itself must reach the disk, too
+    finally:
+        os.close(handle)
 
 
 def load(directory: Path) -> dict[str, Any]:
@@ -177,12 +181,3 @@ def fitting(directory: Path) -> Iterator[None]:
         raise
     except (KeyError, IndexError, AttributeError, RuntimeError, ValueError, TypeError) as error:
         raise DataError(f"{directory / NAME} does not fit the run: {' '.join(str(error).split())}") from error
-
-
-def _sync_directory(directory: Path) -> None:
-    # The rename itself must reach the disk, too.
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -96,13 +96,7 @@ class CompleteJourney(Rows):
 
     def batch_of(self, rows: slice) -> Batch:
         """The batch of these rows."""
-        ids = torch.from_numpy(self.ids[:, rows].flatten())
-        return Batch(
-            dense=torch.from_numpy(self.dense[rows].copy()),
-            features=rk.KeyedJaggedTensor(list(FEATURES), ids, offsets=torch.arange(len(ids) + 1)),
-            label=torch.from_numpy(self.label[rows].copy()),
-            shared=self._histories(self.basket[rows]),
-        )
+        return super().batch_of(rows)._replace(shared=self._histories(self.basket[rows]))
 
     def _histories(self, basket: np.ndarray) -> rk.KeyedJaggedTensor:
         """Histories of the rows: each row has its basket's."""

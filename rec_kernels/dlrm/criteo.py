@@ -19,14 +19,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.lib import format as npy
 from tqdm import tqdm
 
-import rec_kernels as rk
 from rec_kernels.dlrm.array_cache import base_directory, fingerprint, ids_by_appearance, mix64, open_directory
 from rec_kernels.dlrm.criteo_reader import CATEGORIES, INTEGERS, RAW, read_rows
-from rec_kernels.dlrm.data import Batch, DataError, Feature, Rows
+from rec_kernels.dlrm.data import DataError, Feature, Rows
 
 FORMAT = 1  # raise it whenever the same source gives other arrays
 FEWEST_ROWS = 7  # so that one of them is for the test
@@ -84,15 +82,6 @@ class Criteo(Rows):
         self.label, self.dense, self.ids = data["label"], data["dense"], data["ids"]
         self.features = [Feature(name, int(n)) for name, n in zip(CATEGORIES, data["num_embeddings"], strict=True)]
         self.rows, self.train_rows = len(self.label), train_rows(len(self.label))
-
-    def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows."""
-        ids = torch.from_numpy(self.ids[:, rows].flatten())
-        return Batch(
-            dense=torch.from_numpy(self.dense[rows].copy()),
-            features=rk.KeyedJaggedTensor(list(CATEGORIES), ids, offsets=torch.arange(len(ids) + 1)),
-            label=torch.from_numpy(self.label[rows].copy()),
-        )
 
 
 def source_files(path: Path) -> list[Path]:

@@ -6,11 +6,11 @@ calls ``my_function()`` for one, and ``train(config, data)`` takes one. docs/dat
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -145,19 +145,32 @@ class DataSet(Protocol):
         ...
 
 
-class Rows(ABC):
+class Rows:
     """The base of data sets that can make a batch of any rows.
 
     Attributes:
         rows: all of them. train_rows: how many of them, the first ones, are for training; the others are for the test.
+        label: float32 [rows]. dense: float32 [rows, num_dense].
+        ids: int32 [F, rows], of the first F features, whose bags have one id. Data sets that make their batches
+            themselves need none of the three.
     """
 
     rows: int
     train_rows: int
+    features: Sequence[Feature]
+    label: np.ndarray
+    dense: np.ndarray
+    ids: np.ndarray
 
-    @abstractmethod
     def batch_of(self, rows: slice) -> Batch:
-        """The batch of these rows."""
+        """The batch of these rows, without shared features."""
+        ids = torch.from_numpy(self.ids[:, rows].flatten())
+        keys = [feature.name for feature in self.features[: len(self.ids)]]
+        return Batch(
+            dense=torch.from_numpy(self.dense[rows].copy()),
+            features=rk.KeyedJaggedTensor(keys, ids, offsets=torch.arange(len(ids) + 1)),
+            label=torch.from_numpy(self.label[rows].copy()),
+        )
 
     def num_rows(self, split: str) -> int:
         """Rows of "train" or "test"."""

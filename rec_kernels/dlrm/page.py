@@ -48,11 +48,6 @@ def size(count: float) -> str:
     return f"{count / 1024**power:,.{1 if power else 0}f} {('bytes', 'KiB', 'MiB', 'GiB')[power]}"
 
 
-def percent(share: float | None) -> str:
-    """Formats a share: "93.1%"; None is "-"."""
-    return "-" if share is None else f"{share:.1%}"
-
-
 def save(figure: Figure, path: Path, dpi: int) -> None:
     """Write the figure as a PNG file, in place of what is there."""
     with files.replacing(path) as file:

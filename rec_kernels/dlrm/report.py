@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter
 from rec_kernels.dlrm import files, page
 from rec_kernels.dlrm.config import TrainConfig, option_text
 from rec_kernels.dlrm.data import DataError
-from rec_kernels.dlrm.page import number, percent, size
+from rec_kernels.dlrm.page import number, size
 from rec_kernels.dlrm.runs import CONFIG, METRICS, Records
 
 #: Models, for a reader.
@@ -108,10 +108,10 @@ def cache_rows(tables: Sequence[dict]) -> list[tuple]:
         return []
     sums = {key: sum(table[key] for table in cached) for key in ("cache_bytes", *keys)}
     total = sums | {"name": "total", "hit_rate": sums["hits"] / sums["lookups"] if sums["lookups"] else None}
-    rows = [
-        (t["name"], percent(t["hit_rate"]), f"{t['cache_bytes'] / 1024:,.1f}", *(f"{t[key]:,}" for key in keys))
-        for t in (total, *cached)
-    ]
+    rows = []
+    for t in (total, *cached):
+        rate = "-" if t["hit_rate"] is None else f"{t['hit_rate']:.1%}"
+        rows.append((t["name"], rate, f"{t['cache_bytes'] / 1024:,.1f}", *(f"{t[key]:,}" for key in keys)))
     return [("table", "hit rate", "cache [KiB]", *(key.replace("_", " ") for key in keys)), *rows]
 
 

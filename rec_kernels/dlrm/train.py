@@ -250,14 +250,11 @@ class Run:
             "flops_per_example": flops_per_example(self.model, self.data.features, self.data.num_dense),
             "tables": tables,
             "tiers": self.model.embeddings.tier_report(),
-            **(self._dedup() if any(f.shared for f in self.data.features) else {}),
         }
+        if any(feature.shared for feature in self.data.features):
+            test |= {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
         self.records.append(test)
         return test
-
-    def _dedup(self) -> dict:
-        """Entry of the test record about the shared bags."""
-        return {"dedup": self.data.dedup.on, "windows": self.dedup.windows} | self.dedup.record()
 
     def save(self) -> None:
         """Writes the checkpoint."""
