@@ -197,3 +197,26 @@ def test_collections_take_dicts() -> None:
         TypeError, match=r'or a dict of tensors, got Tensor: of ids give \{"name": ids\}, with a name of'
     ):
         bags(given["a"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("optimizer", [None, rk.SGD(lr=0.1)], ids=["torch", "fused"])
+def test_weights_of_other_dtypes(dtype: torch.dtype, optimizer: object) -> None:
+    """Lookups are computed with their float32; their gradients have the dtype that they have."""
+    bags = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b", "c"])], optimizer=optimizer
+    )
+    given, exact = (batch(weights=True) for _ in range(2))
+    given._weights = given._weights.to(dtype).requires_grad_()
+    exact._weights = given._weights.detach().float().requires_grad_()
+    sums = [bags.for_serving()(x).values() for x in (given, exact)]
+    assert torch.equal(*sums)
+    grads = []
+    for x in (given, exact):
+        bags(x).values().sum().backward()
+        grads.append(x.weights().grad)
+        if optimizer is not None:
+            break
+    assert grads[0].dtype == dtype
+    if optimizer is None:
+        torch.testing.assert_close(grads[0].float(), grads[1], rtol=1e-2, atol=1e-3)

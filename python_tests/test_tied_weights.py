@@ -81,6 +81,7 @@ def train_torch(
 
 
 OPTIMIZERS = {
+    "adamw": (rk.AdamW(lr=0.01), lambda p: torch.optim.AdamW(p, lr=0.01)),
     "sgd": (rk.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     "adagrad": (rk.Adagrad(lr=0.1), lambda p: torch.optim.Adagrad(p, lr=0.1)),
 }
@@ -158,6 +159,21 @@ def test_without_a_lookup(use: Callable[[Tensor], None]) -> None:
     assert collection.step == 1
     assert (collection.embedding_bags["other"].weight == 0.5).all()
     assert not collection.embedding_bags["other"].sum.any()
+
+
+def test_adamw() -> None:
+    """A gradient of every row in each step: torch's AdamW, of which ``rk.AdamW`` has the defaults."""
+    fused, reference = OPTIMIZERS["adamw"]
+    collection, expected = make(fused), nn.Parameter(start())
+    assert (fused.weight_decay, fused.weight_decay_mode, repr(fused)) == (0.01, "decoupled", "AdamW(lr=0.01)")
+    assert rk.AdamW(0.5).lr == 0.5
+    optimizer, weight = reference([expected]), collection.embedding_bags["item"].weight
+    for step in range(5):
+        optimizer.zero_grad()
+        for one in (weight, expected):
+            (one * torch.randn(E, D, generator=torch.Generator().manual_seed(step))).sum().backward()
+        optimizer.step()
+    torch.testing.assert_close(weight.detach(), expected.detach(), rtol=2e-6, atol=1e-6)
 
 
 def test_several_micro_batches() -> None:

@@ -265,7 +265,7 @@ class TableCollection(nn.Module):
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """The ops' output for bags of all features; with ``starts`` [F + 1] and no ``shared``, every bag has a row."""
         with self._store.held():
-            return self._look_up(given, starts, shared)
+            return self._look_up(given.in_float32(), starts, shared)
 
     def _look_up(self, given: SelectedKeys, starts: Tensor | None, shared: SharedBags | None) -> Tensor:
         layout: Any = self._modules["_layout"]
@@ -580,8 +580,8 @@ def _check_options(
     check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
     if not isinstance(optimizer, (Optimizer, type(None))):
         raise ValueError(
-            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.RowwiseAdam, rk.LAMB or None, "
-            f"got {optimizer!r}"
+            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, "
+            f"rk.LAMB or None, got {optimizer!r}"
         )
     check_choice("rounding", rounding, ("stochastic", "nearest"))
     if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:

@@ -17,9 +17,9 @@ class EmbeddingBagCollection(TableCollection):
     Args:
         tables: the tables; several features may share one.
         device: where weights and state live.
-        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.RowwiseAdam`` or ``rk.LAMB``:
-            each backward updates the touched rows at once, and no gradient of a table is ever stored. None: tables are
-            ordinary parameters with dense torch gradients.
+        optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.AdamW``, ``rk.RowwiseAdam`` or
+            ``rk.LAMB``: each backward updates the touched rows at once, and no gradient of a table is ever stored.
+            None: tables are ordinary parameters with dense torch gradients.
         output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
             end; gradients come back in the same type and are used as float32.
         bounds_check: what an id outside its table does: "error" (IndexError; on a GPU at a later call, see ``check``),

@@ -65,6 +65,7 @@ class ServedTables(nn.Module):
 
     def _lookup(self, given: SelectedKeys, starts: Tensor | None = None, shared: SharedBags | None = None) -> Tensor:
         """Looks up as ``TableCollection``."""
+        given = given.in_float32()
         bags, cache = (given.values, given.offsets), {}
         if self._store.cache is not None:
             found = TableCall(self._weights, (*bags, starts), self._layout.arguments(starts), {})

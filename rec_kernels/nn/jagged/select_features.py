@@ -64,6 +64,12 @@ class SelectedKeys(NamedTuple):
     origin: Origin | None = None
     from_lengths: bool = False
 
+    def in_float32(self) -> SelectedKeys:
+        """Casts weights to float32, which the ops take; a gradient goes back in their own dtype."""
+        if self.weights is None or self.weights.dtype == torch.float32 or not self.weights.is_floating_point():
+            return self
+        return self._replace(weights=self.weights.float())
+
     def bag_starts(self, features: int) -> list[int]:
         """[F + 1]: where the bags of each of ``features`` features start."""
         batch = (self.offsets.shape[0] - 1) // max(features, 1)

@@ -154,6 +154,17 @@ class Adam(_Elementwise):
 
 
 @dataclass(frozen=True, repr=False)
+class AdamW(Adam):
+    """Adam whose weight decay is decoupled, with the defaults of ``torch.optim.AdamW``; of rows that a batch names.
+
+    Loshchilov and Hutter, "Decoupled Weight Decay Regularization", ICLR 2019.
+    """
+
+    weight_decay: float = dataclasses.field(default=0.01, kw_only=True)
+    weight_decay_mode: str = dataclasses.field(default="decoupled", kw_only=True)
+
+
+@dataclass(frozen=True, repr=False)
 class RowwiseAdam(Adam):
     """Adam with one second moment per row, ``v = beta2 v + (1 - beta2) mean(g^2)``: one number per element and row."""
 
