@@ -16,7 +16,7 @@ from backends import ROOT
 
 sys.path.append(str(ROOT))  # `pytest` does not know bench, as `python -m pytest` does
 
-from bench import compare, figures, report, run
+from bench import compare, compile_times, figures, report, run
 from bench.figures import FiguresError
 from bench.subject import Subject
 from bench.workloads import NAMED
@@ -286,3 +286,21 @@ def test_page_knows_the_workloads() -> None:
         assert cells[5].startswith(f"{w.num_ids:,}, ")
         if w.num_ids < 10**6:  # more of them take seconds
             assert cells[5].endswith(f", {Subject(w).unique_rows() / 1000:.1f} k")
+
+
+def test_compile_times(tmp_path: Path) -> None:
+    """CUDA files alone are compiled, each by its own command, and their objects do not come to the build's."""
+    busy = "sum(range(10**7)); open(sys.argv[2], 'w')"
+    commands = [
+        {
+            "file": f"/x/csrc/{name}",
+            "directory": str(tmp_path),
+            "command": f'{sys.executable} -c "import sys; {code}" -o kept.o',
+        }
+        for name, code in (("rows/cuda/a.cu", busy), ("core/b.cpp", "sys.exit(1)"))
+    ]
+    (tmp_path / "compile_commands.json").write_text(json.dumps(commands))
+    (found,) = compile_times.compile_times(tmp_path).items()
+    assert found[0] == "rows/cuda/a.cu"
+    assert found[1] > 0.01
+    assert not (tmp_path / "kept.o").exists()

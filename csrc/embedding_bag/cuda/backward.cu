@@ -135,6 +135,13 @@ void update_floats(const SumArgs& args, const RowUpdate& update, cudaStream_t st
   else finish_floats(args, UpdateTarget<RowwiseAdagrad>{update}, stream);
 }
 
+void update_encoded(const SumArgs& args, const RowUpdate& update, cudaStream_t stream) {
+  with_bag_format(args.parts.formats[args.format], [&](auto format) {
+    using Format = decltype(format);
+    if constexpr (!std::is_same<Format, Fp32>::value) finish_encoded<Format>(args, update, stream);
+  });
+}
+
 // Finds each run's slot in the cache, whose row is changed there.
 __global__ void __launch_bounds__(kThreads) slots_of_runs_kernel(SumArgs a, CacheTensors cache, int64_t* slots) {
   if (a.skip.now()) return;
@@ -158,7 +165,7 @@ void update_all(const BagInput& in, SumArgs args, RowUpdate update, const CacheT
     args.cache = {slots.const_data_ptr<int64_t>(), false};
   }
   for (args.format = 0; args.format < in.parts.num_formats; ++args.format) {
-    if (in.parts.formats[args.format] != RowFormat::kFp32) finish_encoded(args, update, stream);
+    if (in.parts.formats[args.format] != RowFormat::kFp32) update_encoded(args, update, stream);
     else update_floats(args, update, stream);
   }
   if (!cache.tags) return;

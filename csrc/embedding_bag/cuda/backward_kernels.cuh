@@ -323,7 +323,9 @@ struct RowUpdate : Update {
   }
 };
 
-// Updates the rows of a.format, which is not fp32.
+// Updates the rows of a.format, which is Format, any but fp32. targets_encoded.cu and targets_encoded_microexponents.cu
+// have the instances.
+template <class Format>
 void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream);
 
 }  // namespace rec_kernels

@@ -1,0 +1,54 @@
+"""Processor seconds that each CUDA file takes to compile by itself, for the architectures of the last build.
+
+    python -m bench.compile_times [BUILD_FOLDER]
+
+reads the folder's ``compile_commands.json``, by default the newest of ``build/cuda-*``. docs/install.md has the table.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def user_seconds(command: list[str], folder: str) -> float:
+    """User time of a compiler's command and what it starts: without ccache, its output thrown away."""
+    command = [*command]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
+    with tempfile.TemporaryDirectory() as output:
+        command[command.index("-o") + 1] = f"{output}/out.o"
+        subprocess.run(command, cwd=folder, check=True, env={**os.environ, "CCACHE_DISABLE": "1"})
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime - before
+
+
+def compile_times(build: Path) -> dict[str, float]:
+    """Seconds by CUDA file of csrc, one compiled after the other.
+
+    Raises:
+        FileNotFoundError: ``build`` has no compile_commands.json.
+    """
+    entries = json.loads((build / "compile_commands.json").read_text())
+    files = {e["file"].partition("/csrc/")[2]: e for e in entries if e["file"].endswith(".cu")}
+    return {name: user_seconds(shlex.split(e["command"]), e["directory"]) for name, e in sorted(files.items())}
+
+
+def main() -> None:
+    """Print the files, slowest first."""
+    builds = [Path(folder) for folder in sys.argv[1:]]
+    builds = builds or sorted(ROOT.glob("build/cuda-*"), key=lambda folder: folder.stat().st_mtime)
+    if not builds:
+        sys.exit("no build/cuda-*: REC_KERNELS_CUDA=1 make build makes one")
+    for name, seconds in sorted(compile_times(builds[-1]).items(), key=lambda item: -item[1]):
+        print(f"{seconds:6.1f} {name}")
+
+
+if __name__ == "__main__":
+    main()

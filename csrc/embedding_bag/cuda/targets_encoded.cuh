@@ -1,0 +1,96 @@
+// Updates of encoded rows: a group of lanes decodes a row, updates it in FP32 and encodes it, without a pass through
+// memory between. int8 and int4 rows, whose grid depends on the whole row, are updated twice where a warp's registers
+// do not hold them: once for the grid, once for the codes. Two files instantiate finish_encoded, each for some
+// formats.
+#pragma once
+
+#include "embedding_bag/cuda/targets_elementwise.cuh"
+#include "rows/cuda/writer.cuh"
+#include "rows/optimizers/rowwise_adagrad.h"
+#include "rows/optimizers/sgd.h"
+
+namespace rec_kernels {
+inline namespace RK_ISA {
+
+template <class Format, class Optimizer>
+struct EncodedTarget {
+  static constexpr bool kElementwise = false, kEncodes = true, kUpdates = true;
+  RowUpdate u;
+
+  __device__ void expect(const Part& f, int64_t row, int lane) const {
+    const int64_t bytes = Format::row_bytes(f.embedding_dim);
+    for (int64_t i = 128 * lane; i < bytes; i += 128 * kWarpSize) prefetch(place(f, row) + i);
+    if (Optimizer::kNeedsMeanSquare && lane == 0) prefetch(u.state.sum + row);
+  }
+  __device__ static bool needs_mean_square() { return Optimizer::kNeedsMeanSquare; }
+  __device__ Vec4 read(const Part& f, int64_t row, int64_t c) const {
+    const uint8_t* w = place(f, row);
+    return ColumnReader<Format>(w, f.embedding_dim, columns_aligned<Format>(w, f.embedding_dim)).read(c);
+  }
+  __device__ float open(const Part&, int64_t row, int64_t, float mean_square) const {
+    return Optimizer::make(*u.lr, u.eps, u.state.sum).prepare(row, mean_square);
+  }
+  // x: the gradient of all columns, or, of a row that is wider, what gradient(column, last, read) puts there.
+  template <int G, int kBlocks, class Gradient>
+  __device__ __forceinline__ void put_row(const Part& f, int64_t row, float factor, const Group<G>& group,
+                                          Vec4 (&x)[kBlocks], const Gradient& gradient) const {
+    constexpr int64_t kWidth = kBlocks * 4 * G;
+    const int64_t D = f.embedding_dim;
+    uint8_t* out = place(f, row);
+    const bool aligned = columns_aligned<Format>(out, D), wider = is_wider<G, kBlocks>(D);
+    const ColumnReader<Format> reader(out, D, aligned);
+    const Rounding how = update_rounding(u.seed, u.step, f.shard, u.stochastic);
+    ColumnWriter<Format, G> writer{group, how, f.whole_row(row), D, out, aligned};
+    // Replaces gradients by updated weights.
+    const auto update = [&](int64_t column, bool last) {
+      if (wider) gradient(column, last, [&](int64_t c) { return reader.read(c); });
+      for (int k = 0; k < kBlocks; ++k) {
+        const int64_t c = column + (k * G + group.lane) * 4;
+        Vec4 w = c < D ? reader.read(c) : Vec4{};
+        if (u.shrinks_weights) w = u.shrunk(w);
+        for (int j = 0; j < 4; ++j) x[k].v[j] = c + j < D ? Optimizer::update(w.v[j], x[k].v[j], factor) : 0.0f;
+      }
+    };
+    // A loop over both passes, so that what they have in common is compiled once.
+    constexpr int kFirst = ColumnWriter<Format, G>::kScans ? 0 : 1;
+#pragma unroll 1
+    for (int pass = kFirst; pass < 2; ++pass) {
+      for (int64_t column = 0; column < columns_behind<kBlocks>(D); column += kWidth) {
+        if (wider || pass == kFirst) update(column, !wider || pass == 1);
+        // Unrolled, because an array that is indexed by a variable would leave the registers.
+#pragma unroll
+        for (int k = 0; k < kBlocks; ++k) {
+          const int64_t c = column + (k * G + group.lane) * 4;
+          if (pass == 1) writer.write(c, x[k]);
+          else if constexpr (kFirst == 0) writer.scan(c, x[k]);
+        }
+      }
+      if constexpr (kFirst == 0)
+        if (pass == 0) writer.close_scan();
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint8_t* place(const Part& f, int64_t row) const {
+    return u.weights + f.weight_offset + (row - f.row_offset) * Format::row_bytes(f.embedding_dim);
+  }
+};
+
+}  // namespace RK_ISA
+
+template <class Target>
+void finish_few_widths(const SumArgs& a, const Target& target, cudaStream_t stream) {
+  with_few_widths(a.max_dim, [&](auto group, auto blocks) {
+    launch_finish<decltype(group)::value, decltype(blocks)::value>(a, target, stream);
+  });
+}
+
+template <class Format>
+void finish_encoded(const SumArgs& a, const RowUpdate& update, cudaStream_t stream) {
+  using Plain = EncodedTarget<Format, Sgd>;
+  if (is_elementwise(update.optimizer)) finish_few_widths(a, ElementwiseTarget<Plain>{{update}}, stream);
+  else if (update.optimizer == Optimizer::kSgd) finish_few_widths(a, Plain{update}, stream);
+  else finish_few_widths(a, EncodedTarget<Format, RowwiseAdagrad>{update}, stream);
+}
+
+}  // namespace rec_kernels
