@@ -97,8 +97,8 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/embedding_bag/cpu/shared_rows.cpp",
-        "out.back().begin + out.back().count >= f.output_offset)",
-        "out.back().begin + out.back().count > f.output_offset)",
+        "out.back().count = end - out.back().begin;",
+        "out.back().count += f.embedding_dim;",
         "embedding_bag_shared inverse_jagged",
     ),
     # Headers that the CPU and CUDA share.

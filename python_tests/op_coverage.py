@@ -16,6 +16,7 @@ import json
 import os
 import re
 import sys
+import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -95,12 +96,18 @@ def pytest_configure(config: pytest.Config) -> None:
     pytest.RaisesExc.__exit__ = noting
 
 
-def pytest_collection_finish() -> None:
-    """Functions of Triton and the reference, now that the tests have imported them."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Replaces functions of Triton and the reference, where they are defined and where tests have imported them."""
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("rec_kernels::")]
     ops = {name.split("::")[1].split(".")[0] for name in names}
+    noted = {}
     for module, name, function, backend in _packages(ops):
-        setattr(module, name, _noted_function(function, name, backend))
+        noted[function] = noted.get(function) or _noted_function(function, name, backend)
+        setattr(module, name, noted[function])
+    for module in {item.module for item in session.items}:
+        for name, value in list(vars(module).items()):
+            if isinstance(value, types.FunctionType) and value in noted:
+                setattr(module, name, noted[value])
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
