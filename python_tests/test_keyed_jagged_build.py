@@ -59,6 +59,11 @@ def test_from_dict() -> None:
         KJT(["a", "b"], torch.tensor([10, 11, 12]), lengths=torch.tensor([2, 0, 1, 0])),
     )
     assert KJT.from_dict({"a": torch.arange(3), "b": torch.arange(2)}).stride_per_key() == [3, 2]
+    gaps = rk.JaggedTensor(torch.tensor([7, 1, 2, 8, 8]), torch.tensor([1, 3, 3]), weights=torch.arange(5.0))
+    other = rk.JaggedTensor(torch.tensor([5]), torch.tensor([0, 1, 1]), weights=torch.ones(1))
+    joined = KJT.from_dict({"a": gaps, "b": other})  # ids in no bag are left out
+    assert joined.values().tolist() == [1, 2, 5]
+    assert joined.weights().tolist() == [1.0, 2.0, 1.0]
     assert KJT.from_dict({}).keys() == []
 
 
@@ -121,6 +126,13 @@ def test_from_offsets_list() -> None:
             ValueError,
             r"offsets\[0\]\[2\] = 1 must be at least the one before, 2",
         ),
+        (
+            lambda: KJT.from_offsets_list(
+                ["a", "b"], [torch.arange(3), torch.arange(2)], [torch.tensor([0])] * 2, [torch.ones(2), torch.ones(3)]
+            ),
+            ValueError,
+            r"weights\[0\] must have values\[0\]'s shape, \[3\], got \[2\]",
+        ),
         (lambda: batch().split([1, 1]), ValueError, r"segments must be at least 0 and 3 together"),
         (lambda: batch().permute([3]), IndexError, r"in \[0, 3\), got 3"),
         (lambda: batch().weights(), ValueError, r"weights_or_none\(\)"),
@@ -174,6 +186,8 @@ def test_regrouped_columns() -> None:
     assert list(rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x", "y"])) == ["x", "y"]
     with pytest.raises(KeyError, match=r"groups name \['z'\]"):
         rk.KeyedTensor.regroup([one], [["z"]])
+    with pytest.raises(ValueError, match="keys must differ"):
+        rk.KeyedTensor.regroup([one, one], groups)
     with pytest.raises(ValueError, match="keys must name each of 2 groups"):
         rk.KeyedTensor.regroup_as_dict([one, two], groups, ["x"])
     with pytest.raises(ValueError, match="one \\[B, D\\] for each of 1 keys"):
@@ -191,7 +205,7 @@ def test_collections_take_dicts() -> None:
     assert torch.equal(rows(given)["a"].values(), rows(batch)["a"].values())
     assert torch.equal(rows.rows(given), rows.rows(batch))
     assert torch.equal(bags.for_serving()(given).values(), bags(batch).values())
-    with pytest.raises(KeyError, match=r"\['b'\]"):
+    with pytest.raises(KeyError, match=r"features \['b'\] are not in the batch, which has \['a'\]"):
         bags({"a": given["a"]})
     with pytest.raises(
         TypeError, match=r'or a dict of tensors, got Tensor: of ids give \{"name": ids\}, with a name of'

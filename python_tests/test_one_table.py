@@ -113,7 +113,7 @@ def test_as_by_hand(kind: str, pooling: str, weighted: bool) -> None:
 def test_training(kind: str, format: str) -> None:
     """Tables by their fused optimizer, what is dense by torch's; both learn; the state brings all of it back."""
     module = MODULES[kind](optimizer=rk.RowwiseAdagrad(lr=0.1), format=format)
-    dense = [p for p in module.parameters() if p.requires_grad]
+    dense = rk.dense_parameters(module)
     assert len(dense) == len(list(module.named_parameters(recurse=False)))
     optimizer, target, losses = torch.optim.Adam(dense, lr=0.05), torch.randn(9, D), []
     before = copy.deepcopy(module.state_dict())

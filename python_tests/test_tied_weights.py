@@ -2,46 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
-import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from tied_weights_cases import B, D, E, batch, loss_of, make, start
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import rec_kernels as rk
 from rec_kernels.nn.training import tied_weights
-
-E, D, B = 40, 8, 6
-
-
-def start(seed: int = 0) -> Tensor:
-    """[E, D] first rows of the table."""
-    return torch.randn(E, D, generator=torch.Generator().manual_seed(seed))
-
-
-def make(optimizer: object, **options: object) -> rk.EmbeddingBagCollection:
-    """A table that is used beside lookups, with two features, and one that is not."""
-    config = {"format": options.pop("format", "fp32"), "compression": options.pop("compression", None)}
-    tables = [
-        rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a", "b"], init=lambda w: w.copy_(start()), **config),
-        rk.EmbeddingBagConfig(30, 12, name="other", feature_names=["c"], init=lambda w: w.fill_(0.5)),
-    ]
-    return rk.EmbeddingBagCollection(tables, optimizer=optimizer, **options)
-
-
-def batch(seed: int, *, weights: bool = False, variable: bool = False) -> rk.KeyedJaggedTensor:
-    """Bags of the three features: ragged, some empty."""
-    random = torch.Generator().manual_seed(seed)
-    sizes = [B, B - 2, B] if variable else [B] * 3
-    lengths = torch.randint(0, 4, (sum(sizes),), generator=random)
-    values = torch.randint(0, 30, (int(lengths.sum()),), generator=random)
-    factors = torch.rand(len(values), generator=random) if weights else None
-    strides = sizes if variable else None
-    return rk.KeyedJaggedTensor(["a", "b", "c"], values, lengths=lengths, weights=factors, stride_per_key=strides)
 
 
 def pooled(features: rk.KeyedJaggedTensor, item: Tensor, other: Tensor) -> dict[str, Tensor]:
@@ -55,12 +28,6 @@ def pooled(features: rk.KeyedJaggedTensor, item: Tensor, other: Tensor) -> dict[
             ids, table, offsets, mode="sum", per_sample_weights=factors, include_last_offset=True
         )
     return found
-
-
-def loss_of(found: dict[str, Tensor], item: Tensor, step: int) -> Tensor:
-    """A softmax over all items, and something of the other table."""
-    hidden, labels = found["a"], torch.arange(len(found["a"])) * 3 + step
-    return F.cross_entropy(hidden @ item.T, labels) + (found["b"] ** 2).sum() / 7 + (found["c"] ** 2).sum() / 9
 
 
 def train_torch(
@@ -224,24 +191,74 @@ def test_what_cannot_join(monkeypatch: pytest.MonkeyPatch) -> None:
         assert one.step == 1
 
 
-def test_a_backward_that_fails() -> None:
-    """Nothing of it is left in the next one."""
-    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+class Failing(torch.autograd.Function):
+    """Identity whose backward fails."""
 
-    def fail(_: Tensor) -> None:
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx, *_: Tensor) -> Tensor:
         raise ValueError("stop")
 
-    loss = loss_of(found(batch(1)).to_dict(), found.embedding_bags["item"].weight, 0)
-    leaf = torch.zeros((), requires_grad=True)
-    late = leaf * 1.0
-    late.register_hook(fail)
+
+def fail(collection: rk.EmbeddingBagCollection) -> None:
+    """A backward that fails when the table has its dense gradient, and the lookup has none yet."""
+    lookups = Failing.apply(collection(batch(1)).values())
     with pytest.raises(ValueError, match="stop"):
-        torch.autograd.backward([loss, late])
-    found.embedding_bags["item"].weight.grad = None
-    for one in (found, expected):
-        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
-    if found.step == expected.step:  # the failing part may have run first, or last
+        (lookups.sum() + 3 * collection.embedding_bags["item"].weight.sum()).backward()
+
+
+def leave_block(collection: rk.EmbeddingBagCollection) -> None:
+    """An accumulate() block that ends with an exception, when it has gradients of both kinds."""
+    with collection.accumulate():
+        (2 * collection.embedding_bags["item"].weight.sum() + collection(batch(2)).values().sum()).backward()
+        raise KeyError
+
+
+def test_a_backward_that_fails() -> None:
+    """Nothing of it is left in the next one, nor in a block, nor in ``grad``."""
+    for in_block in (False, True):
+        found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+        fail(found)
+        if in_block:
+            with pytest.raises(KeyError):
+                leave_block(found)
+        assert found.step == 0
+        assert found.embedding_bags["item"].weight.grad is None
+        for one in (found, expected):
+            with one.accumulate() if in_block else contextlib.nullcontext():
+                one(batch(0)).values().sum().backward()
         assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+        for one in (found, expected):
+            loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+        assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+def test_moves_within_a_block() -> None:
+    """Dense gradients of accumulate() outlast a move."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    for one in (found, expected):
+        with one.accumulate():
+            one.embedding_bags["item"].weight.sum().backward()
+            if one is found:
+                one.float()
+            (2 * one.embedding_bags["item"].weight.sum() + one(batch(0)).values().sum()).backward()
+    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+    assert found.step == 1
+
+
+def test_gradients_with_respect_to_the_weight() -> None:
+    """torch.autograd.grad gives that of the other uses, and the lookups of it update."""
+    collection = make(rk.SGD(lr=0.1))
+    features = batch(0, weights=True)
+    features._weights.requires_grad_()
+    weight = collection.embedding_bags["item"].weight
+    loss = collection(features).values().sum() + 3 * weight.sum()
+    _, dense = torch.autograd.grad(loss, [features.weights(), weight])
+    assert (dense == 3).all()
+    assert collection.step == 1
 
 
 def through_pickle(collection: nn.Module) -> nn.Module:
@@ -369,61 +386,6 @@ def test_sequences() -> None:
         assert losses[0] == pytest.approx(losses[1], rel=2e-6)
 
 
-def test_torch_optimizers_find_no_gradient() -> None:
-    """One that was given the weights leaves them alone: their gradients are gone when the backward ends."""
-    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
-    dense = torch.optim.Adam(found.parameters(), lr=1.0, weight_decay=0.1)
-    for one in (found, expected):
-        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
-    with pytest.warns(UserWarning, match="was given tables"):
-        dense.step()
-    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
-
-
-@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
-def test_weights_that_are_not_to_be_trained(format: str) -> None:
-    """requires_grad = False freezes a table; lookups go on, and so do other tables."""
-    collection = make(rk.SGD(lr=1.0), format=format)
-    item, other = (collection.embedding_bags[name].weight for name in ("item", "other"))
-    before = item.detach().clone()
-
-    def step() -> tuple[bool, bool]:
-        kept, rest = item.detach().clone(), other.detach().clone()
-        collection(batch(1)).values().sum().backward()
-        return not torch.equal(kept, item.detach()), not torch.equal(rest, other.detach())
-
-    item.requires_grad_(False)
-    assert step() == (False, True)
-    assert torch.equal(before, item)
-    copied = copy.deepcopy(collection)
-    copied(batch(1)).values().sum().backward()
-    assert torch.equal(before, copied.embedding_bags["item"].weight)
-    nn.Sequential(collection).requires_grad_(False)
-    assert step() == (False, False)
-    collection.requires_grad_(True)
-    assert step() == (True, True)
-    if item.is_floating_point():
-        item.requires_grad = False
-        assert step() == (False, True)
-    item.requires_grad_(False)
-    before = item.detach().clone()
-    with collection.accumulate():
-        collection(batch(2)).values().sum().backward()
-    assert torch.equal(before, item)
-
-
-def test_parts_are_trained_together() -> None:
-    """A compressed table of which one part is frozen is refused."""
-    compression = rk.QuotientRemainder(4, combine="add")
-    collection = rk.EmbeddingBagCollection(
-        [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)], optimizer=rk.SGD()
-    )
-    collection.embedding_bags["item_1"].weight.requires_grad_(False)
-    features = rk.KeyedJaggedTensor(["a"], torch.tensor([13]), lengths=torch.tensor([1]))
-    with pytest.raises(ValueError, match=r"parts \['item_0', 'item_1'\] of table 'item' must be the same"):
-        collection(features)
-
-
 def test_compiled_lookups_refuse_dense_gradients() -> None:
     """Inside a graph they update at once: an error in place of a second update."""
     collection = make(rk.SGD(lr=1.0))
@@ -431,18 +393,3 @@ def test_compiled_lookups_refuse_dense_gradients() -> None:
     output = compiled(batch(0))
     with pytest.raises(RuntimeError, match="compiled"):
         (output.sum() + collection.embedding_bags["item"].weight.sum()).backward()
-
-
-def test_torch_optimizers_are_told_once() -> None:
-    """One that has tables of a fused optimizer warns at its first step; one of the dense parameters does not."""
-    collection, top = make(rk.SGD(lr=0.1)), nn.Linear(28, 1)
-    model = nn.ModuleList([collection, top])
-    assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
-    assert len(rk.dense_parameters(make(None))) == 2
-    both, dense = torch.optim.Adam(model.parameters()), torch.optim.Adam(rk.dense_parameters(model))
-    with pytest.warns(UserWarning, match=r"Adam was given tables .*rk\.dense_parameters\(model\)"):
-        both.step()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for optimizer in (both, dense, collection.fused_optimizer):
-            optimizer.step()

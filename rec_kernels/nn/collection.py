@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 
 from rec_kernels.nn import late_errors
 from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.collection_options import check_options
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.tables.config import EmbeddingConfig, checked_tables, describe
@@ -31,7 +32,6 @@ from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
 from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
 from rec_kernels.nn.training.tied_weights import DenseGradients, join_dense
 from rec_kernels.ops.autograd import arguments_of, call
-from rec_kernels.ops.row_formats import FLOAT_DTYPES
 from rec_kernels.ops.version_counters import call_in_place
 
 if TYPE_CHECKING:
@@ -74,12 +74,12 @@ class TableCollection(nn.Module):
         cache: RowCache | None = None,
     ) -> None:
         super().__init__()
-        _check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
+        check_options(optimizer, output_dtype, bounds_check, rounding, seed, cache)
         kinds = {} if optimizer is None else optimizer.state
         tables = checked_tables(tables, pooled=self._pools)
         self._features = FeatureMap(tables, kinds, getattr(optimizer, "state_dtype", torch.float32))
         self.optimizer, self.rounding = optimizer, rounding
-        self.output_dtype, self.bounds_check, self.seed = output_dtype, bounds_check, int(seed)
+        self.output_dtype, self.seed = output_dtype, int(seed)
         self._store = make_store(self._features, cache, device)
         self.row_cache = self._store.cache
         try:
@@ -98,8 +98,8 @@ class TableCollection(nn.Module):
         features = self._features
         self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
         numbers = self._store.numbers()
-        trained = self._trained_by_torch or self.optimizer is not None
-        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trained, device=device)
+        trains = self._is_trained
+        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
         for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features.state, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
@@ -129,6 +129,21 @@ class TableCollection(nn.Module):
     def _trained_by_torch(self) -> bool:
         """True if the tables have gradients of torch, and hence an optimizer of torch has their parameters."""
         return self.optimizer is None and not self._features.storage.is_bytes
+
+    @property
+    def _is_trained(self) -> bool:
+        """True if something trains the tables: torch, or a fused optimizer."""
+        return self._trained_by_torch or self.optimizer is not None
+
+    @property
+    def bounds_check(self) -> str:
+        """The rule for ids outside their table: "error", "ignore" or "none"."""
+        return self._layout.bounds_check
+
+    @bounds_check.setter
+    def bounds_check(self, value: str) -> None:
+        check_choice("bounds_check", value, ("error", "ignore", "none"))
+        self._layout.bounds_check = value
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The matrix [D, dim] of a table that has one."""
@@ -184,6 +199,13 @@ class TableCollection(nn.Module):
         self._tie()
         if self._update is not None:
             self._update.tie(self.embedding_bags.weights(), self._buffers, self._dense_gradients())
+
+    def __copy__(self) -> Self:
+        """A collection with the same memory, and an update of its own."""
+        state: Any = self.__reduce_ex__(4)[2]
+        other = type(self).__new__(type(self))
+        other.__setstate__(state if self._update is None else {**state, "_update": self._update.alone()})
+        return other
 
     def __deepcopy__(self, memo: dict) -> Self:
         self._store.wait(self._device)
@@ -252,7 +274,7 @@ class TableCollection(nn.Module):
         """
         for name in self.embedding_bags:
             for kind, parameter in self.embedding_bags[name].named_parameters(recurse=False):
-                if kind != "weight" or self._trained_by_torch or self._update is not None:
+                if kind != "weight" or self._is_trained:
                     parameter.requires_grad_(requires_grad)
         return self
 
@@ -331,7 +353,7 @@ class TableCollection(nn.Module):
     def _rounding(self) -> dict[str, object]:
         return {"rounding": self.rounding, "seed": self._layout.seed}
 
-    def _finish(self, lookups: list[Lookup], scaling: dict[str, Tensor] | None = None) -> None:
+    def _update_once(self, lookups: list[Lookup], scaling: dict[str, Tensor] | None = None) -> None:
         """Updates the tables once, with the gradients of lookups and those that tables have got from elsewhere.
 
         Args:
@@ -363,13 +385,14 @@ class TableCollection(nn.Module):
     def _dense_gradients(self) -> DenseGradients:
         refusal = "cached rows hold updates that the weight does not"
         names = [table.name for table in self._features.stored]
-        return DenseGradients(names, WeakMethod(self._finish), None if self.row_cache is None else refusal)
+        return DenseGradients(names, WeakMethod(self._update_once), None if self.row_cache is None else refusal)
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
         trained = [wanted.requires_grad for wanted in self._update.dense.wanted]
         if trained != layout.trained:
             layout.set_trained(trained)
+            self._update.dense.forget_nodes()
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -396,7 +419,7 @@ class TableCollection(nn.Module):
             )
         if self._update.pending is None:
             self._follow_requires_grad(self._layout)
-        with self._store.held_back(), self._update.accumulate(self._finish):
+        with self._store.held_back(), self._update.accumulate(self._update_once):
             yield
 
     @property
@@ -567,29 +590,3 @@ class TableCollection(nn.Module):
     def extra_repr(self) -> str:
         """Tables and optimizer, for printing."""
         return f"{', '.join(map(describe, self.tables))}; optimizer={self.optimizer}"
-
-
-def _check_options(
-    optimizer: Optimizer | None,
-    output_dtype: torch.dtype,
-    bounds_check: str,
-    rounding: str,
-    seed: int,
-    cache: RowCache | None,
-) -> None:
-    check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
-    if not isinstance(optimizer, (Optimizer, type(None))):
-        raise ValueError(
-            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, "
-            f"rk.LAMB or None, got {optimizer!r}"
-        )
-    check_choice("rounding", rounding, ("stochastic", "nearest"))
-    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
-    if output_dtype not in FLOAT_DTYPES.values():
-        raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
-    if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
-        raise ValueError(
-            f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
-            f"optimizer {optimizer!r}"
-        )

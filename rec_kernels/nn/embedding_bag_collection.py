@@ -18,7 +18,7 @@ class EmbeddingBagCollection(TableCollection):
         tables: the tables; several features may share one.
         device: where weights and state live.
         optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.AdamW``, ``rk.RowwiseAdam`` or
-            ``rk.LAMB``: each backward updates the touched rows at once, and no gradient of a table is ever stored.
+            ``rk.LAMB``: each backward updates the touched rows, and no gradient of a table is stored.
             None: tables are ordinary parameters with dense torch gradients.
         output_dtype: of the pooled embeddings: torch.float32, float16 or bfloat16. Sums are float32 and rounded at the
             end; gradients come back in the same type and are used as float32.

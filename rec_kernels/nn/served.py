@@ -47,6 +47,11 @@ class ServedTables(nn.Module):
         return self._features.tables
 
     @property
+    def bounds_check(self) -> str:
+        """The rule for ids outside their table, which may be set in the collection."""
+        return self._layout.bounds_check
+
+    @property
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
         return self._features.feature_names

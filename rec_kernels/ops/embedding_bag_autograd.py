@@ -225,8 +225,9 @@ def _backward_fused(ctx, grad: Tensor, _):
     # Before the update: the gradient of per_sample_weights is of the rows that were looked up.
     grad_factors = _factors_gradient(ctx, grad, weights, bags)
     grad_token = grad.new_zeros(kept["token"].shape)
+    # The token's owner may see to the update: an attribute of the tensor, as what autograd hands on is tensors.
     take_over = getattr(kept["token"], "take_over", None)
-    if take_over is not None and take_over(grad, bags, kept["status"]):  # the token's owner updates later
+    if take_over is not None and take_over(grad, bags, kept["status"]):
         return _grads(ctx, token=grad_token, per_sample_weights=grad_factors)
     update = {name: kept[name] for name in _UPDATE}
     if kept["grad_scale"] is not None:

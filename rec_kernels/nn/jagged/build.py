@@ -69,6 +69,10 @@ def from_offsets_list(
         ids, starts = values[f], offsets[f]
         check_integers(f"values[{f}]", ids, ids)
         check_integers(f"offsets[{f}]", starts, ids)
+        if weights is not None and weights[f].shape != ids.shape:
+            raise ValueError(
+                f"weights[{f}] must have values[{f}]'s shape, {list(ids.shape)}, got {list(weights[f].shape)}"
+            )
         ends = torch.cat([starts, starts.new_tensor([ids.shape[0]])])
         _check_offsets(f, ends)
         found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
@@ -92,9 +96,18 @@ def _check_offsets(f: int, ends: Tensor) -> None:
 def _feature(name: str, x: Any, padding_value: int | None) -> _Feature:
     if isinstance(x, Tensor):
         return _of_tensor(name, x, padding_value)
-    if hasattr(x, "values") and hasattr(x, "lengths"):
-        return _Feature(x.values(), x.lengths(), x.weights_or_none())
+    if hasattr(x, "values") and hasattr(x, "offsets"):
+        return _of_jagged(x)
     return _of_lists(name, x, torch.int64)
+
+
+def _of_jagged(x: Any) -> _Feature:
+    """Ids of a jagged tensor that are in its bags: others would move the ids of the features behind."""
+    values, offsets, weights = x.values(), x.offsets(), x.weights_or_none()
+    if not offsets.is_meta and not torch.compiler.is_compiling():
+        first, last = int(offsets[0]), int(offsets[-1])
+        values, weights = values[first:last], None if weights is None else weights[first:last]
+    return _Feature(values, offsets.diff(), weights)
 
 
 def _of_tensor(name: str, x: Tensor, padding_value: int | None) -> _Feature:

@@ -81,11 +81,11 @@ class KeyedTensor(JaggedContainer):
         """[B, columns of its keys] for each group of keys, which may be of several tensors. As in TorchRec.
 
         Raises:
-            KeyError: none of the tensors has a key.
+            KeyError: none of the tensors has a key. ValueError: two have the same.
         """
-        blocks: dict[str, Tensor] = {}
-        for tensor in keyed_tensors:
-            blocks.update(tensor.to_dict())
+        pairs = [pair for tensor in keyed_tensors for pair in tensor.to_dict().items()]
+        checks.check_keys_differ([key for key, _ in pairs])
+        blocks = dict(pairs)
         unknown = [key for group in groups for key in group if key not in blocks]
         if unknown:
             raise KeyError(f"groups name {unknown}, which are not among the keys {list(blocks)}")

@@ -80,7 +80,10 @@ def as_batch(features: Any, names: list[str]) -> Any:
     """A batch of the features in a dict (``rk.KeyedJaggedTensor.from_dict``); anything else as it is."""
     if not isinstance(features, Mapping):
         return features
-    return KeyedJaggedTensor.from_dict({name: features[name] for name in dict.fromkeys(names) if name in features})
+    missing = [name for name in names if name not in features]
+    if missing:
+        raise KeyError(f"features {missing} are not in the batch, which has {list(features)}")
+    return KeyedJaggedTensor.from_dict({name: features[name] for name in dict.fromkeys(names)})
 
 
 def select_keys(kjt, keys: list[str], offset_per_key: list[int] | None = None, *, exact: bool = False) -> SelectedKeys:

@@ -105,6 +105,9 @@ class FeatureMap:
         self.combines_later = any(f.is_combined_later for f in self.features)
         self.projected = [f.table for f in self.features if f.table.projection]
 
+    def __deepcopy__(self, _: dict) -> FeatureMap:
+        return self  # it never changes
+
     def __getstate__(self) -> dict[str, Any]:
         # A pickle has no use for an ``init`` that was called, and often no way to write it.
         bare = {name: [t.without_init() for t in getattr(self, name)] for name in ("tables", "projected")}

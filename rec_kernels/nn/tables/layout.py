@@ -43,7 +43,7 @@ class LayoutBuffers(nn.Module):
         device: torch.device | str | None,
     ) -> None:
         super().__init__()
-        self._features, self._cache, self._bounds_check, self._seed = features, cache, bounds_check, seed
+        self._features, self._cache, self.bounds_check, self._seed = features, cache, bounds_check, seed
         self.frozen: set[str] = set()
         self.trained = [True] * len(features.stored)
         self._make(device)
@@ -72,7 +72,7 @@ class LayoutBuffers(nn.Module):
         arguments: dict[str, object] = {
             "layout": self._buffers["records"],
             "layout_sizes": self.sizes,
-            "bounds_check": self._bounds_check,
+            "bounds_check": self.bounds_check,
         }
         if bag_starts is not None:
             arguments["bag_starts"] = bag_starts

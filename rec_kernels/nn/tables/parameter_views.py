@@ -53,7 +53,10 @@ def tie_tables(
         if torch._has_compatible_shallow_copy_type(holder.weight, view):
             show(holder.weight, view, is_fused=is_fused)
         else:
-            holder.weight = nn.Parameter(view, requires_grad=holder.weight.requires_grad)
+            before = holder.weight
+            holder.weight = nn.Parameter(view, requires_grad=before.requires_grad)
+            if view.dtype == torch.uint8:
+                holder.weight.__dict__["requires_grad_"] = RequiresGrad(RequiresGrad.of(before).requires_grad)
         if grad is not None and grad.device != view.device:
             holder.weight.grad = grad.to(view.device)
         if view.dtype == torch.uint8:

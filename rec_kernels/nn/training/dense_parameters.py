@@ -13,6 +13,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
 _MARK = "_rec_kernels_fused"  # an attribute of a parameter
+
+
+class _Fused:
+    """The mark of a parameter that a fused optimizer updates. One that is pickled alone comes back without it."""
+
+    def __reduce__(self) -> tuple:
+        return bool, ()
+
+
+_FUSED = _Fused()
 _seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
@@ -26,12 +36,12 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
         Its parameters that require gradients, in the order of ``module.parameters()``, without the tables of
         collections that have a fused optimizer. Projections of narrow tables are among them.
     """
-    return [p for p in module.parameters() if p.requires_grad and not hasattr(p, _MARK)]
+    return [p for p in module.parameters() if p.requires_grad and not getattr(p, _MARK, False)]
 
 
 def mark_fused(weight: nn.Parameter) -> None:
     """Says of a parameter that a fused optimizer updates it."""
-    weight.__dict__[_MARK] = True
+    weight.__dict__[_MARK] = _FUSED
 
 
 def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -39,7 +49,7 @@ def _warn(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or isinstance(optimizer, FusedOptimizer):
         return
     _seen.add(optimizer)
-    if any(hasattr(p, _MARK) for group in optimizer.param_groups for p in group["params"]):
+    if any(getattr(p, _MARK, False) for group in optimizer.param_groups for p in group["params"]):
         warnings.warn(
             f"{type(optimizer).__name__} was given tables that a fused optimizer updates: its learning rate, weight "
             "decay and schedulers do not reach them. Give it rk.dense_parameters(model); tables have the options of "

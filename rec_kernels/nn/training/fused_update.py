@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -99,6 +100,12 @@ class FusedUpdate:
         own = {"pending": None, "_scaler": None, "_lost_scaler": lost, "token": token}
         return {name: value for name, value in self.__dict__.items() if name != "dense"} | own
 
+    def alone(self) -> FusedUpdate:
+        """A copy for a collection that shares the tables' memory."""
+        other = copy.copy(self)
+        other.face = copy.copy(self.face)
+        return other
+
     def options(self, buffers: Buffers) -> dict[str, object]:
         """The arguments of the ops that say how gradients are used."""
         if "exp_avg" not in self.optimizer.state:
@@ -161,9 +168,11 @@ class FusedUpdate:
         scaling = self.scaling()
         self.pending = pending = Pending(self.token)
         self.dense.is_put_off = True
+        self.dense.take()  # what a failed backward has left
         try:
             yield
             finish(pending.lookups, scaling)
         finally:
             pending.close()
+            self.dense.take()
             self.pending, self.dense.is_put_off = None, False

@@ -319,7 +319,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return None if closure is None else closure()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets what a GradScaler has not seen yet. Fused tables have no gradient."""
+        """Forgets what a GradScaler has not seen yet. Tables keep no gradient: the backward uses it up."""
         token = self._token
         if token is None or token.grad is None:
             return

@@ -37,7 +37,7 @@ class DenseGradients:
 
     Args:
         names: of the tables. finish: the collection's method that updates tables when a backward has run, given its
-            lookups; dense gradients are the parameters' ``grad`` then. A weak reference, as the collection has this.
+            lookups; ``take()`` has the dense gradients then. A weak reference, as the collection has this.
         refusal: why the tables can have no dense gradient, for an error; None: they can.
 
     Attributes:
@@ -50,16 +50,20 @@ class DenseGradients:
         self._names, self._finish, self._refusal = names, finish, refusal
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
+        self._lookups: list[Lookup] = []
+        self._dense: dict[int, Tensor] = {}
+        self._task: int | None = None
         self._forget()
 
     def _forget(self) -> None:
         self.weights: list[nn.Parameter] = []
         self.wanted: list[Any] = []
-        self._accumulators: list[Any] | None = None
         self._handles: list[Any] = []
-        self._lookups: list[Lookup] = []
-        self._dense: set[int] = set()
-        self._task: int | None = None
+        self.forget_nodes()
+
+    def forget_nodes(self) -> None:
+        """Has the parameters' autograd nodes found anew: others of them require gradients."""
+        self._accumulators: list[Any] | None = None
 
     def release(self) -> None:
         """Lets go of the parameters: torch moves none whose autograd node somebody holds."""
@@ -90,7 +94,7 @@ class DenseGradients:
             self._accumulators = [torch.autograd.graph.get_gradient_edge(w).node for w in leaves]
         task = _current_task()
         if self._task != task:
-            if not any(map(_will_run, self._accumulators)):
+            if not self._will_arrive():
                 self._updated = task
                 return False
             self._begin()
@@ -99,9 +103,16 @@ class DenseGradients:
         self._lookups.append(Lookup(grad, *tensors, shared))
         return True
 
+    def _will_arrive(self) -> bool:
+        """True if the backward that runs now gives a table a dense gradient."""
+        try:
+            return any(map(_will_run, self._accumulators))
+        except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
+            return False
+
     def _begin(self) -> None:
         """Has the update made when the backward that runs now has run. One that fails leaves nothing."""
-        self._task, self._lookups, self._dense = _current_task(), [], set()
+        self._task, self._lookups, self._dense = _current_task(), [], {}
         Variable._execution_engine.queue_callback(self._end)
 
     def _end(self) -> None:
@@ -142,15 +153,14 @@ class DenseGradients:
         self._refuse_nested(_current_task())
         if not self.is_put_off and self._task != _current_task():
             self._begin()
-        self._dense.add(i)
+        # Taken at once: what a failed backward leaves in ``grad`` would be part of a later update.
+        known = self._dense.get(i)
+        self._dense[i], weight.grad = weight.grad if known is None else _sum(known, weight.grad), None
 
     def take(self) -> dict[int, Tensor]:
-        """Dense gradients by table, which the parameters do not have any more."""
-        found, arrived, self._dense = {}, sorted(self._dense), set()
-        for i in arrived:
-            if self.weights[i].grad is not None:  # zero_grad() may have come first, in accumulate()
-                found[i], self.weights[i].grad = self.weights[i].grad, None
-        return found
+        """Dense gradients by table, in their order; none are kept."""
+        found, self._dense = self._dense, {}
+        return {i: found[i] for i in sorted(found)}
 
 
 class _Arrival:
@@ -192,6 +202,11 @@ def join_dense(lookups: Sequence[Lookup], dense: dict[int, Tensor], features: Fe
         joined.status,
         torch.cat([joined.bag_starts, starts]),
     )
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """The sum of two gradients; torch adds a sparse tensor to a dense one only in this order."""
+    return b + a if a.layout == torch.sparse_coo and b.layout != torch.sparse_coo else a + b
 
 
 def _rows_of(grad: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,103 @@
+"""Tables of a collection are frozen and trained again; and what torch optimizers that were given them do."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from tied_weights_cases import D, E, batch, loss_of, make
+from torch import nn
+
+import rec_kernels as rk
+
+
+def test_a_table_that_is_trained_again() -> None:
+    """It is watched as before it was frozen, and so is the original of a shallow copy."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    found.embedding_bags["item"].weight.requires_grad_(False)
+    found(batch(3)).values().sum().backward()
+    expected.freeze("a", "b")
+    expected(batch(3)).values().sum().backward()
+    expected.unfreeze("a", "b")
+    found.embedding_bags["item"].weight.requires_grad_(True)
+    other = copy.copy(found)
+    assert other.embedding_bags["item"].weight.data_ptr() == found.embedding_bags["item"].weight.data_ptr()
+    for one in (found, expected):
+        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    assert found.step == expected.step
+    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+def test_torch_optimizers_find_no_gradient() -> None:
+    """One that was given the weights leaves them alone: their gradients are gone when the backward ends."""
+    found, expected = make(rk.Adagrad(lr=0.1)), make(rk.Adagrad(lr=0.1))
+    dense = torch.optim.Adam(found.parameters(), lr=1.0, weight_decay=0.1)
+    for one in (found, expected):
+        loss_of(one(batch(0)).to_dict(), one.embedding_bags["item"].weight, 0).backward()
+    with pytest.warns(UserWarning, match="was given tables"):
+        dense.step()
+    assert torch.equal(found.embedding_bags["item"].weight, expected.embedding_bags["item"].weight)
+
+
+@pytest.mark.parametrize("format", ["fp32", "bf16", "int8"])
+def test_weights_that_are_not_to_be_trained(format: str) -> None:
+    """requires_grad = False freezes a table; lookups go on, and so do other tables."""
+    collection = make(rk.SGD(lr=1.0), format=format)
+    item, other = (collection.embedding_bags[name].weight for name in ("item", "other"))
+    before = item.detach().clone()
+
+    def step() -> tuple[bool, bool]:
+        kept, rest = item.detach().clone(), other.detach().clone()
+        collection(batch(1)).values().sum().backward()
+        return not torch.equal(kept, item.detach()), not torch.equal(rest, other.detach())
+
+    item.requires_grad_(False)
+    assert step() == (False, True)
+    assert torch.equal(before, item)
+    for alone in (item, pickle.loads(pickle.dumps(item))):
+        assert bool(getattr(alone, "_rec_kernels_fused", False)) is (alone is item)
+    copied = copy.deepcopy(collection)
+    copied(batch(1)).values().sum().backward()
+    assert torch.equal(before, copied.embedding_bags["item"].weight)
+    nn.Sequential(collection).requires_grad_(False)
+    assert step() == (False, False)
+    collection.requires_grad_(True)
+    assert step() == (True, True)
+    if item.is_floating_point():
+        item.requires_grad = False
+        assert step() == (False, True)
+    item.requires_grad_(False)
+    before = item.detach().clone()
+    with collection.accumulate():
+        collection(batch(2)).values().sum().backward()
+    assert torch.equal(before, item)
+
+
+def test_parts_are_trained_together() -> None:
+    """A compressed table of which one part is frozen is refused."""
+    compression = rk.QuotientRemainder(4, combine="add")
+    collection = rk.EmbeddingBagCollection(
+        [rk.EmbeddingBagConfig(E, D, name="item", feature_names=["a"], compression=compression)], optimizer=rk.SGD()
+    )
+    collection.embedding_bags["item_1"].weight.requires_grad_(False)
+    features = rk.KeyedJaggedTensor(["a"], torch.tensor([13]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match=r"parts \['item_0', 'item_1'\] of table 'item' must be the same"):
+        collection(features)
+
+
+def test_torch_optimizers_are_told_once() -> None:
+    """One that has tables of a fused optimizer warns at its first step; one of the dense parameters does not."""
+    collection, top = make(rk.SGD(lr=0.1)), nn.Linear(28, 1)
+    model = nn.ModuleList([collection, top])
+    assert [p.shape for p in rk.dense_parameters(model)] == [p.shape for p in top.parameters()]
+    assert len(rk.dense_parameters(make(None))) == 2
+    both, dense = torch.optim.Adam(model.parameters()), torch.optim.Adam(rk.dense_parameters(model))
+    with pytest.warns(UserWarning, match=r"Adam was given tables .*rk\.dense_parameters\(model\)"):
+        both.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizer in (both, dense, collection.fused_optimizer):
+            optimizer.step()

@@ -1,0 +1,37 @@
+"""Checks of the arguments that both kinds of collections take."""
+
+from __future__ import annotations
+
+import torch
+
+from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+
+def check_options(
+    optimizer: Optimizer | None,
+    output_dtype: torch.dtype,
+    bounds_check: str,
+    rounding: str,
+    seed: int,
+    cache: RowCache | None,
+) -> None:
+    """Raises ValueError for an argument that is out of its range; they are ``rk.EmbeddingBagCollection``'s."""
+    check_choice("bounds_check", bounds_check, ("error", "ignore", "none"))
+    if not isinstance(optimizer, (Optimizer, type(None))):
+        raise ValueError(
+            "optimizer must be rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam, "
+            f"rk.LAMB or None, got {optimizer!r}"
+        )
+    check_choice("rounding", rounding, ("stochastic", "nearest"))
+    if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must be an int in [-2^63, 2^63), got {seed!r}")
+    if output_dtype not in FLOAT_DTYPES.values():
+        raise ValueError(f"output_dtype must be torch.float32, float16 or bfloat16, got {output_dtype}")
+    if cache is not None and (not isinstance(cache, RowCache) or optimizer is None):
+        raise ValueError(
+            f"cache must be an rk.RowCache, and the collection have a fused optimizer, or None, got {cache!r} and "
+            f"optimizer {optimizer!r}"
+        )
