@@ -151,7 +151,9 @@ FAMILIES = ("bf16", "int8", "mx6", "mxfp6_e3m2")
 def test_traced_ops_compile(format: str, dtype: torch.dtype, columns: int, rule: str) -> None:
     """Torch's own ops in Inductor: the bits of the op, integers within a rounding of their last addition."""
     torch._dynamo.reset()
-    compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True)
+    # For a fixed width that is no whole number of blocks, Inductor's CPU code leaves the last columns out (torch 2.13).
+    dynamic = True if columns % 16 else None
+    compiled = torch.compile(lambda v, up: Traced.apply(v, format, up), fullgraph=True, dynamic=dynamic)
     x = hard_rows(columns, dtype)
     found, expected = compiled(x, rule == "rceil"), encoded_and_decoded(x, format, "nearest", rule)
     if not format.startswith("int"):
