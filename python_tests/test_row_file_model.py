@@ -104,7 +104,9 @@ class Model(RuleBasedStateMachine):
     def apply(self):
         self.file.apply()
         self.before = None
-        assert self.file.stats()["log_bytes"] == 0
+        # Changes since the last flush may have gone to a new log to make room: they belong to no generation yet.
+        if np.array_equal(self.now, self.flushed):
+            assert self.file.stats()["log_bytes"] == 0
 
     @rule(back=st.booleans(), close=st.booleans())
     def open_again(self, back, close):
