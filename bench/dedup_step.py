@@ -23,7 +23,7 @@ from timing import take_turns
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
-from train_step import RESULTS, environment, positive
+from train_step import RESULTS, add_data_flags, environment, positive
 
 import rec_kernels as rk
 from rec_kernels.dlrm import DLRM, Batch, DataSet, load_completejourney
@@ -176,9 +176,7 @@ def main() -> None:
     parser.add_argument("--embedding-dim", type=positive, default=64, help="columns of every table (default: 64)")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.5, help="of a turn, at the least (default: 0.5)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    add_data_flags(parser)
     parser.add_argument("--quick", action="store_true", help="tiny, to see that it runs: its figures mean nothing")
     parser.add_argument("--out", type=Path, default=RESULTS / "dedup_step.json", help="result file")
     options = parser.parse_args()

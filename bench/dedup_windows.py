@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from dedup_step import INPUTS, num_bytes, sizes, some_batches, times
 from tqdm import tqdm
-from train_step import RESULTS, environment, positive
+from train_step import RESULTS, add_data_flags, environment, positive
 
 import rec_kernels as rk
 from rec_kernels.dlrm import Batch, CompleteJourney, load_completejourney
@@ -126,9 +126,7 @@ def main() -> None:
     parser.add_argument("--batch-sizes", type=sizes, default=BATCHES, help=f"rows of a batch (default: {rows})")
     parser.add_argument("--turns", type=positive, default=8, help="turns of each way (default: 8)")
     parser.add_argument("--seconds", type=float, default=0.3, help="of a turn, at the least (default: 0.3)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    add_data_flags(parser)
     parser.add_argument("--out", type=Path, default=RESULTS / "dedup_windows.json", help="result file")
     options = parser.parse_args()
     if options.threads:

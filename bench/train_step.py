@@ -245,6 +245,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def add_data_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of commands that read the Complete Journey: threads, weeks and folder."""
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
+    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
@@ -255,9 +262,7 @@ def main() -> None:
     )
     parser.add_argument("--batch-size", type=positive, default=2048, help="rows per step (default: 2048)")
     parser.add_argument("--embedding-dim", type=positive, default=16, help="columns of every table (default: 16)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    add_data_flags(parser)
     parser.add_argument("--out", type=Path, default=RESULTS / "train_step.json", help="result file")
     options = parser.parse_args()
     if options.threads:

@@ -18,7 +18,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import rec_kernels as rk
 from bench.studies import compare, compare_report
-from bench.train_step import RESULTS, environment, positive
+from bench.train_step import RESULTS, add_data_flags, environment
 from rec_kernels.dlrm import DLRM, TrainConfig, checkpoint
 from rec_kernels.dlrm.data import DataError, DataSet
 from rec_kernels.dlrm.datasets import open_data
@@ -163,9 +163,7 @@ def main() -> None:
     )
     parser.add_argument("--seeds", default="8", help="a count, or a list as in 0,1,2 (default: 8)")
     parser.add_argument("--drift-only", action="store_true", help="no training")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    add_data_flags(parser)
     parser.add_argument("--runs-dir", default="runs", help="folder that gets half-step/ with the runs (default: runs)")
     parser.add_argument("--out", type=Path, default=RESULTS / "half_step.json", help="result file")
     options = parser.parse_args()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from bench.train_step import RESULTS, RecipeDLRM, TunedDLRM, environment, positive
+from bench.train_step import RESULTS, RecipeDLRM, TunedDLRM, add_data_flags, environment, positive
 from rec_kernels.dlrm import DLRM, Batch, CompleteJourney, TrainConfig, load_completejourney
 from rec_kernels.dlrm.data import ahead
 from rec_kernels.dlrm.dedup import dedup_batch
@@ -148,9 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--seeds", type=positive, default=5, help="seeds 0 .. N-1 (default: 5)")
-    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--weeks", type=positive, help="use only the first weeks (default: the whole year)")
-    parser.add_argument("--data-dir", help="folder of the prepared data (default: ~/.cache/rec_kernels)")
+    add_data_flags(parser)
     parser.add_argument("--out", type=Path, default=RESULTS / "train_quality.json", help="result file")
     options = parser.parse_args()
     if options.threads:

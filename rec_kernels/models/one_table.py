@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.jagged.checks import check_offsets, has_data
-from rec_kernels.nn.tables.layout import move, uncast
+from rec_kernels.nn.tables.layout import move, move_buffers
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -36,9 +36,7 @@ class OneTable(nn.Module):
         for name, parameter in self._parameters.items():
             if parameter is not None:
                 move(self, name, fn)
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                self._buffers[name] = uncast(buffer, fn)
+        move_buffers(self, fn)
         return self
 
     def _read(self, features) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:

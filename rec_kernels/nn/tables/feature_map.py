@@ -41,11 +41,6 @@ class FeatureLookup:
         return {**self.__dict__, "table": self.table.without_init()}
 
     @property
-    def multiplies(self) -> bool:
-        """True if the ops multiply rows of its parts."""
-        return self.combine == "mult" and len(self.parts) > 1
-
-    @property
     def is_combined_later(self) -> bool:
         """True if the pooled parts, side by side in the ops' output, are still to be added or multiplied."""
         compression = self.table.compression

@@ -29,11 +29,6 @@ class StatePlaces:
             self.rows.append(self.rows[-1] + table.num_embeddings)
 
     @property
-    def is_elementwise(self) -> bool:
-        """True if some kind has an element for every element of a table."""
-        return any(self.kinds.values())
-
-    @property
     def is_rounded(self) -> bool:
         """True if some kind is kept in fewer bits than it is computed in."""
         return any(self.dtype(kind) != torch.float32 for kind in self.kinds)

@@ -48,8 +48,8 @@ class FusedUpdate:
     whether an update was skipped, and ``face`` shows it to the scaler; without one it costs nothing.
 
     Args:
-        optimizer: the optimizer. weights: the tables' parameters. buffers: the
-            collection's, with those of ``optimizer_buffers``.
+        optimizer: the optimizer. weights: the tables' parameters.
+        buffers: the collection's, with those of ``optimizer_buffers``.
         dense: what watches the parameters for gradients from elsewhere.
 
     Attributes:
