@@ -132,7 +132,9 @@ $(TRITON_3_6): | $(VENV)/.env
 	  echo "Triton 3.6.0 cannot be installed here: its test is left out"
 
 # Without _host, tables on disk are left out: every build asks anew whether what it needs is there by now.
-$(VENV)/.built: $(NATIVE) $(VENV)/.env $(if $(wildcard rec_kernels/_host*.so),,again)
+# With REC_KERNELS_CUDA=1, a build without the CUDA library is not yet the one that was asked for.
+WANTED = rec_kernels/_host*.so $(if $(filter 1,$(REC_KERNELS_CUDA)),rec_kernels/librec_kernels_cuda.so)
+$(VENV)/.built: $(NATIVE) $(VENV)/.env $(foreach library,$(WANTED),$(if $(wildcard $(library)),,again))
 	PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP) install -q --no-build-isolation --no-deps -e .
 	@ls rec_kernels/_host*.so >/dev/null 2>&1 || \
 	  echo "Tables on disk are left out: they need Python's headers (Debian: apt install python3-dev)." >&2

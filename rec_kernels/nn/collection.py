@@ -18,10 +18,18 @@ from rec_kernels.nn.arguments import check_choice
 from rec_kernels.nn.collection_options import check_options
 from rec_kernels.nn.jagged.select_features import NOTHING_BAD, SelectedKeys
 from rec_kernels.nn.jagged.shared_bags import SharedBags
-from rec_kernels.nn.tables.config import EmbeddingConfig, checked_tables, describe
+from rec_kernels.nn.tables.config import EmbeddingConfig, describe
 from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
-from rec_kernels.nn.tables.load_state import allocate, assigns, check_shapes, copied, fit_formats
+from rec_kernels.nn.tables.load_state import (
+    allocate,
+    assigns,
+    begin_without_step,
+    check_shapes,
+    copied,
+    fit_formats,
+)
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
@@ -225,6 +233,7 @@ class TableCollection(nn.Module):
         fit_formats(state_dict, prefix, stored, convert=self._convert)
         own = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
         check_shapes(state_dict, prefix, own)
+        begin_without_step(state_dict, prefix, own)
         if assigns(local_metadata) and self._weights.is_meta:
             allocate(self, {name: state_dict.get(prefix + name) for name in own}, prefix)
         if self._store.fit_state(state_dict, prefix):

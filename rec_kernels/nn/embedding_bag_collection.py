@@ -15,7 +15,7 @@ class EmbeddingBagCollection(TableCollection):
     """Pooled lookups of many tables in one kernel call, optionally with the optimizer fused into the backward.
 
     Args:
-        tables: the tables; several features may share one.
+        tables: the tables, as ``rk.EmbeddingBagConfig`` or TorchRec's; several features may share one.
         device: where weights and state live.
         optimizer: ``rk.SGD``, ``rk.Adagrad``, ``rk.RowwiseAdagrad``, ``rk.Adam``, ``rk.AdamW``, ``rk.RowwiseAdam`` or
             ``rk.LAMB``: each backward updates the touched rows, and no gradient of a table is stored.

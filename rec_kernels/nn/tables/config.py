@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from enum import Enum
 
 from torch import Tensor
 
@@ -103,7 +104,7 @@ class EmbeddingConfig:
             raise ValueError(f"table {name!r}: {error}") from None
 
     def _check_compression(self) -> None:
-        _check_per_id(self)
+        check_per_id(self)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "stored"}
@@ -145,7 +146,8 @@ class EmbeddingBagConfig(EmbeddingConfig):
     """One table whose bags are pooled.
 
     Args:
-        pooling: "sum" or "mean". Each feature gets ``embedding_dim`` columns of the output.
+        pooling: "sum" or "mean", or TorchRec's ``PoolingType``. Each feature gets ``embedding_dim`` columns of the
+            output.
 
     The others are ``EmbeddingConfig``'s.
     """
@@ -155,35 +157,21 @@ class EmbeddingBagConfig(EmbeddingConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if isinstance(self.pooling, Enum) and isinstance(self.pooling.value, str):
+            object.__setattr__(self, "pooling", self.pooling.value.lower())
         check_choice(f"table {self.name!r}: pooling", self.pooling, ("sum", "mean"))
 
     def _check_compression(self) -> None:
         """Parts may be pooled before they are combined."""
 
 
-def _check_per_id(table: EmbeddingConfig) -> None:
+def check_per_id(table: EmbeddingConfig) -> None:
+    """Raises ValueError if a table has a compression that is for pooled lookups only."""
     if table.compression is not None and table.compression.compose != "per_id":
         raise ValueError(
             f"table {table.name!r}: compression must not be {table.compression}: these lookups are not pooled, so it "
             "must be None or one with compose 'per_id'"
         )
-
-
-def checked_tables(tables: Iterable[EmbeddingConfig], *, pooled: bool) -> list[EmbeddingConfig]:
-    """The tables of a collection as a list; ``pooled``: whether its lookups are.
-
-    Raises:
-        ValueError: they are none, or one has a compression that is for lookups of the other kind.
-    """
-    if not isinstance(tables, Iterable):
-        raise ValueError(f"tables must be a list of rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {tables!r}")
-    tables = list(tables)
-    for i, table in enumerate(tables):
-        if not isinstance(table, EmbeddingConfig):
-            raise ValueError(f"tables[{i}] must be an rk.EmbeddingBagConfig or rk.EmbeddingConfig, got {table!r}")
-        if not pooled:
-            _check_per_id(table)
-    return tables
 
 
 def describe(table: EmbeddingConfig) -> str:

@@ -61,6 +61,17 @@ def check_shapes(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> No
             )
 
 
+def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
+    """Adds a ``step`` of 0 to a state that has everything of the collection's, ``own``, but its ``step``.
+
+    Other packages' states have none. A state that lacks more is left as it is, for torch to name what is missing.
+    """
+    missing = [name for name in own if prefix + name not in state_dict]
+    if missing == ["step"]:
+        beside = next(state_dict[prefix + name] for name in own if name != "step")
+        state_dict[f"{prefix}step"] = torch.zeros((), dtype=own["step"].dtype, device=beside.device)
+
+
 def format_tensor(name: str, device: torch.device | None = None) -> Tensor:
     """A format's name as a tensor, its characters' codes: a state has tensors only."""
     return torch.tensor(list(name.encode()), dtype=torch.uint8, device=device)
