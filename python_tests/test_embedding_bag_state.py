@@ -226,6 +226,27 @@ def test_load_checks_names_and_shapes() -> None:
         collection.load_state_dict(state | {"embedding_bags.a.weight": torch.zeros(6, 3)})
 
 
+@pytest.mark.parametrize("optimizer", [*OPTIMIZERS, rk.Adam(lr=0.5)], ids=str)
+@pytest.mark.parametrize("device", [None, "meta"])
+def test_state_without_a_step(optimizer, device) -> None:
+    """It begins at step 0; one that lacks more is refused with every name, and the step stays."""
+    state = make(optimizer).state_dict()
+    del state["step"]
+    other = make(optimizer, device=device)
+    if device is None:
+        step(other)
+        assert other.step == 1
+    other.load_state_dict(state, assign=device == "meta")
+    assert other.step == 0
+    assert same_bits(other.state_dict()["embedding_bags.a.weight"], state["embedding_bags.a.weight"])
+    if device is None:
+        step(other)
+        del state["embedding_bags.a.weight"]
+        with pytest.raises(RuntimeError, match=r"Missing key\(s\).*step.*embedding_bags\.a\.weight"):
+            other.load_state_dict(state)
+        assert other.step == 1
+
+
 def test_assigned_weights_are_cast_and_tied() -> None:
     """load_state_dict(assign=True) of another dtype: the tables stay float32 views of the flat tensor."""
     collection, state = make(), {k: v.double() * 2 for k, v in make().state_dict().items()}

@@ -1,4 +1,4 @@
-"""TorchRec's configurations as tables of our collections, and states that come without a step."""
+"""TorchRec's configurations as tables of our collections."""
 
 from __future__ import annotations
 
@@ -18,11 +18,6 @@ def modules():
     return configs, pytest.importorskip("torchrec.modules.embedding_modules")
 
 
-def batch() -> rk.KeyedJaggedTensor:
-    """Two samples of two features."""
-    return rk.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 9, 5]), lengths=torch.tensor([1, 2, 0, 2]))
-
-
 def test_pooled() -> None:
     """The collection takes the state of TorchRec's, and both look up the same numbers."""
     configs, torchrec = modules()
@@ -34,14 +29,11 @@ def test_pooled() -> None:
     ours = rk.EmbeddingBagCollection(tables, optimizer=rk.SGD(lr=0.1))
     ours.load_state_dict(theirs.state_dict())
     assert [table.pooling for table in ours.tables] == ["mean", "sum"]
-    features = batch()
-    kjt = type_of_theirs()(keys=["a", "b"], values=features.values(), lengths=features.lengths())
+    features = rk.KeyedJaggedTensor(["a", "b"], torch.tensor([1, 2, 3, 9, 5]), lengths=torch.tensor([1, 2, 0, 2]))
+    kjt = pytest.importorskip("torchrec.sparse.jagged_tensor").KeyedJaggedTensor(
+        keys=["a", "b"], values=features.values(), lengths=features.lengths()
+    )
     torch.testing.assert_close(ours(kjt).values(), theirs(kjt).values(), rtol=1e-6, atol=1e-6)
-
-
-def type_of_theirs() -> type:
-    """TorchRec's KeyedJaggedTensor."""
-    return pytest.importorskip("torchrec.sparse.jagged_tensor").KeyedJaggedTensor
 
 
 def test_per_id_and_formats() -> None:
@@ -90,29 +82,3 @@ def test_refused(table, message: str) -> None:
 def test_pooling_type() -> None:
     """Our own configuration takes TorchRec's PoolingType."""
     assert rk.EmbeddingBagConfig(10, 4, name="t", feature_names=["a"], pooling=Pooling.MEAN).pooling == "mean"
-
-
-@pytest.mark.parametrize("optimizer", [rk.SGD(lr=0.5), rk.RowwiseAdagrad(lr=0.5), rk.Adam(lr=0.5)], ids=str)
-@pytest.mark.parametrize("device", [None, "meta"])
-def test_state_without_a_step(optimizer, device) -> None:
-    """It begins at step 0; one that lacks more is refused with every name, and the step stays."""
-
-    def make(device=None) -> rk.EmbeddingBagCollection:
-        table = rk.EmbeddingBagConfig(10, 4, name="t", feature_names=["a"])
-        return rk.EmbeddingBagCollection([table], optimizer=optimizer, device=device)
-
-    state = make().state_dict()
-    del state["step"]
-    other = make(device)
-    if device is None:
-        other(batch()).values().sum().backward()
-        assert other.step == 1
-    other.load_state_dict(state, assign=device == "meta")
-    assert other.step == 0
-    assert torch.equal(other.state_dict()["embedding_bags.t.weight"], state["embedding_bags.t.weight"])
-    if device is None:
-        other(batch()).values().sum().backward()
-        del state["embedding_bags.t.weight"]
-        with pytest.raises(RuntimeError, match=r"Missing key\(s\).*step.*embedding_bags\.t\.weight"):
-            other.load_state_dict(state)
-        assert other.step == 1

@@ -22,14 +22,7 @@ from rec_kernels.nn.tables.config import EmbeddingConfig, describe
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.given_tables import checked_tables
 from rec_kernels.nn.tables.layout import LayoutBuffers, move, move_buffers
-from rec_kernels.nn.tables.load_state import (
-    allocate,
-    assigns,
-    begin_without_step,
-    check_shapes,
-    copied,
-    fit_formats,
-)
+from rec_kernels.nn.tables.load_state import allocate, assigns, begin_without_step, check_shapes, copied, fit_formats
 from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tables
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
@@ -244,7 +237,7 @@ class TableCollection(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
 
     def load_state_dict(self, state_dict: Mapping, strict: bool = True, assign: bool = False, *, convert: bool = False):
-        """Loads a state as ``torch.nn.Module`` does.
+        """Loads a state as ``torch.nn.Module`` does. One that lacks nothing but its ``step`` begins at step 0.
 
         Args:
             assign: also copies: tables stay where they are, and so do the parameters. Of a collection on the meta

@@ -18,7 +18,8 @@ class EmbeddingCollection(TableCollection):
     ``set_grad_scaler()``, ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
 
     Args:
-        tables: ``rk.EmbeddingConfig``, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is not used.
+        tables: ``rk.EmbeddingConfig`` or TorchRec's, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is
+            not used.
 
     The others are ``rk.EmbeddingBagCollection``'s.
 

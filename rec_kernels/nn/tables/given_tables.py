@@ -28,9 +28,9 @@ def from_torchrec(table: Any) -> Any:
         ValueError: a data type that is no row format here, a field that is not offered, or what the configuration of
             this package refuses.
     """
-    if isinstance(table, EmbeddingConfig) or not all(hasattr(table, name) for name in ("data_type", "init_fn")):
+    if not (hasattr(table, "data_type") and hasattr(table, "init_fn")):
         return table
-    name = getattr(table, "name", "")
+    name = table.name
     for field in _UNSUPPORTED:
         if value := getattr(table, field, None):
             raise ValueError(f"table {name!r}: {field} must be left at its default, got {value!r}")
