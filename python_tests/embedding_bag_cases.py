@@ -42,7 +42,7 @@ class Case:
     values: Tensor
     offsets: Tensor
     per_sample_weights: Tensor | None
-    padding_idx: int
+    padding_idx: int | list[int]  # of all features, or of each
     gaps: list[int]  # floats before each table
     seed: int
 
@@ -219,7 +219,7 @@ def make_case(
     weighted: bool = False,
     ids_dtype: torch.dtype = torch.int64,
     offsets_dtype: torch.dtype = torch.int64,
-    padding_idx: int = -1,
+    padding_idx: int | list[int] = -1,
     gaps: list[int] | None = None,
     unused: tuple[int, int] = (0, 0),
     seed: int = 0,
@@ -252,7 +252,7 @@ def cases(draw) -> Case:
     tables = [(draw(st.integers(1, 7)), draw(st.sampled_from(DIMS))) for _ in range(draw(st.integers(1, 3)))]
     features = draw(st.lists(st.integers(0, len(tables) - 1), min_size=1, max_size=4))
     batch = draw(st.integers(0, 4))
-    bags = len(features) * batch
+    bags, padding = len(features) * batch, st.sampled_from([-1, -1, 0, 1])
     return make_case(
         tables,
         features,
@@ -261,7 +261,7 @@ def cases(draw) -> Case:
         weighted=draw(st.booleans()),
         ids_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
         offsets_dtype=draw(st.sampled_from([torch.int32, torch.int64])),
-        padding_idx=draw(st.sampled_from([-1, -1, 0, 1])),
+        padding_idx=draw(padding | st.lists(padding, min_size=len(features), max_size=len(features))),
         gaps=draw(st.lists(st.sampled_from([0, 1, 16]), min_size=len(tables), max_size=len(tables))),
         unused=draw(st.sampled_from([(0, 0), (0, 0), (2, 0), (0, 3)])),
         seed=draw(st.integers(0, 2**20)),

@@ -171,7 +171,7 @@ def _sample(r: random.Random) -> Sample:
         features,
         [[r.choice([0, 1, 2, 4, r.choice([3, 70])]) for _ in range(batch)] for _ in features],
         weighted=r.random() < 0.5,
-        padding_idx=r.choice([-1, 0, 3]),
+        padding_idx=r.choice([-1, 0, 3, [r.choice([-1, 0, 3]) for _ in features]]),
         bounds_check=bounds_check,
         ids=ids,
         offsets=r.choice([32, 64]),

@@ -31,7 +31,7 @@ class Sample:
     features: list[tuple[int | Parts, str]]  # (table or parts, pooling)
     lengths: list[list[int]]  # of the bags of each feature
     weighted: bool = False
-    padding_idx: int = -1
+    padding_idx: int | list[int] = -1
     bounds_check: str = "error"
     bad_ids: list[int] = field(default_factory=list)  # the last ids of all; for "ignore"
     ids: int = 64
@@ -83,13 +83,14 @@ def samples(draw) -> Sample:
     if batch and long:
         lengths[0][0] = 67  # where the table has one row: more than a chunk
     bounds_check = draw(st.sampled_from(["error", "ignore", "none"]))
+    padding = st.sampled_from([-1, 0, 1, 57])
     bad = st.sampled_from([-1, 57, 200, -(2**31), 2**31 - 1])  # outside of many tables or all, in 32 bits
     return Sample(
         tables,
         features,
         lengths,
         weighted=draw(st.booleans()),
-        padding_idx=draw(st.sampled_from([-1, 0, 1, 57])),
+        padding_idx=draw(padding | st.lists(padding, min_size=len(features), max_size=len(features))),
         bounds_check=bounds_check,
         bad_ids=draw(st.lists(bad, max_size=3)) if bounds_check == "ignore" else [],
         ids=draw(st.sampled_from([64, 32])),

@@ -35,7 +35,7 @@ _CACHE = ("cache_sets", "cache_set_starts", "cache_offsets")
 # Options that have been removed, or that said less.
 _GONE = ("output_offsets", "max_embedding_dim", "max_parts", "multiplies")
 _NUMBERS = ("output_dim", "num_rows", "cache_ways", "embedding_dim")
-_OTHERS = ("formats", "format_of", "pooling", "include_last_offset")
+_OTHERS = ("formats", "format_of", "pooling", "include_last_offset", "padding_idx")
 OF_LAYOUT = (*_LISTS, *_CACHE, *_GONE, *_NUMBERS, *_OTHERS)
 
 #: Ops that also look up in one table without a layout.
@@ -85,6 +85,8 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
     cache = _cache_places(given, lists["embedding_dims"])
     own_rows = given.get("bag_starts") is not None and given.get("groups") is None
     wide = given.get("output_dim") if own_rows else None
+    limits = lists["num_embeddings"] if partitions is None else partitions.id_limits
+    lists["padding_idx"] = padding_of(given.get("padding_idx", -1), limits[:count])
     dims, rows = lists.pop("embedding_dims"), lists.pop("num_embeddings")
     return rk.table_layout(
         rows,
@@ -96,6 +98,12 @@ def make_layout(given: dict[str, object], features: int | None = None, device=No
         num_rows=given.get("num_rows") or None,
         device=device,
     )
+
+
+def padding_of(given: int | Sequence[int], limits: Sequence[int]) -> list[int | None]:
+    """Numbers given for each feature or for all, None in the place of what is no id of the feature."""
+    ids = [given] * len(limits) if isinstance(given, int) else given
+    return [x if 0 <= x < limit else None for x, limit in zip(ids, limits, strict=True)]
 
 
 def forged(given: dict[str, object], column: str, place: int, value: int) -> dict[str, object]:
@@ -149,16 +157,16 @@ def as_call(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
     if op.endswith("per_sample_weights"):
         call.pop("bounds_check", None)
     if op == "row_cache_flush_":
-        call = {
-            n: t for n, t in call.items() if n not in ("bag_starts", "inverse", "groups", "padding_idx", "bounds_check")
-        }
+        call = {n: t for n, t in call.items() if n not in ("bag_starts", "inverse", "groups", "bounds_check")}
     if op.startswith("row_cache"):
         call = {n: t for n, t in call.items() if n not in ("inverse", "groups")}
     return f"{op}.layout", call | layout
 
 
 def _one_table(op: str, given: dict[str, object]) -> tuple[str, dict[str, object]]:
-    call = {n: t for n, t in given.items() if n not in OF_LAYOUT or n in ("pooling", "include_last_offset")}
+    call = {
+        n: t for n, t in given.items() if n not in OF_LAYOUT or n in ("pooling", "include_last_offset", "padding_idx")
+    }
     call = {
         n: t for n, t in call.items() if not n.startswith("cache_") and n not in ("bag_starts", "inverse", "groups")
     }

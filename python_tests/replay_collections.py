@@ -7,7 +7,7 @@ call is used, so that a recorded run can be made with any later module of the sa
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import rec_kernels as rk
+from rec_kernels.nn.tables.load_state import rename
 
 #: Names that an expression may use.
 CLASSES = (
@@ -63,6 +64,16 @@ def plain(output: object) -> object:
     if isinstance(output, dict):
         return {name: plain(value) for name, value in output.items()}
     return output
+
+
+def recorded_names(module: nn.Module, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors of a module under the names of recordings, in which both kinds of collections name their tables alike."""
+    found = dict(found)
+    for path, collection in module.named_modules():
+        if isinstance(collection, rk.EmbeddingCollection):
+            prefix = f"{path}." if path else ""
+            rename(found, f"{prefix}embeddings.", f"{prefix}embedding_bags.")
+    return found
 
 
 def build(run: dict, folder: Path) -> nn.Module:
@@ -114,10 +125,11 @@ class Player:
         self.scaler.update()
 
     def _gradients(self, step: dict) -> dict[str, object]:
-        found = {}
+        grads: dict[str, Tensor] = {}
         for name, t in (*self.module.named_parameters(), *inputs_of(step["features"])):
             if t.grad is not None:
-                found[name], t.grad = t.grad, None
+                grads[name], t.grad = t.grad, None
+        found: dict[str, object] = {**recorded_names(self.module, grads)}
         if self.scaler is not None:
             found["scale"] = self.scaler.get_scale()
         return found
@@ -154,7 +166,8 @@ class Player:
 
     def _do_state(self, step: dict) -> dict[str, object]:
         """Returns what is saved and what is reported."""
-        found: dict[str, object] = {"state": {n: t.clone() for n, t in self.module.state_dict().items()}}
+        state = recorded_names(self.module, self.module.state_dict())
+        found: dict[str, object] = {"state": {n: t.clone() for n, t in state.items()}}
         if getattr(self.module, "optimizer", None) is not None:
             found["rate"] = self.module.fused_optimizer.param_groups[0]["lr"]
         if hasattr(self.module, "memory_report"):
@@ -183,7 +196,7 @@ def replay(run: dict, folder: Path) -> list[str]:
         What differs, and where: step 3's output, say.
     """
     module = build(run, folder)
-    found = differences(run["initial"], dict(module.state_dict()), "first state", exact=run["exact"])
+    found = differences(run["initial"], recorded_names(module, module.state_dict()), "first state", exact=run["exact"])
     module.load_state_dict(run["initial"])
     player = Player(module)
     with contextlib.closing(module) if hasattr(module, "close") else contextlib.nullcontext():

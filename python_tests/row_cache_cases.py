@@ -11,6 +11,7 @@ import torch
 from embedding_bag_cases import Case, make_case, wide_floats
 from embedding_bag_format_cases import ROUNDINGS, SEED, EncodedCase
 from hypothesis import strategies as st
+from layout_calls import padding_of
 from torch import Tensor
 
 import rec_kernels as rk
@@ -65,7 +66,7 @@ class CacheSample:
     policy: str = "lru"
     rounding: str = "nearest"
     decay_every: int = 0
-    padding_idx: int = -1
+    padding_idx: int | list[int] = -1
     bounds_check: str = "error"
     ids: int = 64
     offsets: int = 64
@@ -158,6 +159,7 @@ class CacheCase:
         }
         places |= {name: changed.pop(f"cache_{name}") for name in places if f"cache_{name}" in changed}
         ids = {"table_ids": [self.table_id(t) for t in case.parts]}
+        ids["padding_idx"] = padding_of(s.padding_idx, limits_of(case))
         return layout_of(self.encoded, **({"cache": rk.CachePlaces(**places)} | ids | changed))
 
     @functools.cached_property
@@ -165,7 +167,7 @@ class CacheCase:
         """Arguments that the ops do not change, without the bags."""
         s = self.sample
         options = {"policy": s.policy, "decay_every": s.decay_every, "rounding": s.rounding}
-        options |= {"padding_idx": s.padding_idx, "bounds_check": s.bounds_check, "seed": torch.tensor(SEED)}
+        options |= {"bounds_check": s.bounds_check, "seed": torch.tensor(SEED)}
         return self.layout()._asdict() | options
 
     @property
@@ -220,6 +222,11 @@ def layout_of(encoded: EncodedCase, **changed: object) -> rk.TableLayout:
     return layout_of_floats(encoded.case, **({"weight_offsets": starts, "formats": formats} | changed))
 
 
+def limits_of(case: Case) -> list[int]:
+    """Numbers of ids of the features."""
+    return [f.num_ids if isinstance(f, Parts) else case.tables[f][0] for f in case.features]
+
+
 def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
     """Layout of a case's float tables."""
     numbers = {
@@ -230,6 +237,7 @@ def layout_of_floats(case: Case, **changed: object) -> rk.TableLayout:
         "mean": case.mean,
         "num_rows": len(case.sum),
     }
+    numbers["padding_idx"] = padding_of(case.padding_idx, limits_of(case))
     if any(isinstance(f, Parts) for f in case.features):
         numbers["partitions"] = rk.IdPartitions(*case.partitions().values())
     return rk.table_layout(**(numbers | changed))

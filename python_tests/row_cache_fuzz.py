@@ -42,7 +42,7 @@ class CachedCall:
         places = [(0, 0, 0) if t in composed else first[dims[t]] for t in tables]
         layout = layout_of(encoded, table_ids=tables, cache=rk.CachePlaces(ways, *zip(*places, strict=True)))
         options = {"policy": policy, "rounding": sample.rounding, "optimizer": "sgd", "sum": None}
-        options |= {"lr": torch.tensor(LR), "padding_idx": sample.padding_idx}
+        options |= {"lr": torch.tensor(LR)}
         self.arguments = layout._asdict() | bad.options | options
         self.state = self._state(elements, at * ways, policy)
         good = BadCall(sample).encoded.case

@@ -152,7 +152,7 @@ def _everything(encoded: EncodedCase, ops) -> list[object]:
     case = encoded.case
     values, offsets, factors = case.jagged
     state = (case.sum, torch.tensor(6), torch.tensor(LR), torch.empty(0))
-    layout = layout_of_floats(case)._asdict() | {"padding_idx": case.padding_idx}
+    layout = layout_of_floats(case)._asdict()
     weighted, bags = layout | {"per_sample_weights": factors}, {"values": values, "offsets": offsets}
     return [
         ops.embedding_bag(case.weights, values, offsets, **weighted),

@@ -291,7 +291,7 @@ def test_bad_argument(name: str, change, message: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t[:, 1:], "layout must have shape [3, 25], got [3, 24]"),
+        (lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
         (lambda t: t.int(), "layout must be int64, got int32"),
         (lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
         (lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),
@@ -304,12 +304,15 @@ def test_bad_argument(name: str, change, message: str) -> None:
         (lambda t: _changed(t, "feature", 2), "layout[1]: feature and part_start must name the features in order"),
         (lambda t: _changed(t, "part_start", 2), "layout[0]: feature and part_start must name the features in order"),
         (lambda t: _changed(t, "modulus", 0), "layout[1]: id_limit, divisor and modulus must lead to rows"),
-        (lambda t: _changed(t, "mean", 1), "layout[1]: id_limit, combine, mean and frozen must be those"),
+        (lambda t: _changed(t, "mean", 1), "layout[1]: id_limit, padding_idx, combine, mean and frozen must be those"),
         (lambda t: _changed(t, "table_id", 65536), "layout[1]: table_id must be in [0, 65536)"),
         (lambda t: _changed(t, "first_row", -1), "layout[1]: first_row and table_rows must be those of a shard"),
         (lambda t: _changed(t, "table_rows", 2**44 + 1), "layout[1]: first_row and table_rows must be those of a"),
         (lambda t: _changed(t, "first_column", 2), "layout[1]: first_row and table_rows must be those of a shard"),
-        (lambda t: _changed(t, "multiplied", 1), "layout[1]: id_limit, combine, mean and frozen must be those"),
+        (
+            lambda t: _changed(t, "multiplied", 1),
+            "layout[1]: id_limit, padding_idx, combine, mean and frozen must be those",
+        ),
     ],
 )
 def test_forged_layout(op: str, change, message: str) -> None:

@@ -13,6 +13,7 @@ from collection_cases import OtherJagged
 from layout_calls import OPS
 
 import rec_kernels as rk
+from rec_kernels.testing import same_bits
 
 KEYS = ["f", "g", "h"]
 
@@ -163,12 +164,44 @@ def test_schedule() -> None:
         _ = make().fused_optimizer
 
 
-def test_two_forwards_before_backward() -> None:
-    """A module used twice in one graph applies its updates one after the other."""
-    collection = make(rk.RowwiseAdagrad(lr=0.1))
-    out = collection(batch(seed=0)).values().sum() + collection(batch(seed=1)).values().sum()
-    out.backward()
-    assert collection.step.item() == 2
+@pytest.mark.parametrize("cache", [None, rk.RowCache(0.5, ways=2)])
+def test_two_lookups_in_one_graph(cache: rk.RowCache | None) -> None:
+    """One update with the gradients of both, as torch has one gradient of a weight: the bits of accumulate()."""
+    found, expected = (make(rk.RowwiseAdagrad(lr=0.1), cache=cache) for _ in range(2))
+    expected.load_state_dict(found.state_dict())
+
+    def loss_of(collection: rk.EmbeddingBagCollection) -> torch.Tensor:
+        unused = collection(batch(seed=2)).values()  # its backward never runs
+        first, second = (collection(batch(seed=seed)).values() for seed in (0, 1))
+        return first.square().sum() + second.sum() + 0 * unused.detach().sum()
+
+    kept = loss_of(found)  # a graph that is there, and not run
+    loss_of(found).backward()
+    with expected.accumulate():
+        loss_of(expected)
+        loss_of(expected).backward()
+    assert found.step == expected.step == 1
+    assert all(map(same_bits, found.state_dict().values(), expected.state_dict().values()))
+    kept.backward()
+    assert found.step == 2
+
+
+def test_two_lookups_of_different_kinds() -> None:
+    """Distinct bags beside plain ones: one update; a backward that fails has changed nothing."""
+    found, plain = (make(rk.Adagrad(lr=0.1)) for _ in range(2))
+    plain.load_state_dict(found.state_dict())
+    shared = rk.deduplicated(found)
+    before = {name: tensor.clone() for name, tensor in found.state_dict().items()}
+    first = found(batch(seed=0)).values()
+    first.register_hook(lambda _: (_ for _ in ()).throw(ValueError("stop")))
+    with pytest.raises(ValueError, match="stop"):
+        (first.sum() + found(batch(seed=1)).values().sum()).backward()
+    assert all(map(same_bits, found.state_dict().values(), before.values()))
+    (shared(batch(seed=0)).values().sum() + found(batch(seed=1)).values().sum()).backward()
+    (plain(batch(seed=0)).values().sum() + plain(batch(seed=1)).values().sum()).backward()
+    assert found.step == plain.step == 1
+    for name, tensor in plain.state_dict().items():
+        torch.testing.assert_close(found.state_dict()[name], tensor)
 
 
 def test_no_grad_changes_nothing() -> None:

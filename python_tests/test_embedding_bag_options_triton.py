@@ -290,8 +290,8 @@ def test_bad_layout(part: int | None, column: str, number: int) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [25]"),
-        ("layout", lambda t: t[:, 1:], "layout must have shape [3, 25], got [3, 24]"),
+        ("layout", lambda t: t[0], "layout must have 2 dimension(s), got shape [26]"),
+        ("layout", lambda t: t[:, 1:], "layout must have shape [3, 26], got [3, 25]"),
         ("layout", lambda t: t.int(), "layout must be int64, got int32"),
         ("layout", lambda t: torch.stack([t, t], 2)[:, :, 0], "layout must be contiguous"),
         ("layout", lambda t: t[:2], "layout_sizes[0] = 3 must be the number of features"),

@@ -76,7 +76,7 @@ WRONG_TENSORS = [
     *((name, lambda t: t[:-2], rf"{name} must have shape \[10\], got \[8\]") for name in SLOTS[1:]),
     ("cache_tags", lambda t: t[:-1], "cache_tags must have a multiple of cache_ways = 2 elements, got 9"),
     ("layout", lambda t: t.int(), "layout must be int64, got int32"),
-    ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 25\], got \[5, 24\]"),
+    ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 26\], got \[5, 25\]"),
     ("layout", lambda t: t.t().contiguous().t(), "layout must be contiguous"),
     ("cache_rows", lambda t: t.double(), "cache_rows must be float32, got float64"),
     ("cache_rows", lambda t: t[None], r"cache_rows must have 1 dimension\(s\), got shape \[1, 56\]"),
@@ -239,7 +239,7 @@ def test_other_device(name: str) -> None:
         ("cache_tags", lambda t: t[:-1], r"cache_dirty must have shape \[9\], got \[10\]"),
         ("cache_dirty", lambda t: t.bool(), "cache_dirty must be uint8, got bool"),
         ("layout", lambda t: t.int(), "layout must be int64, got int32"),
-        ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 25\], got \[5, 24\]"),
+        ("layout", lambda t: t[:, 1:].contiguous(), r"layout must have shape \[5, 26\], got \[5, 25\]"),
     ],
 )
 def test_bad_stats(name: str, change, message: str) -> None:

@@ -254,7 +254,7 @@ def test_what_can_be_frozen() -> None:
                 rk.set_frozen(given, flags)
         assert layout.column(Column.frozen).tolist() == [0, 1]
     for given in (None, layout.layout.float(), layout.layout[:, 1:]):
-        with pytest.raises(ValueError, match=r"layout must be an rk.TableLayout, or its int64 \[parts, 25\], got"):
+        with pytest.raises(ValueError, match=r"layout must be an rk.TableLayout, or its int64 \[parts, 26\], got"):
             rk.set_frozen(given, [True, False])
 
 

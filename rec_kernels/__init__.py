@@ -10,6 +10,7 @@ from rec_kernels.models.wukong import Wukong, WukongLayer
 from rec_kernels.nn.deduplicated import Deduplicated, deduplicated
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.embedding_collection import EmbeddingCollection
+from rec_kernels.nn.embedding_layers import Embedding, EmbeddingBag
 from rec_kernels.nn.jagged.inverse import InverseKeyedJaggedTensor
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.pytrees import register as _register_pytrees
@@ -61,6 +62,8 @@ __all__ = [
     "AdamW",
     "CachePlaces",
     "Deduplicated",
+    "Embedding",
+    "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingBagConfig",
     "EmbeddingCollection",

@@ -74,14 +74,12 @@ Bags read_jagged(const Tensor& values, const Tensor& offsets, const OptionalTens
   return b;
 }
 
-void read_options(const BagOptions& options, Bags* b) {
-  b->padding_idx = options.padding_idx;
-  b->check_ids = options.check_ids;
-}
+void read_options(const BagOptions& options, Bags* b) { b->check_ids = options.check_ids; }
 
 Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   Part f{};
   f.num_embeddings = f.id_limit = rows;
+  f.padding_idx = -1;
   f.embedding_dim = D;
   f.row_bytes = row_bytes(format, D);
   f.format = format;
@@ -131,7 +129,8 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
       "",
       "column and part_column must be those behind the part before, and end where layout_sizes says",
       "id_limit, divisor and modulus must lead to rows of the table, and be known to layout_sizes where they map ids",
-      "id_limit, combine, mean and frozen must be those of the feature's first part; they, and multiplied, must be "
+      "id_limit, padding_idx, combine, mean and frozen must be those of the feature's first part; they, and "
+      "multiplied, must be "
       "known to layout_sizes",
       "table_id must be in [0, 65536)",
       "first_row and table_rows must be those of a shard in a table of at most 2^44 rows, first_column a multiple of 4",
@@ -144,11 +143,11 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
                          "; rec_kernels.table_layout makes layout and layout_sizes"));
 }
 
-BagOptions parse_bag_options(int64_t padding_idx, const std::string& bounds_check) {
+BagOptions parse_bag_options(const std::string& bounds_check) {
   const bool raise = bounds_check == "error", ignore = bounds_check == "ignore";
   check_value(raise || ignore || bounds_check == "none",
               "bounds_check must be \"error\", \"ignore\" or \"none\", got \"", bounds_check, "\"");
-  return {padding_idx, raise || ignore, raise};
+  return {raise || ignore, raise};
 }
 
 bool parse_pooling(const std::string& pooling) {
@@ -187,7 +186,7 @@ Bags read_bags(const BagArguments& bags, const Layout& layout) {
   b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
   b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
   b.num_parts = layout.num_parts;
-  read_options(parse_bag_options(bags.padding_idx, bags.bounds_check), &b);
+  read_options(parse_bag_options(bags.bounds_check), &b);
   return b;
 }
 
@@ -196,7 +195,7 @@ Bags read_bags(const OneTableBags& bags) {
                        bags.offsets.numel() - (bags.include_last_offset ? 1 : 0));
   b.num_features = b.num_parts = 1;
   b.batch = b.num_bags;
-  read_options(parse_bag_options(bags.padding_idx, bags.bounds_check), &b);
+  read_options(parse_bag_options(bags.bounds_check), &b);
   return b;
 }
 
@@ -297,7 +296,7 @@ void throw_bad_position(const BadPosition& bad) {
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string bags =
       "Tensor values, Tensor offsets, Tensor layout, int[] layout_sizes, Tensor? per_sample_weights=None, Tensor? "
-      "bag_starts=None, Tensor? inverse=None, int[]? groups=None, int padding_idx=-1, str bounds_check=\"error\"";
+      "bag_starts=None, Tensor? inverse=None, int[]? groups=None, str bounds_check=\"error\"";
   const std::string table =
       "Tensor values, Tensor offsets, Tensor? per_sample_weights=None, str pooling=\"sum\", bool "
       "include_last_offset=True, int padding_idx=-1, str bounds_check=\"error\"";
@@ -329,8 +328,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   define(m, "embedding_bag_backward_sparse.layout(Tensor grad, Tensor weights, " + bags + sparse);
   define(m,
          "embedding_bag_backward_per_sample_weights.layout(Tensor grad, Tensor weights, Tensor values, Tensor offsets, "
-         "Tensor layout, int[] layout_sizes, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, int "
-         "padding_idx=-1, Tensor? cache_rows=None, Tensor? cache_slots=None) -> Tensor");
+         "Tensor layout, int[] layout_sizes, Tensor? bag_starts=None, Tensor? inverse=None, int[]? groups=None, "
+         "Tensor? cache_rows=None, Tensor? cache_slots=None) -> Tensor");
   define(m, "embedding_bag.table(Tensor weights, " + table +
                 ", bool sparse=False, str? format=None, SymInt embedding_dim=0" + output);
   define(m, "embedding_bag_backward_dense.table(Tensor grad, SymInt[] weights_shape, " + table + ") -> Tensor");

@@ -58,7 +58,6 @@ struct BagArguments {
   const std::vector<int64_t>& layout_sizes;
   const OptionalTensor &per_sample_weights, &bag_starts, &inverse;
   const std::optional<std::vector<int64_t>>& groups;
-  int64_t padding_idx;
   const std::string& bounds_check;
 
   // True if every bag has a row of the output to itself.
@@ -67,7 +66,7 @@ struct BagArguments {
 template <>
 struct ArgumentsOf<const BagArguments&> {
   using types = Types<const Tensor&, const Tensor&, const Tensor&, const std::vector<int64_t>&, const OptionalTensor&,
-                      const OptionalTensor&, const OptionalTensor&, const std::optional<std::vector<int64_t>>&, int64_t,
+                      const OptionalTensor&, const OptionalTensor&, const std::optional<std::vector<int64_t>>&,
                       const std::string&>;
 };
 // BagArguments of embedding_bag.table and its backward ops, whose one table needs no layout.
@@ -97,11 +96,10 @@ RK_EXPORT Layout read_layout(const Tensor& layout, const std::vector<int64_t>& s
 
 // Options that bags are read with.
 struct BagOptions {
-  int64_t padding_idx;
   bool check_ids;
   bool raise;
 };
-RK_EXPORT BagOptions parse_bag_options(int64_t padding_idx, const std::string& bounds_check);
+RK_EXPORT BagOptions parse_bag_options(const std::string& bounds_check);
 RK_EXPORT bool parse_pooling(const std::string& pooling);  // whether it is "mean"
 
 // Dtype of the output. Not exported: the symbol would contain torch's name of the type.

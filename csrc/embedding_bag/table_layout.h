@@ -58,6 +58,7 @@ struct TablePart {
   int64_t feature;       // whose part it is
   int64_t part_start;    // of the feature with the number of this *row*, the first part; num_parts behind the features
   int64_t id_limit;      // ids of the feature are in [0, id_limit)
+  int64_t padding_idx;   // the id that is left out of its bags, and has no gradient; -1: none
   int64_t divisor, modulus;         // row = id / divisor % modulus
   int64_t combine;                  // Combine: with the feature's other parts
   int64_t format;                   // RowFormat
@@ -70,7 +71,7 @@ struct TablePart {
   int64_t cache_row_offset;  // where slot 0 would be in cache_rows, were all slots of the table's width
   int64_t by_row;            // of row i: the part that is number i by its linear rows; parts of empty tables come first
 };
-constexpr int64_t kLayoutColumns = 25;
+constexpr int64_t kLayoutColumns = 26;
 static_assert(sizeof(TablePart) == kLayoutColumns * sizeof(int64_t), "a record is a row of the matrix");
 
 // `layout_sizes`, in this order; enum Size of rec_kernels/ops/table_layout.py.
@@ -189,8 +190,8 @@ RK_HOST_DEVICE bool are_next_columns(const TablePart* parts, int64_t i, const La
 
 // True if all parts of a feature agree in its options, and rows that become one agree in shape.
 RK_HOST_DEVICE bool agrees_with_first(const TablePart& p, const TablePart& first, bool alone) {
-  const bool feature =
-      p.id_limit == first.id_limit && p.combine == first.combine && p.mean == first.mean && p.frozen == first.frozen;
+  const bool feature = p.id_limit == first.id_limit && p.padding_idx == first.padding_idx &&
+                       p.combine == first.combine && p.mean == first.mean && p.frozen == first.frozen;
   const bool one = alone || p.combine == static_cast<int64_t>(Combine::kConcat) ||
                    (p.embedding_dim == first.embedding_dim && p.format == first.format);
   return feature && one && p.combine >= 0 && p.combine <= 2;

@@ -112,8 +112,8 @@ bool parse_policy(const std::string& policy) {
 
 STABLE_TORCH_LIBRARY_FRAGMENT(RK_LIBRARY, m) {
   const std::string layout = "Tensor layout, int[] layout_sizes";
-  const std::string bags = "Tensor values, Tensor offsets, " + layout +
-                           ", Tensor? bag_starts=None, int padding_idx=-1, str bounds_check=\"error\"";
+  const std::string bags =
+      "Tensor values, Tensor offsets, " + layout + ", Tensor? bag_starts=None, str bounds_check=\"error\"";
   const std::string rounding = ", str rounding=\"stochastic\", Tensor? seed=None";
   define(m, "row_cache_lookup.layout(Tensor cache_tags, Tensor cache_marks, " + bags + ") -> Tensor slots");
   define(m,

@@ -49,13 +49,12 @@ struct CacheBags {
   const Tensor &values, &offsets, &layout;
   const std::vector<int64_t>& layout_sizes;
   const OptionalTensor& bag_starts;
-  int64_t padding_idx;
   const std::string& bounds_check;
 };
 template <>
 struct ArgumentsOf<const CacheBags&> {
   using types = Types<const Tensor&, const Tensor&, const Tensor&, const std::vector<int64_t>&, const OptionalTensor&,
-                      int64_t, const std::string&>;
+                      const std::string&>;
 };
 
 // Uses of a cache: rows are found, which takes no rows and offsets; found and updated; encoded, which takes no marks.

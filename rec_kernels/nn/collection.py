@@ -27,7 +27,7 @@ from rec_kernels.nn.tables.parameter_views import Tied, refuse_replaced, tie_tab
 from rec_kernels.nn.tables.parameters import Tables
 from rec_kernels.nn.tables.row_cache import CacheState, RowCache
 from rec_kernels.nn.tables.store import TableCall, make_store
-from rec_kernels.nn.training.accumulate import Lookup, join
+from rec_kernels.nn.training.accumulate import Lookup, are_alike, join
 from rec_kernels.nn.training.data_parallel import refuse_data_parallel
 from rec_kernels.nn.training.fused_update import FusedUpdate, optimizer_buffers
 from rec_kernels.nn.training.optimizers import FusedOptimizer, Optimizer
@@ -53,7 +53,6 @@ class TableCollection(nn.Module):
 
     lr: Tensor
     step: Tensor
-    embedding_bags: Tables
     row_cache: CacheState | None
     _weights: Tensor
     _layout: LayoutBuffers
@@ -61,6 +60,7 @@ class TableCollection(nn.Module):
     _update: FusedUpdate | None = None
     _convert = False  # whether states in other row formats are converted
     _pools = True  # whether ``forward`` makes one row of a bag
+    _holder = "embedding_bags"  # the module that has the tables, in names of parameters and states
 
     def __init__(
         self,
@@ -100,13 +100,14 @@ class TableCollection(nn.Module):
         self.register_buffer("_weights", self._store.new_weights(device), persistent=False)
         numbers = self._store.numbers()
         trains = self._is_trained
-        self.embedding_bags = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
+        held = Tables(features, self._weights, in_file=bool(numbers), trains=trains, device=device)
+        self.add_module(self._holder, held)
         for name, (tensor, persistent) in optimizer_buffers(self.optimizer, features.state, device).items():
             self.register_buffer(name, tensor, persistent)
         for name, number in numbers.items():
             self.register_buffer(name, torch.tensor(number, device="cpu"))
         self._tie()
-        weights = self.embedding_bags.weights()
+        weights = self._held.weights()
         self._store.initialize(weights)
         if self.optimizer is not None:
             self._update = FusedUpdate(self.optimizer, weights, self._buffers, self._dense_gradients())
@@ -120,6 +121,11 @@ class TableCollection(nn.Module):
     def feature_names(self) -> list[str]:
         """The features that it looks up, table by table."""
         return self._features.feature_names
+
+    @property
+    def _held(self) -> Tables:
+        tables: Any = self._modules[self._holder]
+        return tables
 
     @property
     def _device(self) -> torch.device:
@@ -148,7 +154,7 @@ class TableCollection(nn.Module):
 
     def _projection(self, table: EmbeddingConfig) -> Tensor:
         """The matrix [D, dim] of a table that has one."""
-        return self.embedding_bags[table.name].projection
+        return self._held[table.name].projection
 
     # Moves, copies and states.
 
@@ -163,18 +169,18 @@ class TableCollection(nn.Module):
             self.row_cache._apply(fn)
         for table in self.tables:
             if table.projection:
-                move(self.embedding_bags[table.name], "projection", fn)
+                move(self._held[table.name], "projection", fn)
         self._store.forget_prefetched()
         self._tie()
         if self._update is not None:
-            self._update.follow(self.embedding_bags.weights(), self._buffers)
+            self._update.follow(self._held.weights(), self._buffers)
         return self
 
     def _tie(self) -> None:
         if self._update is not None:
             self._update.release()
         is_fused = self.optimizer is not None
-        self._tied = tie_tables(self.embedding_bags, self._features, self._weights, self._buffers, is_fused=is_fused)
+        self._tied = tie_tables(self._held, self._features, self._weights, self._buffers, is_fused=is_fused)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple:
         self._store.wait(self._device)
@@ -185,7 +191,7 @@ class TableCollection(nn.Module):
         # written once, in torch.save, whose protocol is 2, unless it is seen as several dtypes. And they have to where
         # an optimizer of torch may be pickled together with the collection: it is to find the same parameters again.
         if self._features.storage.is_bytes or (not self._trained_by_torch and int(protocol) > 2):
-            state["_modules"] = {**self._modules, "embedding_bags": self.embedding_bags.without_rows()}
+            state["_modules"] = {**self._modules, self._holder: self._held.without_rows()}
         return make, arguments, state, *others
 
     def __getstate__(self) -> dict:
@@ -199,7 +205,7 @@ class TableCollection(nn.Module):
         self._layout.bad_position.fill_(NOTHING_BAD)  # as for _reports: the original tells what it has found
         self._tie()
         if self._update is not None:
-            self._update.tie(self.embedding_bags.weights(), self._buffers, self._dense_gradients())
+            self._update.tie(self._held.weights(), self._buffers, self._dense_gradients())
 
     def __copy__(self) -> Self:
         """A collection with the same memory, and an update of its own."""
@@ -213,8 +219,8 @@ class TableCollection(nn.Module):
         self._store.refuse_copies()
         state = self.__getstate__()
         # Copies of views would double the memory. Whoever else holds a parameter, as an optimizer, gets the copy's.
-        for table in self.embedding_bags:
-            memo.update({at: t for at, t in self.embedding_bags[table].empty_views().items() if at not in memo})
+        for table in self._held:
+            memo.update({at: t for at, t in self._held[table].empty_views().items() if at not in memo})
         other = memo[id(self)] = type(self).__new__(type(self))
         other.__setstate__(copy.deepcopy(state, memo))
         return other
@@ -223,15 +229,17 @@ class TableCollection(nn.Module):
         # Before the first table is written: torch finds a wrong shape when it has loaded what fits.
         # ``state_dict`` is torch's own copy of what the caller gave.
         stored = self._features.stored
-        fit_formats(state_dict, prefix, stored, convert=self._convert)
+        holder = f"{prefix}{self._holder}."
+        fit_formats(state_dict, holder, stored, convert=self._convert)
         own = {n: t for n, t in super().state_dict().items() if not n.startswith("row_cache.")}
         check_shapes(state_dict, prefix, own)
         begin_without_step(state_dict, prefix, own)
         if assigns(local_metadata) and self._weights.is_meta:
             allocate(self, {name: state_dict.get(prefix + name) for name in own}, prefix)
-        if self._store.fit_state(state_dict, prefix):
+        weights = [f"{holder}{t.name}.weight" for t in stored]
+        if self._store.fit_state(state_dict, prefix, weights):
             self.flush()
-        if any(f"{prefix}embedding_bags.{t.name}.weight" in state_dict for t in stored):
+        if any(name in state_dict for name in weights):
             self._store.forget_prefetched()  # the cache is another one then, too
         self._store.wait(self._device)
         super()._load_from_state_dict(state_dict, prefix, copied(local_metadata), *args)
@@ -274,8 +282,8 @@ class TableCollection(nn.Module):
 
         Tables of a collection without one that has a format other than fp32 are left as they are: nothing trains them.
         """
-        for name in self.embedding_bags:
-            for kind, parameter in self.embedding_bags[name].named_parameters(recurse=False):
+        for name in self._held:
+            for kind, parameter in self._held[name].named_parameters(recurse=False):
                 if kind != "weight" or self._is_trained:
                     parameter.requires_grad_(requires_grad)
         return self
@@ -319,6 +327,8 @@ class TableCollection(nn.Module):
                 state = (*self._state(), self._update.token)
                 output, status = call(_ops.embedding_bag_fused.layout, *state, *bags, **options)
                 self._store.watch(output)
+                if not torch.compiler.is_compiling():
+                    self._update.dense.opened(output)
             else:
                 output, status = call(_ops.embedding_bag.layout, weights, *bags, **options)
                 output = self._update.pending.record(output, shared, *bags, given.weights, status, starts)
@@ -335,7 +345,7 @@ class TableCollection(nn.Module):
         """The tables, where torch may want gradients of them: a list, which costs a call time for each of them."""
         if not self._trained_by_torch or not torch.is_grad_enabled():
             return []
-        tables: list[Tensor] = [*self.embedding_bags.weights()]
+        tables: list[Tensor] = [*self._held.weights()]
         return tables if any(t.requires_grad for t in (*tables, factors) if t is not None) else []
 
     def _note(self, status: Tensor, *what: Any) -> None:
@@ -364,7 +374,7 @@ class TableCollection(nn.Module):
         dense = self._update.dense.take()
         if not lookups and not dense:
             return
-        if not dense and scaling is not None:
+        if not dense and (scaling is not None or are_alike(lookups)):
             lookup = join(lookups, len(self.feature_names))
             layout = self._layout.arguments(lookup.bag_starts, lookup.shared)
         else:
@@ -387,7 +397,8 @@ class TableCollection(nn.Module):
     def _dense_gradients(self) -> DenseGradients:
         refusal = "cached rows hold updates that the weight does not"
         names = [table.name for table in self._features.stored]
-        return DenseGradients(names, WeakMethod(self._update_once), None if self.row_cache is None else refusal)
+        refused = None if self.row_cache is None else refusal
+        return DenseGradients(names, WeakMethod(self._update_once), refused, waits=self._store.updates_may_wait)
 
     def _follow_requires_grad(self, layout: LayoutBuffers) -> None:
         """Freezes features of tables that are not to be trained, beside those of ``freeze()``."""
@@ -463,7 +474,7 @@ class TableCollection(nn.Module):
                 "set_grad_scaler() is for a fused optimizer, and this collection was built with optimizer=None: its "
                 "gradients are torch's, which scaler.step(optimizer) divides as any"
             )
-        self._update.set_grad_scaler(scaler, self.embedding_bags.weights(), self._buffers)
+        self._update.set_grad_scaler(scaler, self._held.weights(), self._buffers)
 
     def freeze(self, *features: str) -> None:
         """Stops training the tables by ids of these features; outputs do not change.
@@ -550,7 +561,7 @@ class TableCollection(nn.Module):
         """Encodes rows that have changed in the row cache into their tables; without a cache it does nothing.
 
         They stay cached, and training goes on as if it had not happened. ``state_dict()`` does it first. What is read
-        of ``embedding_bags[name].weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
+        of a table's ``weight`` is up to date after it. Tables on disk are then durable: what a crash leaves
         is the state of the last ``flush()``, or the next one. Where nothing was trained or loaded since the last, the
         file keeps its generation.
         """

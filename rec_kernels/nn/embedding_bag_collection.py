@@ -9,6 +9,7 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.tables.parameters import Tables
 
 
 class EmbeddingBagCollection(TableCollection):
@@ -48,6 +49,8 @@ class EmbeddingBagCollection(TableCollection):
         ValueError: ``tables`` that are no configs, no unique table names, features that give two outputs one name,
             unknown ``output_dtype``, ``bounds_check`` or ``rounding``, a seed that is no 64-bit int.
     """
+
+    embedding_bags: Tables
 
     def forward(self, features) -> KeyedTensor:
         """Looks up a batch.

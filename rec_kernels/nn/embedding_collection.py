@@ -9,13 +9,16 @@ from rec_kernels.nn.collection import TableCollection
 from rec_kernels.nn.jagged.select_features import SelectedKeys
 from rec_kernels.nn.jagged.tensors import JaggedTensor
 from rec_kernels.nn.served import ServedTables
+from rec_kernels.nn.tables.load_state import rename
+from rec_kernels.nn.tables.parameters import Tables
 
 
 class EmbeddingCollection(TableCollection):
     """A row for each id, in one kernel call for all tables: sequence embeddings.
 
     Everything but the output is ``rk.EmbeddingBagCollection``'s: formats, fused optimizers, ``accumulate()``,
-    ``set_grad_scaler()``, ``freeze()``, ``state_dict()`` with the names ``embedding_bags.<table>.weight``, errors.
+    ``set_grad_scaler()``, ``freeze()``, errors. The tables are ``embeddings``, as TorchRec's: a state has the names
+    ``embeddings.<table>.weight``, and one whose names are those of ``rk.EmbeddingBagCollection`` loads, too.
 
     Args:
         tables: ``rk.EmbeddingConfig`` or TorchRec's, of any dimensions. Of ``rk.EmbeddingBagConfig``, the pooling is
@@ -27,7 +30,9 @@ class EmbeddingCollection(TableCollection):
         ValueError: a table's compression has not compose "per_id"; and as ``rk.EmbeddingBagCollection``.
     """
 
+    embeddings: Tables
     _pools = False
+    _holder = "embeddings"
 
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
@@ -58,6 +63,15 @@ class EmbeddingCollection(TableCollection):
     def for_serving(self) -> ServedEmbeddings:
         """Returns a module with ``forward`` and ``rows``; see ``rk.EmbeddingBagCollection.for_serving``."""
         return ServedEmbeddings(self)
+
+    @property
+    def embedding_bags(self) -> Tables:
+        """``embeddings``, by the name that it has in ``rk.EmbeddingBagCollection``: for code that takes both kinds."""
+        return self.embeddings
+
+    def _load_from_state_dict(self, state_dict: dict, prefix: str, local_metadata: dict, *args: object) -> None:
+        rename(state_dict, f"{prefix}embedding_bags.", f"{prefix}embeddings.")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def _bags_of(self, features) -> tuple[SelectedKeys, Tensor | None]:
         return sequence_lookups.bags_of(self, features)

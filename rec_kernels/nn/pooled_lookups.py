@@ -33,8 +33,13 @@ def look_up(tables: TableCollection | ServedTables, features) -> KeyedTensor:
             "outputs could be rows of: use by_feature()"
         )
     else:
-        pooled = _finish(tables, tables._lookup(given))
+        pooled = look_up_bags(tables, given)
     return KeyedTensor._of(feature_map.output_keys, feature_map.output_dims, pooled)
+
+
+def look_up_bags(tables: TableCollection | ServedTables, given: SelectedKeys) -> Tensor:
+    """[B, sum of D] of ``output_dtype``, of as many bags of every feature."""
+    return _finish(tables, tables._lookup(given))
 
 
 def look_up_by_feature(tables: TableCollection | ServedTables, features) -> dict[str, Tensor]:

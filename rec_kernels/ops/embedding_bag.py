@@ -24,7 +24,6 @@ _one_table = _ops.embedding_bag.table  # looked up once
 #: Tables in one flat weight tensor start at multiples of this many elements (64 bytes of float32: a cache line).
 TABLE_ALIGNMENT = 16
 
-_NORMS_UNSUPPORTED = "max_norm, norm_type and scale_grad_by_freq are not supported by rec_kernels.embedding_bag"
 # Tensors that are rows of a format by themselves.
 NARROW = {dtype: name for name, dtype in FLOAT_DTYPES.items() if dtype != torch.float32}
 
@@ -72,7 +71,8 @@ def embedding_bag(
     On a GPU, ids and offsets raise nothing: an id out of range is left out of output and gradients, and with bad
     offsets the gradient is zero. ``torch.ops.rec_kernels.embedding_bag.table`` also returns ``status``, which tells.
     """
-    _check_arguments(input, weight, mode, max_norm is not None or scale_grad_by_freq or norm_type != 2.0)
+    refuse_norms("rk.embedding_bag", max_norm, norm_type, scale_grad_by_freq)
+    _check_arguments(input, weight, mode)
     if input.dim() == 2:
         input, offsets, per_sample_weights = _flatten_bags(input, offsets, per_sample_weights)
         include_last_offset = True
@@ -90,14 +90,46 @@ def embedding_bag(
     return call(_one_table, weight, input, offsets, per_sample_weights, mode, include_last_offset, **options)[0]
 
 
-def _check_arguments(input: Tensor, weight: Tensor, mode: str, norms: bool) -> None:
-    if mode not in ("sum", "mean"):
-        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
-    if norms:
-        raise NotImplementedError(_NORMS_UNSUPPORTED)
-    # The op would call these two "values" and "weights".
+def refuse_norms(name: str, max_norm: float | None, norm_type: float, scale_grad_by_freq: bool) -> None:
+    """Raises NotImplementedError for what changes rows in a lookup, or gradients by counts of ids."""
+    if max_norm is not None or scale_grad_by_freq or norm_type != 2.0:
+        raise NotImplementedError(
+            f"max_norm, norm_type and scale_grad_by_freq are not supported by {name}: a lookup changes no row here, "
+            "and the gradient of a row is that of torch without them"
+        )
+
+
+def read_bags(
+    input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None, include_last_offset: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids [N], where bags begin and end [B + 1], and factors [N], of the arguments of ``torch.nn.EmbeddingBag``.
+
+    Raises:
+        TypeError: ``input`` is no tensor. ValueError: wrong dtypes or shapes.
+    """
+    if not isinstance(input, Tensor):
+        raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
+    check_ids(input)
+    if input.dim() == 2:
+        return _flatten_bags(input, offsets, per_sample_weights)
+    if offsets is None:
+        raise ValueError("offsets must be given when input has one dimension")
+    if not include_last_offset:
+        offsets = torch.cat([offsets, offsets.new_full((1,), input.shape[0])])
+    return input, offsets, per_sample_weights
+
+
+def check_ids(input: Tensor) -> None:
+    """Raises ValueError unless ids are of a dtype that lookups take; the ops would call them "values"."""
     if input.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"input must be int32 or int64, got {input.dtype}")
+
+
+def _check_arguments(input: Tensor, weight: Tensor, mode: str) -> None:
+    if mode not in ("sum", "mean"):
+        raise ValueError(f"mode must be 'sum' or 'mean', got {mode!r}")
+    check_ids(input)
+    # The op would call it "weights".
     if weight.dim() != 2 or not weight.is_contiguous():
         raise ValueError(
             f"weight must have two dimensions and be contiguous, got shape {list(weight.shape)} and strides "

@@ -23,7 +23,7 @@ _implementations = torch.library.Library("rec_kernels", "IMPL")
 
 # Arguments of the forward that the backward ops need beside the saved tensors. The layout is kept, not saved: its
 # frozen features may change before the backward, and a layout made in inference mode cannot be saved.
-_BAGS = ("layout", "layout_sizes", "groups", "padding_idx", "bounds_check")
+_BAGS = ("layout", "layout_sizes", "groups", "bounds_check")
 
 # Further arguments of the forward that the fused update needs; much of it may have changed before it runs.
 _UPDATE = (

@@ -231,11 +231,23 @@ class Builder:
             self.widths.append(column - start)
         self.output_dim = column
 
-    def say_of_features(self, name: str, values: Sequence[bool] | None) -> None:
-        """Writes ``mean`` or ``frozen``, which are given per feature, to the features' parts."""
-        given = [False] * self.num_features if values is None else flags(values, self.num_features, name)
+    def say_of_features(self, **given: Sequence[bool] | None) -> None:
+        """Writes ``mean`` and ``frozen``, which are given per feature, to the features' parts."""
+        for name, values in given.items():
+            of = [False] * self.num_features if values is None else flags(values, self.num_features, name)
+            for record in self.records:
+                record[Column[name]] = int(of[record[Column.feature]])
+
+    def leave_out(self, padding_idx: Sequence[int | None] | None) -> None:
+        """Writes the id that each feature leaves out; behind ``place_features``, which writes the limits of ids."""
+        count = self.num_features
+        given = [None] * count if padding_idx is None else sized(padding_idx, count, "padding_idx", "features")
+        ids = [-1 if x is None else integer(x, f"padding_idx[{f}]") for f, x in enumerate(given)]
         for record in self.records:
-            record[Column[name]] = int(given[record[Column.feature]])
+            f, limit = record[Column.feature], record[Column.id_limit]
+            good = given[f] is None or 0 <= ids[f] < limit
+            check(good, f"padding_idx[{f}] = {ids[f]} must be None or an id of the feature, in [0, {limit})")
+            record[Column.padding_idx] = ids[f]
 
     def place_cache(self, cache: CachePlaces | None) -> None:
         """Writes the places of rows in a row cache."""

@@ -31,8 +31,8 @@ LARGEST = 2**63 - 1
 Column = IntEnum(
     "Column",
     "weight_offset row_offset num_embeddings table_rows embedding_dim column part_column table_id state_offset feature "
-    "part_start id_limit divisor modulus combine format first_row first_column mean frozen multiplied cache_sets "
-    "cache_first_set cache_row_offset by_row",
+    "part_start id_limit padding_idx divisor modulus combine format first_row first_column mean frozen multiplied "
+    "cache_sets cache_first_set cache_row_offset by_row",
     start=0,
 )
 #: The elements of layout_sizes: struct LayoutSizes.

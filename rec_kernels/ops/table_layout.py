@@ -82,6 +82,7 @@ def table_layout(
     formats: Sequence[str] | None = None,
     mean: Sequence[bool] | None = None,
     frozen: Sequence[bool] | None = None,
+    padding_idx: Sequence[int | None] | None = None,
     table_ids: Sequence[int] | None = None,
     state_offsets: Sequence[int] | None = None,
     partitions: IdPartitions | None = None,
@@ -104,6 +105,7 @@ def table_layout(
         formats: [P] one of ``BAG_FORMATS`` each; ``weights`` is uint8 then. Default: float32.
         mean: [F] whether bags are averaged. Default: summed.
         frozen: [F] whether ids give no gradient; ``set_frozen`` changes it later. Default: none.
+        padding_idx: [F] the id that sums, averages and gradients leave out, or None. Default: none.
         table_ids: [P] the numbers of the tables in stochastic rounding's noise, in [0, 65536). Default: 0.
         state_offsets: [P] where each table starts in optimizer state for every element. Default: tables without gaps.
         partitions: how ids find rows. Default: every feature reads one table, and ids, in [0, E), are its rows.
@@ -124,14 +126,13 @@ def table_layout(
     build.place_tables(weight_offsets, row_offsets, state_offsets, table_ids)
     build.place_shards(shards)
     build.place_columns()
-    build.say_of_features("mean", mean)
-    build.say_of_features("frozen", frozen)
+    build.say_of_features(mean=mean, frozen=frozen)
+    build.leave_out(padding_idx)
     build.place_cache(cache)
     build.check_tables()
     build.order_by_row()
-    sizes = build.sizes(widest_feature, num_rows)
     records = torch.tensor(build.records, dtype=torch.int64, device=device).reshape(-1, len(Column))
-    return TableLayout(records, sizes)
+    return TableLayout(records, build.sizes(widest_feature, num_rows))
 
 
 def set_frozen(layout: TableLayout | Tensor, frozen: Sequence[bool]) -> None:

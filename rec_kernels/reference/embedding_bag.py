@@ -62,19 +62,23 @@ class Parts:
 
 @dataclass
 class Bags:
-    """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``."""
+    """Key-major jagged input: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
+
+    ``padding_idx`` is the id that a feature leaves out, of all features or of each; -1: none.
+    """
 
     values: Tensor
     offsets: Tensor
     per_sample_weights: Tensor | None = None
-    padding_idx: int = -1
+    padding_idx: int | list[int] = -1
 
     def of(self, feature: int, sample: int, batch: int, num_ids: int) -> list[int]:
         """Positions of the ids of bag (feature, sample) that count: in range and not padding."""
         i = feature * batch + sample
         positions = range(int(self.offsets[i]), int(self.offsets[i + 1]))
-        ids = self.values.tolist()
-        return [p for p in positions if 0 <= ids[p] < num_ids and ids[p] != self.padding_idx]
+        ids, given = self.values.tolist(), self.padding_idx
+        padding = given if isinstance(given, int) else given[feature]
+        return [p for p in positions if 0 <= ids[p] < num_ids and ids[p] != padding]
 
 
 Features = list[int | Parts]

@@ -106,7 +106,6 @@ class BagInput:
     output_dim: int
     max_dim: int
     num_rows: int
-    padding_idx: int
     check_ids: bool
     raises: bool
     frozen: Tensor | None  # [F] bool: features whose ids give no gradient
@@ -122,7 +121,6 @@ class BagInput:
             "num_ids": self.values.shape[0],
             "num_offsets": self.offsets.shape[0],
             "batch": self.batch,
-            "padding_idx": self.padding_idx,
             "CHECK": self.check_ids,
             "BLOCK_IDS": 64,
         }
@@ -210,6 +208,7 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
     mean = getattr(a, "pooling", "sum") == "mean"
     start_kernel[(1,)](
         *(layout, packed, status, features, elements, output_dim, num_rows, max_dim),
+        padding_idx=getattr(a, "padding_idx", -1),
         MEAN=mean,
         BLOCK=128,
         enable_fp_fusion=False,
@@ -226,7 +225,6 @@ def read_input(a: SimpleNamespace, weights_shape: tuple[int, ...]) -> BagInput:
         output_dim=output_dim,
         max_dim=max_dim,
         num_rows=num_rows,
-        padding_idx=a.padding_idx,
         check_ids=getattr(a, "bounds_check", "ignore") != "none",
         raises=getattr(a, "bounds_check", "ignore") == "error",
         frozen=None if layout is None else layout[:, Column.frozen].bool(),

@@ -22,10 +22,10 @@ from rec_kernels.ops.table_layout import Column
 
 NOTHING_BAD = tl.constexpr(2**63 - 1)
 BAD_LAYOUT = tl.constexpr(-(2**63))
-COLUMNS = tl.constexpr(7)  # of `features`
+COLUMNS = tl.constexpr(8)  # of `features`
 
 # Numbers that change from call to call: a kernel compiled for each kind of them would be compiled over and over.
-_VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "padding_idx", "left_out"]
+_VARYING = ["num_ids", "num_offsets", "batch", "output_dim", "left_out"]
 
 # Columns of a layout's record.
 _WEIGHT = tl.constexpr(int(Column.weight_offset))
@@ -35,6 +35,7 @@ _DIM = tl.constexpr(int(Column.embedding_dim))
 _COLUMN = tl.constexpr(int(Column.column))
 _FEATURE = tl.constexpr(int(Column.feature))
 _LIMIT = tl.constexpr(int(Column.id_limit))
+_PADDING = tl.constexpr(int(Column.padding_idx))
 _DIVISOR = tl.constexpr(int(Column.divisor))
 _MODULUS = tl.constexpr(int(Column.modulus))
 _FORMAT = tl.constexpr(int(Column.format))
@@ -70,17 +71,18 @@ def _follows_in_rows(layout, f, num_features, there):
     return named & ((f == 0) | tl.where((rows <= 0) == empty, shared | apart, ~empty))
 
 
-@triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim"])
+@triton.jit(do_not_specialize=["num_features", "num_weights", "output_dim", "num_rows", "max_dim", "padding_idx"])
 def start_kernel(
     layout,  # [F, columns of a record], or None: one table of num_rows x max_dim
-    features,  # [F, 7], written
+    features,  # [F, 8], written
     status,  # [2], written
     num_features,
     num_weights,
     output_dim,
     num_rows,
     max_dim,
-    MEAN: tl.constexpr,  # of one table
+    padding_idx,  # of one table, as MEAN
+    MEAN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program. The other kernels trust a layout that passes here, and touch nothing where one does not."""
@@ -91,7 +93,7 @@ def start_kernel(
         weight = tl.zeros([BLOCK], tl.int64)
         row, output = weight, weight
         rows, dim = weight + num_rows, weight + max_dim
-        limit, mean = rows, weight + MEAN
+        limit, mean, padding = rows, weight + MEAN, weight + padding_idx
         if layout is not None:
             record = layout + f.to(tl.int64) * _RECORD
             at = tl.load(record + _WEIGHT, mask=there, other=0)  # in bytes of float32
@@ -102,6 +104,7 @@ def start_kernel(
             output = tl.load(record + _COLUMN, mask=there, other=0)
             limit = tl.load(record + _LIMIT, mask=there, other=0)
             mean = tl.load(record + _MEAN, mask=there, other=0)
+            padding = tl.load(record + _PADDING, mask=there, other=-1)
             behind = there & (f > 0)
             column = tl.load(record - _RECORD + _COLUMN, mask=behind, other=0)
             column += tl.load(record - _RECORD + _DIM, mask=behind, other=0)
@@ -120,6 +123,7 @@ def start_kernel(
         tl.store(to + 4, output, mask=there)
         tl.store(to + 5, mean, mask=there)
         tl.store(to + 6, limit, mask=there)
+        tl.store(to + 7, padding, mask=there)
     tl.store(status, tl.where(tl.max(bad, axis=0) != 0, BAD_LAYOUT, NOTHING_BAD))
     tl.store(status + 1, 0)
 
@@ -141,14 +145,14 @@ def _ids_of_bag(offsets, status, bag, num_ids, num_offsets):
 
 
 @triton.jit
-def _read_ids(values, position, stop, limit, padding_idx, CHECK: tl.constexpr):
+def _read_ids(values, position, stop, limit, padding, CHECK: tl.constexpr):
     """Ids at positions below ``stop``, which of them count, and which are out of range."""
     inside = position < stop
     ids = tl.load(values + position, mask=inside, other=0).to(tl.int64)
     bad = inside & (position < 0)
     if CHECK:
         bad = inside & ((ids < 0) | (ids >= limit))
-    return ids, inside & ~bad & (ids != padding_idx), bad
+    return ids, inside & ~bad & (ids != padding), bad
 
 
 @triton.jit
@@ -158,7 +162,7 @@ def _count_ids(
     start,
     stop,
     limit,
-    padding_idx,
+    padding,
     CHECK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -166,7 +170,7 @@ def _count_ids(
     n = tl.zeros([], tl.int64)
     for first in range(start, stop, BLOCK):
         position = (first + tl.arange(0, BLOCK)).to(tl.int64)
-        _, counts, bad = _read_ids(values, position, stop, limit, padding_idx, CHECK)
+        _, counts, bad = _read_ids(values, position, stop, limit, padding, CHECK)
         n += tl.sum(counts.to(tl.int64), axis=0)
         if CHECK:
             left_out = tl.sum(bad.to(tl.int64), axis=0)
@@ -189,7 +193,6 @@ def pool_kernel(
     num_offsets,
     batch,
     output_dim,
-    padding_idx,
     CHECK: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -201,8 +204,9 @@ def pool_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    table, limit, D = weights + tl.load(feature), tl.load(feature + 6), tl.load(feature + 3)
-    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
+    table, D = weights + tl.load(feature), tl.load(feature + 3)
+    limit, padding = tl.load(feature + 6), tl.load(feature + 7)
+    n = _count_ids(values, status, start, stop, limit, padding, CHECK, BLOCK_IDS)
     divisor = tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32)
     to = output + bag % batch * output_dim + tl.load(feature + 4)
     for column in range(0, D, BLOCK_COLUMNS):
@@ -210,7 +214,7 @@ def pool_kernel(
         total = tl.zeros([BLOCK_COLUMNS], tl.float32)
         for first in range(start, stop, BLOCK_ROWS):
             position = first + tl.arange(0, BLOCK_ROWS)
-            ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
+            ids, counts, _ = _read_ids(values, position, stop, limit, padding, CHECK)
             mask = counts[:, None] & (c < D)[None, :]
             x = tl.load(table + ids[:, None] * D + c[None, :], mask=mask, other=0.0).to(tl.float32)
             if factors is not None:
@@ -233,7 +237,6 @@ def factor_gradient_kernel(
     num_offsets,
     batch,
     output_dim,
-    padding_idx,
     CHECK: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -245,13 +248,14 @@ def factor_gradient_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    table, limit, D = weights + tl.load(feature), tl.load(feature + 6), tl.load(feature + 3)
-    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
+    table, D = weights + tl.load(feature), tl.load(feature + 3)
+    limit, padding = tl.load(feature + 6), tl.load(feature + 7)
+    n = _count_ids(values, status, start, stop, limit, padding, CHECK, BLOCK_IDS)
     each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
     g_of_bag = grad + bag % batch * output_dim + tl.load(feature + 4)
     for first in range(start, stop, BLOCK_ROWS):
         position = first + tl.arange(0, BLOCK_ROWS)
-        ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
+        ids, counts, _ = _read_ids(values, position, stop, limit, padding, CHECK)
         dot = tl.zeros([BLOCK_ROWS], tl.float32)
         for column in range(0, D, BLOCK_COLUMNS):
             c = column + tl.arange(0, BLOCK_COLUMNS)
@@ -275,7 +279,6 @@ def occurrences_kernel(
     num_ids,
     num_offsets,
     batch,
-    padding_idx,
     CHECK: tl.constexpr,
     BLOCK_IDS: tl.constexpr,
 ):
@@ -285,12 +288,12 @@ def occurrences_kernel(
     bag = tl.program_id(0).to(tl.int64)
     start, stop = _ids_of_bag(offsets, status, bag, num_ids, num_offsets)
     feature = features + bag // batch * COLUMNS
-    first_row, limit = tl.load(feature + 1), tl.load(feature + 6)
-    n = _count_ids(values, status, start, stop, limit, padding_idx, CHECK, BLOCK_IDS)
+    first_row, limit, padding = tl.load(feature + 1), tl.load(feature + 6), tl.load(feature + 7)
+    n = _count_ids(values, status, start, stop, limit, padding, CHECK, BLOCK_IDS)
     each = tl.math.div_rn(1.0, tl.where(tl.load(feature + 5) != 0, tl.maximum(n, 1), 1).to(tl.float32))
     for first in range(start, stop, BLOCK_IDS):
         position = first + tl.arange(0, BLOCK_IDS)
-        ids, counts, _ = _read_ids(values, position, stop, limit, padding_idx, CHECK)
+        ids, counts, _ = _read_ids(values, position, stop, limit, padding, CHECK)
         c = tl.zeros([BLOCK_IDS], tl.float32) + each
         if factors is not None:
             c = c * tl.load(factors + position, mask=counts, other=0.0)

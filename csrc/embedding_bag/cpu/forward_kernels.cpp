@@ -91,7 +91,7 @@ void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count
     int64_t counted = 0;
     for (int64_t i = start; i < stop; ++i) {
       const int64_t id = a.bags.id(i);
-      const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != a.bags.padding_idx;
+      const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != parts->padding_idx;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
       if (!counts) out[i] = 0.0f;

@@ -95,10 +95,10 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, const LayoutL
               (sizes.flags & kMultiplies) != 0,
               sizes.cache_ways,
               Bags{},
-              parse_bag_options(bags.padding_idx, bags.bounds_check).raise,
+              parse_bag_options(bags.bounds_check).raise,
               as_contiguous(bags.inverse)};
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
-                                   bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
+                                   bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
                       layout);
   if (in.bags.starts) check_bag_starts(in.bags);
   if (bags.groups) {
@@ -124,9 +124,10 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
               false,
               0,
               Bags{},
-              parse_bag_options(bags.padding_idx, bags.bounds_check).raise,
+              parse_bag_options(bags.bounds_check).raise,
               std::nullopt};
   in.parts[0] = table;
+  in.parts[0].padding_idx = bags.padding_idx;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
                                    bags.padding_idx, bags.bounds_check});
   check_only_offset(in);

@@ -39,7 +39,7 @@ void find_rows(const PoolArgs& a, const Part& f, const PooledBags& k, Decoded* d
     if (places[i]) continue;
     const int64_t id = k.bags->id(first + i);
     if (!k.bags->in_range(id, f)) note_bad(k.bounds, first + i);
-    else if (id != k.bags->padding_idx) {
+    else if (id != f.padding_idx) {
       places[i] = table + f.row(id) * f.row_bytes;
       prefetch_bytes(places[i], f.row_bytes);
       ++missing;

@@ -164,7 +164,7 @@ class TableSorter {
   void write_keys(const Id* ids, int64_t begin, int64_t end, const Part& f, int64_t num_keys, Destination entries,
                   Bounds* bounds, const Key& key) const {
     const Bags bags = in_.bags;  // copies, which the stores below cannot change
-    const int64_t limit = f.id_limit, padding = bags.padding_idx;
+    const int64_t limit = f.id_limit, padding = f.padding_idx;
     const int64_t base = base_;
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of, check = bags.check_ids;
@@ -202,7 +202,7 @@ class TableSorter {
       int64_t counted = 0;
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = bags.id(i);
-        counted += bags.in_range(id, f) && id != bags.padding_idx;
+        counted += bags.counts(id, f);
       }
       const float each = f.mean && counted ? 1.0f / static_cast<float>(counted) : 1.0f;
       for (int64_t i = start; i < stop; ++i)

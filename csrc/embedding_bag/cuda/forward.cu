@@ -125,12 +125,10 @@ Tensor per_sample_weights_gradient(const Tensor& grad, const Tensor& weights, co
                                    const Tensor& offsets, const Tensor& records,
                                    const std::vector<int64_t>& layout_sizes, const OptionalTensor& bag_starts,
                                    const OptionalTensor& inverse, const std::optional<std::vector<int64_t>>& groups,
-                                   int64_t padding_idx, const OptionalTensor& cache_rows,
-                                   const OptionalTensor& cache_slots) {
+                                   const OptionalTensor& cache_rows, const OptionalTensor& cache_slots) {
   const OptionalTensor none;
   // The forward has said what is out of range: such an id has no gradient.
-  const BagArguments bags{values,     offsets, records, layout_sizes, none,
-                          bag_starts, inverse, groups,  padding_idx,  "ignore"};
+  const BagArguments bags{values, offsets, records, layout_sizes, none, bag_starts, inverse, groups, "ignore"};
   const Layout layout = read_layout(records, layout_sizes, values);
   check_weights(weights, values, layout);
   const OnDeviceOf device(values);

@@ -117,7 +117,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
               sizes.num_rows,
               (sizes.flags & kAnyMean) != 0,
               (sizes.flags & kMultiplies) != 0,
-              parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
+              parse_bag_options(bags.bounds_check).raise};
   Parts& parts = in.parts;
   parts.records = layout.parts;
   parts.own_rows = own_rows;
@@ -129,7 +129,7 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
     parts.mapped = static_cast<MappedPart*>(in.mapped->mutable_data_ptr());
   }
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
-                                   bags.bag_starts, bags.inverse, bags.groups, bags.padding_idx, bags.bounds_check},
+                                   bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
                       layout);
   if (bags.groups) {
     in.groups = read_groups(*bags.groups, bags.inverse->size(0), in.values, stream);
@@ -155,8 +155,9 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
               table.num_embeddings,
               table.mean,
               false,
-              parse_bag_options(bags.padding_idx, bags.bounds_check).raise};
+              parse_bag_options(bags.bounds_check).raise};
   in.parts.one = table;
+  in.parts.one.padding_idx = bags.padding_idx;
   in.parts.most_parts = in.parts.num_formats = 1;
   in.parts.formats[0] = table.format;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,

@@ -23,9 +23,7 @@ struct EntryArgs {
   int64_t* status;
 };
 
-__device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) {
-  return !f.frozen && a.bags.in_range(id, f) && id != a.bags.padding_idx;
-}
+__device__ bool counts(const EntryArgs& a, const Part& f, int64_t id) { return !f.frozen && a.bags.counts(id, f); }
 
 // Number of the bag's ids that count, on every lane of the group.
 template <int G>

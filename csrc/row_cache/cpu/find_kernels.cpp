@@ -28,7 +28,7 @@ RK_HOST_DEVICE void rows_of(const Bags& bags, const Part& f, const Id* ids, int6
     const auto id = static_cast<int64_t>(ids[begin + j]);
     const bool in_range = bags.in_range(id, f);
     if (__builtin_expect(!in_range, 0)) note_bad(bounds, begin + j);
-    rows[j] = in_range && id != bags.padding_idx ? f.row_offset + f.row(id) : kNoRow;
+    rows[j] = in_range && id != f.padding_idx ? f.row_offset + f.row(id) : kNoRow;
   }
 }
 

@@ -16,7 +16,7 @@ BagInput read_bags(const CacheBags& bags, const Tensor* weights, const CacheArgu
   const OptionalTensor none;
   const std::optional<std::vector<int64_t>> no_groups;
   return read_bags(BagArguments{bags.values, bags.offsets, bags.layout, bags.layout_sizes, none, bags.bag_starts, none,
-                                no_groups, bags.padding_idx, bags.bounds_check},
+                                no_groups, bags.bounds_check},
                    layout, limits);
 }
 

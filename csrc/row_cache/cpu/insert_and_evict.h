@@ -228,7 +228,7 @@ class Insertion {
         continue;
       }
       const int64_t id = in_.bags.id(i);
-      if (!in_.bags.in_range(id, f) || id == in_.bags.padding_idx) continue;
+      if (!in_.bags.counts(id, f)) continue;
       ++lookups;
       const int64_t row = f.row_offset + f.row(id);
       missing->push_back({place.set(row), row, part, i});

@@ -19,7 +19,7 @@ void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slo
       const Part& f = in.parts[p];
       for (int64_t i = begin; i < end; ++i) {
         const int64_t id = in.bags.id(i);
-        if (slots[i] >= 0 || !in.bags.in_range(id, f) || id == in.bags.padding_idx) continue;
+        if (slots[i] >= 0 || !in.bags.counts(id, f)) continue;
         rows->push_back(f.row_offset + f.row(id));
         if (cache.places[p].sets == 0) uncached->push_back(rows->back());
       }

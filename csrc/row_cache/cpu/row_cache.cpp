@@ -47,7 +47,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
   const CacheArguments arguments{rows, tags, none, dirty};
   const BagInput in =
-      read_bags({values, offsets, layout, layout_sizes, none, -1, "none"}, &weights, arguments, CacheUse::kFlush);
+      read_bags({values, offsets, layout, layout_sizes, none, "none"}, &weights, arguments, CacheUse::kFlush);
   const CacheInput cache = read_cache(arguments, in, CacheUse::kFlush);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);

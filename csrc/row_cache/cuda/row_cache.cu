@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads) find_slots_kernel(FindArgs a) {
         const int64_t id = a.bags.id(i);
         int64_t row = -1;
         if (!a.bags.in_range(id, f)) note_bad(a.status, i);
-        else if (id != a.bags.padding_idx && alone && place.sets > 0)
+        else if (id != f.padding_idx && alone && place.sets > 0)
           row = f.row_offset + (a.parts.mapped ? a.parts.mapped[part].partition.row(id) : id);
         const int64_t slot = row >= 0 ? a.cache.view().slot_of(place, row) : -1;
         a.slots[i] = slot;
@@ -191,7 +191,7 @@ void flush(const Tensor& weights, const Tensor& cache_rows, const Tensor& cache_
   check_weights(weights, cache_tags, layout);
   const OptionalTensor rows = cache_rows, tags = cache_tags, dirty = cache_dirty, none;
   CacheTensors cache = read_cache({rows, tags, none, dirty}, layout, values, CacheUse::kFlush);
-  const BagInput in = read_bags({values, offsets, records, layout_sizes, none, -1, "none"}, layout, stream);
+  const BagInput in = read_bags({values, offsets, records, layout_sizes, none, "none"}, layout, stream);
   const UpdateRounding how = read_rounding(values, rounding, seed);
   check_clock(cache_clock, values);
   Tensor status = new_status(in, limits_of(in, weights, cache), values, stream);
@@ -261,7 +261,7 @@ BagInput read_bags(const CacheBags& bags, const Layout& layout, cudaStream_t str
   const OptionalTensor none;
   const std::optional<std::vector<int64_t>> no_groups;
   return read_bags(BagArguments{bags.values, bags.offsets, bags.layout, bags.layout_sizes, none, bags.bag_starts, none,
-                                no_groups, bags.padding_idx, bags.bounds_check},
+                                no_groups, bags.bounds_check},
                    layout, stream);
 }
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rec_kernels.nn.arguments import check_choice, positive_integer
 from rec_kernels.nn.tables.compression import Compression, MixedDimension, Part
+from rec_kernels.ops.layout_records import integer
 from rec_kernels.ops.row_formats import row_bytes
 
 #: The row formats that tables can have.
@@ -24,7 +25,7 @@ class StoredTable:
 
     Args:
         part: what it has of the ids; None: id i is row i.
-        bound: numbers start uniform in +-bound.
+        bound: numbers start uniform in +-bound; without ``init``, those of row ``padding_row`` are 0.
     """
 
     name: str
@@ -34,6 +35,7 @@ class StoredTable:
     part: Part | None
     init: Callable[[Tensor], object] | None
     bound: float
+    padding_row: int | None = None
 
     @property
     def row_bytes(self) -> int:
@@ -66,10 +68,13 @@ class EmbeddingConfig:
             to the nearest), or with each part's; if it has an attribute ``in_chunks`` that is True, it may be called
             several times with consecutive rows, which takes less memory. None: uniform in +-1/sqrt(E), and parts such
             that the rows that they make have that variance. A pickled collection has none.
+        padding_idx: an id, from -E to E - 1, negative ones counted from the end, that is left out: it adds nothing to a
+            sum, does not count in a mean, has zeros for a row and gives the table no gradient. Without ``init`` and
+            compression its row begins as zeros, as torch's. None: no id is.
 
     Raises:
-        ValueError: a size, name, format or compression that is not offered; partitions for which two ids, which are
-            named, have the same row in every part.
+        ValueError: a size, name, format, compression or padding_idx that is not offered; partitions for which two ids,
+            which are named, have the same row in every part.
     """
 
     num_embeddings: int
@@ -80,6 +85,7 @@ class EmbeddingConfig:
     format: str = "fp32"
     compression: Compression | None = None
     init: Callable[[Tensor], object] | None = None
+    padding_idx: int | None = None
 
     def __post_init__(self) -> None:
         name, feature_names = self.name, self.feature_names
@@ -92,6 +98,7 @@ class EmbeddingConfig:
         if self.format not in BAG_FORMATS:
             raise ValueError(f"table {name!r}: format must be one of {', '.join(BAG_FORMATS)}, got {self.format!r}")
         object.__setattr__(self, "feature_names", list(feature_names))
+        self._check_padding()
         if not isinstance(self.compression, Compression | None):
             raise ValueError(
                 f"table {name!r}: compression must be rk.Hash, rk.QuotientRemainder, rk.Partitions, rk.MixedDimension "
@@ -102,6 +109,15 @@ class EmbeddingConfig:
             self.stored  # noqa: B018 -- finds what does not fit
         except ValueError as error:
             raise ValueError(f"table {name!r}: {error}") from None
+
+    def _check_padding(self) -> None:
+        if self.padding_idx is None:
+            return
+        row = integer(self.padding_idx, f"table {self.name!r}: padding_idx")
+        rows = self.num_embeddings
+        if not -rows <= row < rows:
+            raise ValueError(f"table {self.name!r}: padding_idx = {row} must be in [{-rows}, {rows})")
+        object.__setattr__(self, "padding_idx", row % rows)
 
     def _check_compression(self) -> None:
         check_per_id(self)
@@ -121,7 +137,7 @@ class EmbeddingConfig:
         bound = self.num_embeddings**-0.5
         if self.compression is None:
             size = self.num_embeddings, self.embedding_dim
-            return [StoredTable(self.name, *size, self.format, None, self.init, bound)]
+            return [StoredTable(self.name, *size, self.format, None, self.init, bound, self.padding_idx)]
         parts = self.compression.parts(self.num_embeddings, self.embedding_dim)
         names = [f"{self.name}_{p}" for p in range(len(parts))] if len(parts) > 1 else [self.name]
         bounds = self.compression.bounds(len(parts), bound)

@@ -133,6 +133,7 @@ class FeatureMap:
             table_ids=numbers,
             mean=[getattr(f.table, "pooling", "sum") == "mean" for f in self.features] + [False] * len(by_row),
             frozen=[*frozen, *[False] * len(by_row)],
+            padding_idx=[f.table.padding_idx for f in self.features] + [None] * len(by_row),
             cache=cache,
             num_rows=self.state.rows[-1],
             device=device,

@@ -61,6 +61,12 @@ def check_shapes(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> No
             )
 
 
+def rename(state_dict: dict, before: str, after: str) -> None:
+    """Gives tensors of a state whose names begin with ``before`` names that begin with ``after``."""
+    for name in [name for name in state_dict if name.startswith(before)]:
+        state_dict[after + name.removeprefix(before)] = state_dict.pop(name)
+
+
 def begin_without_step(state_dict: dict, prefix: str, own: Mapping[str, Tensor]) -> None:
     """Adds a ``step`` of 0 to a state that has everything of the collection's, ``own``, but its ``step``.
 
@@ -81,7 +87,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
     """Replaces, in a state, tables whose rows are in another format than those of ``tables``.
 
     Args:
-        state: names to tensors, those of a collection's tables below ``prefix``. Missing ones are not looked at.
+        state: names to tensors, those of a collection's tables behind ``prefix``. Missing ones are not looked at.
         convert: whether tables in another format are converted.
 
     Raises:
@@ -90,7 +96,7 @@ def fit_formats(state: dict, prefix: str, tables: list[StoredTable], *, convert:
     """
     fitting: dict[str, Tensor | None] = {}
     for table in tables:
-        name = f"{prefix}embedding_bags.{table.name}"
+        name = f"{prefix}{table.name}"
         rows = state.get(f"{name}.weight")
         found = _format_of_state(rows, state.get(f"{name}.format"), table)
         if found in (None, table.format):

@@ -107,7 +107,7 @@ def refuse_replaced(tied: Tied) -> None:
         weight = parameters.get("weight")
         if weight is None or _address(weight) not in (address, 0):
             raise RuntimeError(
-                f"embedding_bags.{name}.weight has been replaced, and lookups read the memory that it was a view of: "
+                f"the weight of table {name!r} has been replaced, and lookups read the memory that it was a view of: "
                 "write it in place, with load_state_dict(), or with copy_() or torch.nn.init under torch.no_grad(); "
                 "assignments, .data, torch.func.functional_call, vector_to_parameters and parametrizations do not"
             )

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from rec_kernels.nn.arguments import check_choice, integer_from, positive_integer
-from rec_kernels.nn.tables.config import StoredTable
 from rec_kernels.nn.tables.feature_map import FeatureMap
 from rec_kernels.nn.tables.layout import move_whole, uncast
 from rec_kernels.nn.tables.load_state import copied
@@ -390,13 +389,15 @@ def _shifted(h: Tensor) -> Tensor:
     return (h >> 33) & ((1 << 31) - 1)
 
 
-def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, stored: list[StoredTable]) -> bool:
+def choose_cache(cache: CacheState | None, state_dict: dict, prefix: str, tables: list[str]) -> bool:
     """Leaves in a collection's state what its tables and this cache can take of the state's cache.
+
+    Args:
+        prefix: of the collection's names. tables: the names of its tables' weights.
 
     Returns:
         Whether the rows of this cache must be encoded first: of tables that the state does not have.
     """
-    tables = [f"{prefix}embedding_bags.{t.name}.weight" for t in stored]
     prefix += "row_cache."
     missing = [name for name in tables if name not in state_dict]
     if cache is not None and not missing:

@@ -22,9 +22,9 @@ def initialize(
     ``begin(first, count)`` is called before rows are written, ``most`` at a time. An ``init`` whose ``in_chunks`` is
     True fills the rows of consecutive calls; another one is given all of them at once.
     """
-    rows, bound = table.num_embeddings, table.bound
+    rows = table.num_embeddings
     if table.format == "fp32" and begin is None:
-        weight.uniform_(-bound, bound) if table.init is None else table.init(weight)
+        _fill(weight, table, 0)
         return
     in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
     step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
@@ -32,9 +32,19 @@ def initialize(
     chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
-        floats.uniform_(-bound, bound) if table.init is None else table.init(floats)
+        _fill(floats, table, first)
         if not weight.is_meta:
             _write(weight, encode(floats, table.format), first, most, begin)
+
+
+def _fill(floats: Tensor, table: StoredTable, first: int) -> None:
+    """Fills rows of a table from ``first`` on."""
+    if table.init is not None:
+        table.init(floats)
+        return
+    floats.uniform_(-table.bound, table.bound)
+    if table.padding_row is not None and 0 <= table.padding_row - first < len(floats):
+        floats[table.padding_row - first] = 0
 
 
 def _write(

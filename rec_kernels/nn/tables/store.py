@@ -46,7 +46,12 @@ class TableStore:
     Args:
         features: the tables and their places.
         cache: the slots of rows that are cached, or None.
+
+    Attributes:
+        updates_may_wait: whether a lookup's update may come later in its backward than its own part of it.
     """
+
+    updates_may_wait = True
 
     def __init__(self, features: FeatureMap, cache: CacheState | None) -> None:
         self.cache = cache
@@ -147,13 +152,16 @@ class TableStore:
         """Numbers that a state has beside the tables, by name."""
         return {}
 
-    def fit_state(self, state_dict: dict, prefix: str) -> bool:
+    def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
         """Leaves in a state what tables and cache can take of it.
+
+        Args:
+            prefix: of the collection's names. weights: the names of its tables' weights.
 
         Returns:
             Whether cached rows must be encoded into their tables first.
         """
-        return choose_cache(self.cache, state_dict, prefix, self._features.stored)
+        return choose_cache(self.cache, state_dict, prefix, weights)
 
     @torch.no_grad()
     def flush(self, weights: Tensor, layout: dict[str, object], rounding: dict[str, object], step: Tensor) -> None:
@@ -226,6 +234,8 @@ class TableStore:
 
 class HostStore(TableStore):
     """Tables in host memory (``backing="host"``), which is page-locked while the collection is on a GPU."""
+
+    updates_may_wait = False  # rows of a prefetched batch follow a lookup's own backward
 
     def __init__(self, features: FeatureMap, cache: CacheState) -> None:
         super().__init__(features, cache)
@@ -317,6 +327,8 @@ class FileStore(TableStore):
         features, cache: as ``TableStore``'s. file: the file.
     """
 
+    updates_may_wait = False  # blocks of the file are held until a lookup's own backward
+
     def __init__(self, features: FeatureMap, cache: CacheState, file: TableFile) -> None:
         super().__init__(features, cache)
         self.file = file
@@ -394,16 +406,15 @@ class FileStore(TableStore):
     def numbers(self) -> dict[str, int]:
         return {"file_identity": self.file.identity, "file_generation": self.file.file.generation}
 
-    def fit_state(self, state_dict: dict, prefix: str) -> bool:
-        self._check_generation(state_dict, prefix)
+    def fit_state(self, state_dict: dict, prefix: str, weights: list[str]) -> bool:
+        self._check_generation(state_dict, prefix, weights)
         cache = f"{prefix}row_cache."
         if not any(name.startswith(cache) for name in state_dict):
             state_dict.update(self.cache.own_state(cache))
             return False
         return not self.cache.fits(state_dict, cache)  # the cache will be emptied then
 
-    def _check_generation(self, state_dict: dict, prefix: str) -> None:
-        weights = [f"{prefix}embedding_bags.{t.name}.weight" for t in self._features.stored]
+    def _check_generation(self, state_dict: dict, prefix: str, weights: list[str]) -> None:
         tables = [name for name in weights if name in state_dict]
         if tables:
             raise RuntimeError(f"{tables[0]} cannot be loaded: the tables are those of {self.file.path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from rec_kernels.nn.jagged.shared_bags import SharedBags
 from rec_kernels.nn.jagged.shared_bags import join as join_shared
 from rec_kernels.ops.autograd import differentiable_once
+from rec_kernels.ops.jagged_permute import jagged_permute
 
 
 class Lookup(NamedTuple):
@@ -138,27 +140,45 @@ def join(lookups: list[Lookup], num_features: int) -> Lookup:
             "the lookups of an accumulate() block must be of one kind: of batches, of features with batch sizes of "
             "their own, or of distinct bags with the same groups"
         )
-    bags = [_bags_of_features(lookup, num_features) for lookup in lookups]
-    places = [torch.tensor(b, device=lookup.offsets.device) for lookup, b in zip(lookups, bags, strict=True)]
-    bounds = [lookup.offsets[place].tolist() for lookup, place in zip(lookups, places, strict=True)]
+    sizes = [_bags_of_features(lookup, num_features) for lookup in lookups]
+    values, offsets, weights = _by_feature(lookups, sizes)
+    starts, own_rows = None, lookups[0].bag_starts is not None and lookups[0].shared is None
+    if own_rows:
+        blocks = [lookup.grad.split(own) for lookup, own in zip(lookups, sizes, strict=True)]
+        grad = torch.cat([own[f] for f in range(num_features) for own in blocks])
+    else:
+        grad = torch.cat([lookup.grad for lookup in lookups])
+    if lookups[0].bag_starts is not None:
+        starts = torch.stack([lookup.bag_starts for lookup in lookups]).sum(0)
+    shared = None if lookups[0].shared is None else join_shared([lookup.shared for lookup in lookups])
+    return Lookup(grad, values, offsets, weights, status, starts, shared)
 
-    def by_feature(parts: list[Tensor], places: list[list[int]]) -> Tensor:
-        pairs = [(f, part, place) for f in range(num_features) for part, place in zip(parts, places, strict=True)]
-        return torch.cat([part[place[f] : place[f + 1]] for f, part, place in pairs])
 
-    lengths = by_feature([lookup.offsets.long().diff() for lookup in lookups], bags)
-    weights = None
+def are_alike(lookups: list[Lookup]) -> bool:
+    """True if ``join`` takes these lookups."""
+    return len({_kind(lookup) for lookup in lookups if len(lookup.grad)}) <= 1
+
+
+def _by_feature(lookups: list[Lookup], sizes: list[list[int]]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Values, offsets and weights, the bags of a feature side by side. Waits for no GPU.
+
+    Args:
+        sizes: the batch sizes of each lookup's features.
+    """
+    # Values in no bag, behind a lookup's last bag or before its first, become a bag between two lookups.
+    strides = [size for own in sizes for size in (*own, 1)][:-1]
+    firsts = itertools.accumulate((len(lookup.values) for lookup in lookups), initial=0)
+    offsets = [lookup.offsets.long() + first for lookup, first in zip(lookups, firsts, strict=False)]
+    features, weights = len(sizes[0]), None
     if any(lookup.weights is not None for lookup in lookups):
         ones = [torch.ones_like(x.values, dtype=torch.float32) if x.weights is None else x.weights for x in lookups]
-        weights = by_feature(ones, bounds)
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    values, starts = by_feature([x.values for x in lookups], bounds), None
-    own_rows = lookups[0].bag_starts is not None and lookups[0].shared is None
-    grad = by_feature([x.grad for x in lookups], bags) if own_rows else torch.cat([x.grad for x in lookups])
-    if lookups[0].bag_starts is not None:
-        starts = torch.stack([x.bag_starts for x in lookups]).sum(0)
-    shared = None if lookups[0].shared is None else join_shared([x.shared for x in lookups])
-    return Lookup(grad, values, offsets, weights, status, starts, shared)
+        weights = torch.cat(ones)
+    values = torch.cat([lookup.values for lookup in lookups])
+    order = [own * (features + 1) + f for f in range(features) for own in range(len(lookups))]
+    total = len(values)  # on a GPU some may be in no bag, behind the others
+    if not values.is_cuda:
+        total = sum(int(own[-1] - own[0]) for own in offsets)
+    return jagged_permute(values, torch.cat(offsets), order, strides, weights, total=total)
 
 
 def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
@@ -166,7 +186,7 @@ def _kind(lookup: Lookup) -> tuple[bool, tuple[int, ...] | None]:
 
 
 def _bags_of_features(lookup: Lookup, num_features: int) -> list[int]:
-    """[F + 1]: where each feature's bags start."""
+    """[F]: the batch sizes of the features. Waits for a GPU if they have their own."""
     if lookup.bag_starts is not None:
-        return lookup.bag_starts.tolist()
-    return [f * len(lookup.grad) for f in range(num_features + 1)]
+        return lookup.bag_starts.diff().tolist()
+    return [len(lookup.grad)] * num_features

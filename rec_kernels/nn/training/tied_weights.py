@@ -1,8 +1,9 @@
-"""Tables whose weights are used beside lookups, as in an output layer: one update for both kinds of gradients.
+"""Tables that a backward reaches in several ways, by lookups and by their weights: one update for all gradients.
 
-torch gives such a weight a gradient of all its rows, after some backward of the graph; lookups have theirs in another.
-Where a table gets a dense gradient, its collection is updated once, when the whole backward has run. Where none does,
-which the autograd engine tells in 0.1 microseconds a table, lookups update at once.
+torch gives a weight that is used beside lookups, as in an output layer, a gradient of all its rows, after some backward
+of the graph; lookups have theirs in another. Where a table gets a dense gradient, or a collection has several lookups
+in one graph, it is updated once, when the whole backward has run. Where neither is so, which the autograd engine tells
+in 0.1 microseconds a table, the lookup updates at once.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class DenseGradients:
         names: of the tables. finish: the collection's method that updates tables when a backward has run, given its
             lookups; ``take()`` has the dense gradients then. A weak reference, as the collection has this.
         refusal: why the tables can have no dense gradient, for an error; None: they can.
+        waits: whether lookups of one backward wait for each other; else each of them updates at once.
 
     Attributes:
         is_put_off: whether the update comes later: in ``accumulate()``.
@@ -46,8 +48,9 @@ class DenseGradients:
         is_compiled: whether lookups update inside compiled graphs, where they cannot wait for a dense gradient.
     """
 
-    def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None) -> None:
-        self._names, self._finish, self._refusal = names, finish, refusal
+    def __init__(self, names: list[str], finish: weakref.WeakMethod, refusal: str | None, *, waits: bool) -> None:
+        self._names, self._finish, self._refusal, self._waits = names, finish, refusal, waits
+        self._open: list[weakref.ref] = []  # autograd nodes of lookups whose graphs are there
         self.is_put_off = self.is_compiled = False
         self._updated = -1  # the last backward in which a lookup updated at once; numbers of backwards grow
         self._lookups: list[Lookup] = []
@@ -83,8 +86,14 @@ class DenseGradients:
                 self._handles.append(weight.register_post_accumulate_grad_hook(_Arrival(weakref.ref(self), i)))
                 weight.requires_grad = wanted
 
+    def opened(self, output: Tensor) -> None:
+        """Takes note of a lookup that is to update the tables."""
+        if self._waits and output.grad_fn is not None:
+            self._open = [node for node in self._open if node() is not None]
+            self._open.append(weakref.ref(output.grad_fn))
+
     def take_over(self, grad: Tensor, bags: dict[str, Any], status: Tensor) -> bool:
-        """In a lookup's backward: whether its update waits for dense gradients of the same backward, and is kept.
+        """In a lookup's backward: whether its update waits for other gradients of the same backward, and is kept.
 
         Args:
             grad: of the lookup's output, float32. bags: its arguments by the ops' names. status: what it reported.
@@ -104,9 +113,12 @@ class DenseGradients:
         return True
 
     def _will_arrive(self) -> bool:
-        """True if the backward that runs now gives a table a dense gradient."""
+        """True if the backward that runs now gives a table a dense gradient, or runs that of another lookup."""
         try:
-            return any(map(_will_run, self._accumulators))
+            if any(map(_will_run, self._accumulators)):
+                return True
+            nodes = [node() for node in self._open] if len(self._open) > 1 else []
+            return sum(node is not None and _will_run(node) for node in nodes) > 1
         except RuntimeError:  # torch.autograd.grad with respect to a table, whose node does not run then
             return False
 
@@ -146,7 +158,7 @@ class DenseGradients:
         if reason is not None:
             weight.grad = None
             raise RuntimeError(
-                f"embedding_bags.{self._names[i]}.weight is used beside lookups and has a dense gradient, which the "
+                f"the weight of table {self._names[i]!r} is used beside lookups and has a dense gradient, which the "
                 f"fused optimizer cannot add to theirs: {reason}. Look its rows up instead, as a second feature of the "
                 "table, or build the collection with optimizer=None; weight.detach() has no gradient"
             )

@@ -1,0 +1,459 @@
+"""``torch.nn.Embedding`` and ``torch.nn.EmbeddingBag`` with a table of this package behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+from torch import Tensor, nn
+
+from rec_kernels.nn import pooled_lookups
+from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+from rec_kernels.nn.tables.compression import Compression
+from rec_kernels.nn.tables.config import EmbeddingBagConfig
+from rec_kernels.nn.tables.row_cache import RowCache
+from rec_kernels.nn.training.optimizers import Optimizer
+from rec_kernels.ops.embedding_bag import embedding_bag, read_bags, refuse_norms
+from rec_kernels.ops.row_formats import FLOAT_DTYPES, dequantize_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+_NAME = "weight"  # of the table in its collection
+
+
+class TableOptions(TypedDict, total=False):
+    """How the table is kept and trained: arguments of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``."""
+
+    optimizer: Optimizer | None
+    format: str
+    compression: Compression | None
+    init: Callable[[Tensor], object] | None
+    cache: RowCache | None
+    output_dtype: torch.dtype
+    bounds_check: str
+    rounding: str
+    seed: int
+
+
+_OF_CONFIG = ("format", "compression", "init")
+
+
+class _Filled:
+    """Fills rows with what a layer begins with: torch's normal numbers, or given rows; zeros for the padding."""
+
+    def __init__(self, given: Tensor | None, padding_idx: int | None) -> None:
+        self.given, self.padding_idx = given, padding_idx
+
+    def __call__(self, rows: Tensor) -> None:
+        with torch.no_grad():
+            if self.given is not None:
+                rows.copy_(self.given)
+                return
+            rows.normal_()
+            if self.padding_idx is not None:
+                rows[self.padding_idx] = 0
+
+
+class EmbeddingLayer(nn.Module):
+    """One table behind torch.nn's interface: what ``rk.Embedding`` and ``rk.EmbeddingBag`` share.
+
+    Without an option in ``TableOptions``, ``weight`` is a parameter as any. With one, it is the table of a collection
+    that no traversal of modules sees: its state has the layer's names (``weight``, ``sum``, ``step`` ...).
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        config: dict[str, Any],
+        weight: Tensor | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        options: TableOptions,
+    ) -> None:
+        super().__init__()
+        unknown = sorted(set(options) - set(TableOptions.__annotations__))
+        if unknown:
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {unknown[0]!r}")
+        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        own: dict[str, Any] = {name: given.pop(name) for name in _OF_CONFIG if name in given}
+        if (dtype or torch.float32) != torch.float32:
+            own.setdefault("format", _format_of(dtype))
+        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
+        if weight is not None:
+            _check_given(weight, table, own)
+        self.num_embeddings, self.embedding_dim = table.num_embeddings, table.embedding_dim
+        self.padding_idx = table.padding_idx
+        self.__dict__["collection"] = None
+        fill = _Filled(weight, None if table.compression else table.padding_idx)
+        if not given and not own:
+            size = self.num_embeddings, self.embedding_dim
+            self.weight = nn.Parameter(
+                torch.empty(size, device=device, dtype=torch.float32) if weight is None else weight
+            )
+            if weight is None:
+                self.reset_parameters()
+            return
+        own.setdefault("init", fill)
+        table = EmbeddingBagConfig(**config, name=_NAME, feature_names=["input"], **own)
+        self.__dict__["collection"] = EmbeddingBagCollection([table], device=device, **given)
+        fill.given = None  # the table's config keeps ``init``
+        self._show()
+
+    if TYPE_CHECKING:
+
+        @property
+        def collection(self) -> EmbeddingBagCollection | None:
+            """The collection of the one table, for ``accumulate()``, ``fused_optimizer`` and the like; or None."""
+
+    def reset_parameters(self) -> None:
+        """Draws the weight anew, as ``torch.nn.Embedding`` does.
+
+        Raises:
+            RuntimeError: the layer has one of ``TableOptions``: its table is drawn once, by ``init``.
+        """
+        if self.collection is not None:
+            raise RuntimeError("reset_parameters() is for a layer without options: make a new one, or write `weight`")
+        _Filled(None, self.padding_idx)(self.weight)
+
+    # Lookups.
+
+    def _pooled(self, ids: Tensor, offsets: Tensor, factors: Tensor | None) -> Tensor:
+        """[bags, D]: bags looked up in the collection."""
+        collection: Any = self.__dict__["collection"]
+        holders = collection.embedding_bags
+        if not torch.compiler.is_compiling():
+            self._refuse_replaced(holders)
+        return pooled_lookups.look_up_bags(collection, SelectedKeys(ids, offsets, factors, None))
+
+    def _rows(self, ids: Tensor, *, sparse: bool = False) -> Tensor:
+        """[N, D]: the rows of ids [N]."""
+        each = torch.arange(ids.shape[0] + 1, device=ids.device)
+        if self.collection is not None:
+            return self._pooled(ids, each, None)
+        options: dict[str, Any] = {"include_last_offset": True, "padding_idx": self.padding_idx, "sparse": sparse}
+        return embedding_bag(ids, self.weight, each, mode="sum", **options)
+
+    def _refuse_replaced(self, holders) -> None:
+        for stored in holders:
+            if self._parameters.get(stored) is not holders[stored]._parameters["weight"]:
+                raise RuntimeError(
+                    f"{stored} has been replaced, and lookups read the table that it was: write it in place, with "
+                    "load_state_dict(), or with copy_() under torch.no_grad(); only a layer without options takes "
+                    "another parameter"
+                )
+
+    # Moves, copies and states: the collection's, under the layer's names.
+
+    def _show(self) -> None:
+        holders = self.collection.embedding_bags
+        for stored in holders:
+            self._parameters[stored] = holders[stored].weight
+            if "projection" in holders[stored]._parameters:
+                self._parameters["projection"] = holders[stored].projection
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        if self.collection is None:
+            return super()._apply(fn, recurse)
+        self.collection._apply(fn)
+        self._show()
+        return self
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of the layer, and with it whether lookups take rows into a cache."""
+        if self.collection is not None:
+            self.collection.train(mode)
+        return super().train(mode)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """Sets ``requires_grad`` as ``torch.nn.Module`` does; False freezes a table that a fused optimizer trains."""
+        if self.collection is None:
+            return super().requires_grad_(requires_grad)
+        self.collection.requires_grad_(requires_grad)
+        return self
+
+    def __getstate__(self) -> dict:
+        if self.collection is None:
+            return self.__dict__
+        return {**self.__dict__, "_parameters": {}}  # they are the collection's
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        if self.collection is not None:
+            self._show()
+
+    def _names(self) -> dict[str, str]:
+        """The layer's name of each tensor of its state -> the collection's."""
+        return {_own_name(name): name for name in nn.Module.state_dict(self.collection)}
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        if self.collection is None:
+            super()._save_to_state_dict(destination, prefix, keep_vars)
+            return
+        for name, tensor in self.collection.state_dict(keep_vars=keep_vars).items():
+            destination[prefix + _own_name(name)] = tensor
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict,
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        if self.collection is None:
+            told = (strict, missing_keys, unexpected_keys, error_msgs)
+            super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
+            return
+        names = self._names()
+        given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        known = {names[name]: t for name, t in given.items() if name in names}
+        assign = local_metadata.get("assign_to_params_buffers", False)
+        try:
+            missing = self.collection.load_state_dict(known, strict=False, assign=assign).missing_keys
+        except RuntimeError as error:
+            error_msgs.append(str(error).replace(f"embedding_bags.{_NAME}.", prefix))
+            return
+        self._show()
+        if strict:
+            missing_keys += [prefix + _own_name(name) for name in missing]
+            unexpected_keys += [prefix + name for name in given if name not in names]
+
+    def _describe(self, *options: str) -> str:
+        """The sizes, options of the layer, and what the collection says of the table."""
+        text = [f"{self.num_embeddings}, {self.embedding_dim}", *options]
+        if self.padding_idx is not None:
+            text.append(f"padding_idx={self.padding_idx}")
+        if self.collection is not None:
+            table = self.collection.tables[0]
+            text += [f"format={table.format}"] * (table.format != "fp32")
+            text += [f"compression={table.compression}"] * (table.compression is not None)
+            text.append(f"optimizer={self.collection.optimizer}")
+        return ", ".join(text)
+
+
+def _own_name(name: str) -> str:
+    """A layer's name of a tensor in its collection's state: of parts of a compressed table with their numbers."""
+    if not name.startswith("embedding_bags."):
+        return name
+    _, stored, kind = name.split(".")
+    return kind + stored.removeprefix(_NAME)
+
+
+def _format_of(dtype: torch.dtype | None) -> str:
+    names = {known: name for name, known in FLOAT_DTYPES.items()}
+    if dtype not in names:
+        raise ValueError(f"dtype must be torch.float32, float16 or bfloat16, or None beside format, got {dtype}")
+    return names[dtype]
+
+
+def _check_given(weight: Tensor, table: EmbeddingBagConfig, own: dict[str, Any]) -> None:
+    if table.compression is not None or "init" in own:
+        raise ValueError("_weight is all of the table's rows: it goes with neither compression nor init")
+    size = [table.num_embeddings, table.embedding_dim]
+    if list(weight.shape) != size or not weight.is_floating_point():
+        raise ValueError(f"_weight must be floats {size}, got {weight.dtype} {list(weight.shape)}")
+
+
+class Embedding(EmbeddingLayer):
+    """``torch.nn.Embedding`` that may have its optimizer fused into the backward, and rows in fewer bytes.
+
+    Args:
+        num_embeddings, embedding_dim: E, D. padding_idx: an id whose row begins as zeros and that gives no gradient;
+            negative ones count from the end. Of a compressed table, lookups have zeros for it.
+        sparse: whether the gradient is a sparse tensor; of layers without ``options``.
+        _weight: the rows to begin with, or None. _freeze: whether nothing trains them.
+        device, dtype: of the weight. torch.float16 and bfloat16 are formats "fp16" and "bf16".
+        max_norm, norm_type, scale_grad_by_freq: only the defaults.
+        options: of the table: optimizer, format, compression, init, cache, output_dtype, bounds_check, rounding, seed,
+            as of ``rk.EmbeddingBagConfig`` and ``rk.EmbeddingBagCollection``, except that rows begin as torch's, normal
+            with variance 1. Without options, ``weight`` is a parameter with torch's gradients.
+
+    Attributes:
+        weight: [E, D], or rows of bytes [E, row_bytes] of a format that is no dtype; ``weight_0``, ``weight_1`` ... of
+            a compressed table of several parts. With a fused optimizer the state has ``step`` and the moments, too.
+        collection: the ``rk.EmbeddingBagCollection`` of the one table, or None without options.
+
+    Raises:
+        NotImplementedError: max_norm, norm_type or scale_grad_by_freq. ValueError: as the collection;
+        ``sparse`` beside options. TypeError: an unknown option.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        _freeze: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
+    ) -> None:
+        refuse_norms("rk.Embedding", max_norm, norm_type, scale_grad_by_freq)
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
+        super().__init__(sizes, _weight, device, dtype, options)
+        self.sparse = _checked_sparse(sparse, self.collection)
+        if _freeze:
+            self.requires_grad_(False)
+
+    @classmethod
+    def from_pretrained(
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, **options: Any
+    ) -> Embedding:
+        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them."""
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
+        given: Any = {"padding_idx": padding_idx, "_weight": embeddings, "_freeze": freeze, **options}
+        return cls(*embeddings.shape, **given)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Looks up ids.
+
+        Args:
+            input: int32 or int64 ids of any shape.
+
+        Returns:
+            [*input.shape, D], float32 unless ``output_dtype`` says otherwise.
+
+        Raises:
+            IndexError: an id out of range; its position is that in ``input.reshape(-1)``. On a GPU
+            ``collection.check()`` tells. ValueError: another dtype or device.
+        """
+        if not isinstance(input, Tensor):
+            raise TypeError(f"input must be a tensor of ids, got {type(input).__name__}")
+        ids = input.reshape(-1)
+        rows = self._rows(ids, sparse=self.sparse)
+        if self.padding_idx is not None and "weight" in self._parameters:
+            rows = torch.where((ids == self.padding_idx)[:, None], self._padding_row().to(rows.dtype), rows)
+        return rows.view(*input.shape, self.embedding_dim)
+
+    def _padding_row(self) -> Tensor:
+        """[1, D]: the row of the padding, which other uses of the weight than lookups may train."""
+        row = self.weight.detach()[self.padding_idx : self.padding_idx + 1]
+        if row.dtype != torch.uint8:
+            return row
+        return dequantize_rows(row, self.collection.tables[0].format, self.embedding_dim)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for printing."""
+        return self._describe()
+
+
+class EmbeddingBag(EmbeddingLayer):
+    """``torch.nn.EmbeddingBag`` that may have its optimizer fused into the backward, and rows in fewer bytes.
+
+    Args:
+        num_embeddings, embedding_dim, padding_idx, sparse, device, dtype, max_norm, norm_type, scale_grad_by_freq,
+            _weight, options: ``rk.Embedding``'s; an id of padding is left out of its bag.
+        mode: "sum", "mean" or "max". Rows that share a column's maximum share its gradient evenly.
+        include_last_offset: whether ``offsets`` ends with the number of ids.
+
+    Attributes:
+        weight, collection: ``rk.Embedding``'s.
+
+    Raises:
+        As ``rk.Embedding``. ValueError: another mode; "max" beside ``bounds_check`` "ignore" or "none".
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Unpack[TableOptions],
+    ) -> None:
+        refuse_norms("rk.EmbeddingBag", max_norm, norm_type, scale_grad_by_freq)
+        check_choice("mode", mode, ("sum", "mean", "max"))
+        if mode == "max" and options.get("bounds_check", "error") != "error":
+            raise ValueError(f'bounds_check must be "error" for mode "max", got {options["bounds_check"]!r}')
+        sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim, "padding_idx": padding_idx}
+        pooling = {"pooling": "mean" if mode == "mean" else "sum"}
+        super().__init__(sizes | pooling, _weight, device, dtype, options)
+        self.mode, self.include_last_offset = mode, include_last_offset
+        self.sparse = _checked_sparse(sparse, self.collection)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> EmbeddingBag:
+        """A layer with these rows [E, D]; ``freeze``: whether nothing trains them."""
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
+        given: Any = {"_weight": embeddings, **options}
+        return cls(*embeddings.shape, **given).requires_grad_(not freeze)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """Pools bags.
+
+        Args:
+            input: int32 or int64 ids: [B, L], or [N] with ``offsets``.
+            offsets: [B] where bags begin in ``input``; [B + 1] with ``include_last_offset``.
+            per_sample_weights: input's shape, each id's factor; not with "max". Of "mean", the weighted sum is divided
+                by the number of ids.
+
+        Returns:
+            [B, D], float32 unless ``output_dtype`` says otherwise; zeros for an empty bag.
+
+        Raises:
+            IndexError: an id out of range; on a GPU ``collection.check()`` tells. ValueError: wrong shapes, dtypes or
+            devices; offsets that fall. NotImplementedError: factors with "max".
+        """
+        if self.collection is None and self.mode != "max":
+            return embedding_bag(
+                input,
+                self.weight,
+                offsets,
+                mode=self.mode,
+                sparse=self.sparse,
+                per_sample_weights=per_sample_weights,
+                include_last_offset=self.include_last_offset,
+                padding_idx=self.padding_idx,
+            )
+        ids, ends, factors = read_bags(input, offsets, per_sample_weights, self.include_last_offset)
+        if self.mode != "max":
+            return self._pooled(ids, ends, factors)
+        if factors is not None:
+            raise NotImplementedError('per_sample_weights with mode "max", as in torch')
+        return self._largest(ids, ends)
+
+    def _largest(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        """[B, D]: the largest of each column of a bag's rows."""
+        rows = self._rows(ids, sparse=self.sparse)
+        counts = torch.ones_like(ids, dtype=rows.dtype)
+        if self.padding_idx is not None:
+            is_padding = ids == self.padding_idx
+            rows, counts = rows.masked_fill(is_padding[:, None], -torch.inf), counts.masked_fill(is_padding, 0)
+        offsets = offsets.long()
+        largest = torch.segment_reduce(rows, "max", offsets=offsets, axis=0, initial=-torch.inf)
+        number = torch.segment_reduce(counts, "sum", offsets=offsets, axis=0)
+        return largest.masked_fill(number[:, None] == 0, 0)
+
+    def extra_repr(self) -> str:
+        """Sizes and options, for printing."""
+        return self._describe(f"mode={self.mode!r}")
+
+
+def _checked_sparse(sparse: bool, collection: EmbeddingBagCollection | None) -> bool:
+    if sparse and collection is not None:
+        raise ValueError(
+            "sparse must be False beside options of the table: no gradient of it is stored, or a dense one"
+        )
+    return sparse
