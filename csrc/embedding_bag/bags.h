@@ -22,10 +22,9 @@ struct Part {
   int64_t row_bytes;  // on the CPU; CUDA kernels know their format
   RowFormat format;
   bool mean;
-  bool frozen;          // its ids give the table no gradient
-  int64_t id_limit;     // ids are in [0, id_limit)
-  int64_t padding_idx;  // the id that is left out; -1: none
-  int64_t number;       // of the feature, whose bags these are
+  bool frozen;       // its ids give the table no gradient
+  int64_t id_limit;  // ids are in [0, id_limit)
+  int64_t number;    // of the feature, whose bags these are
   bool partitioned;
   Partition partition;  // unless !partitioned: an id is its row
   Combine combine;      // with the feature's other parts
@@ -48,7 +47,6 @@ struct Part {
     f.mean = p.mean != 0;
     f.frozen = p.frozen != 0;
     f.id_limit = p.id_limit;
-    f.padding_idx = p.padding_idx;
     f.number = p.feature;
     f.partitioned = p.divisor != 1 || p.id_limit > p.modulus;
     if (f.partitioned) f.partition = Partition::of(p.divisor, p.modulus, p.id_limit);
@@ -75,7 +73,9 @@ struct Bags {
                       // of the output
   const TablePart* parts;  // the records; null: every feature has one part
   int64_t num_parts;
-  bool own_rows;  // every bag has a row of the output to itself: there are `starts`, and no `groups`
+  const TablePart* padded;  // the records, where some feature has a padding_idx; else null
+  int64_t padding_idx;      // without `padded`, the id that every feature leaves out; -1: none
+  bool own_rows;            // every bag has a row of the output to itself: there are `starts`, and no `groups`
   bool ids64;
   bool offsets64;
   bool check_ids;
@@ -92,13 +92,17 @@ struct Bags {
   RK_HOST_DEVICE bool in_range(int64_t id, const Part& f) const {
     return !check_ids || static_cast<uint64_t>(id) < static_cast<uint64_t>(f.id_limit);
   }
-  // True if the id is looked up and gets a gradient: it is no padding.
-  RK_HOST_DEVICE bool counts(int64_t id, const Part& f) const { return in_range(id, f) && id != f.padding_idx; }
   // Feature f has the parts from first_part(f) up to first_part(f + 1).
   RK_HOST_DEVICE int64_t first_part(int64_t feature) const {
     if (!parts) return feature;
     return feature < num_features ? parts[feature].part_start : num_parts;
   }
+  // The id that a part's feature leaves out. CUDA kernels ask for each id: a register would hold it all along.
+  RK_HOST_DEVICE int64_t padding_of(const Part& f) const {
+    return __builtin_expect(padded != nullptr, 0) ? padded[first_part(f.number)].padding_idx : padding_idx;
+  }
+  // True if the id is looked up, and has a gradient.
+  RK_HOST_DEVICE bool counts(int64_t id, const Part& f) const { return in_range(id, f) && id != padding_of(f); }
   RK_HOST_DEVICE int64_t first_bag(int64_t feature) const { return starts ? starts[feature] : feature * batch; }
   RK_HOST_DEVICE int64_t feature_of(int64_t bag) const {
     if (!starts) return bag / batch;

@@ -26,7 +26,8 @@ void check_sizes(const LayoutSizes& s, int64_t parts) {
   for (int f = 0; f < kNumRowFormats; ++f)
     if (is_bag_format(static_cast<RowFormat>(f))) known |= INT64_C(1) << f;
   check(s.formats != 0 && (s.formats & ~known) == 0, Size::kFormats, s.formats, "a bit for each format of the tables");
-  check(s.flags >= 0 && s.flags < 16, Size::kFlags, s.flags, "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped");
+  check(s.flags >= 0 && s.flags < 32, Size::kFlags, s.flags,
+        "flags: 1 mean, 2 multiplies, 4 bytes, 8 ids are mapped, 16 some are padding");
   check(!(s.flags & kMultiplies) || s.most_parts > 1, Size::kFlags, s.flags,
         "without 2 (multiplies), as no feature has several parts");
 }
@@ -79,7 +80,6 @@ void read_options(const BagOptions& options, Bags* b) { b->check_ids = options.c
 Part one_table(RowFormat format, int64_t rows, int64_t D, bool mean) {
   Part f{};
   f.num_embeddings = f.id_limit = rows;
-  f.padding_idx = -1;
   f.embedding_dim = D;
   f.row_bytes = row_bytes(format, D);
   f.format = format;
@@ -128,7 +128,8 @@ void throw_layout_fault(const Layout& layout, const LayoutLimits& limits, int64_
       "row_offset and num_embeddings must describe rows below layout_sizes' num_rows",
       "",
       "column and part_column must be those behind the part before, and end where layout_sizes says",
-      "id_limit, divisor and modulus must lead to rows of the table, and be known to layout_sizes where they map ids",
+      "id_limit, divisor and modulus must lead to rows of the table; where they map ids, and where padding_idx is not "
+      "-1, layout_sizes must know",
       "id_limit, padding_idx, combine, mean and frozen must be those of the feature's first part; they, and "
       "multiplied, must be "
       "known to layout_sizes",
@@ -186,6 +187,8 @@ Bags read_bags(const BagArguments& bags, const Layout& layout) {
   b.starts = bags.bag_starts ? bags.bag_starts->const_data_ptr<int64_t>() : nullptr;
   b.parts = layout.sizes.most_parts > 1 ? layout.parts : nullptr;
   b.num_parts = layout.num_parts;
+  b.padded = layout.sizes.flags & kPads ? layout.parts : nullptr;
+  b.padding_idx = -1;
   read_options(parse_bag_options(bags.bounds_check), &b);
   return b;
 }
@@ -195,6 +198,7 @@ Bags read_bags(const OneTableBags& bags) {
                        bags.offsets.numel() - (bags.include_last_offset ? 1 : 0));
   b.num_features = b.num_parts = 1;
   b.batch = b.num_bags;
+  b.padding_idx = bags.padding_idx;
   read_options(parse_bag_options(bags.bounds_check), &b);
   return b;
 }

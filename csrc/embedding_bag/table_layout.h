@@ -106,6 +106,7 @@ enum LayoutFlag : int64_t {
   kMultiplies = 2,  // a feature multiplies rows of its parts
   kBytes = 4,       // `weights` is uint8: rows of formats; else float32
   kMapsIds = 8,     // some id is not its row: it is divided, or wraps around
+  kPads = 16,       // some feature has a padding_idx
 };
 
 // Faults of a record.
@@ -257,6 +258,7 @@ RK_HOST_DEVICE LayoutFault fault_of(const TablePart* parts, int64_t i, const Lay
     return LayoutFault::kWeights;
   if (!are_next_columns(parts, i, sizes, limits.num_parts)) return LayoutFault::kColumns;
   if (p.id_limit < 0 || p.divisor < 1 || p.modulus < 1) return LayoutFault::kIds;
+  if (!(sizes.flags & kPads) && p.padding_idx != -1) return LayoutFault::kIds;
   if (!(sizes.flags & kMapsIds) && (p.divisor != 1 || p.modulus < p.id_limit)) return LayoutFault::kIds;
   const int64_t quotients = Partition::quotients(p.id_limit, p.divisor);
   if ((quotients < p.modulus ? quotients : p.modulus) > p.num_embeddings) return LayoutFault::kIds;

@@ -39,6 +39,7 @@ inline Bags jagged_rows(const Tensor& values, const Tensor& offsets) {
   b.num_bags = b.num_offsets - 1;
   b.num_features = 1;
   b.batch = b.num_bags;
+  b.padding_idx = -1;
   b.offsets64 = offsets.scalar_type() == ScalarType::Long;
   return b;
 }

@@ -302,6 +302,7 @@ class Builder:
             Flag.any_mean: any(r[Column.mean] for r in self.records),
             Flag.multiplies: any(r[Column.combine] == 2 for r in self.records),
             Flag.bytes: self.is_bytes,
+            Flag.pads: any(r[Column.padding_idx] >= 0 for r in self.records),
             Flag.maps_ids: any(r[Column.divisor] != 1 or r[Column.modulus] < r[Column.id_limit] for r in self.records),
         }
         sizes = {

@@ -50,6 +50,7 @@ class Flag(IntEnum):
     multiplies = 2
     bytes = 4
     maps_ids = 8
+    pads = 16
 
 
 @dataclass(frozen=True)

@@ -86,12 +86,13 @@ void weight_gradient_feature(const PoolArgs& a, const Part* parts, int64_t count
   const bool composes = count > 1 && parts->combine != Combine::kConcat;
   const ComposedRow composed{parts, count,
                              composes ? new float[static_cast<uint64_t>(2 * parts->embedding_dim)] : nullptr};
+  const int64_t padding = a.bags.padding_of(*parts);
   for (int64_t bag = begin; bag < end; ++bag, grad += a.output_dim) {
     const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
     int64_t counted = 0;
     for (int64_t i = start; i < stop; ++i) {
       const int64_t id = a.bags.id(i);
-      const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != parts->padding_idx;
+      const bool in_range = a.bags.in_range(id, *parts), counts = in_range && id != padding;
       if (!in_range && i < bounds->position) bounds->position = i;
       counted += counts;
       if (!counts) out[i] = 0.0f;

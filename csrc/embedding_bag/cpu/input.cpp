@@ -127,7 +127,6 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
               parse_bag_options(bags.bounds_check).raise,
               std::nullopt};
   in.parts[0] = table;
-  in.parts[0].padding_idx = bags.padding_idx;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,
                                    bags.padding_idx, bags.bounds_check});
   check_only_offset(in);

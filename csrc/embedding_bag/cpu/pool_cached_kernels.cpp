@@ -33,13 +33,14 @@ void find_rows(const PoolArgs& a, const Part& f, const PooledBags& k, Decoded* d
   const int64_t first = k.first_id(), count = k.num_ids(), D = f.embedding_dim;
   const int64_t* slots = a.cache.slots + first;
   const uint8_t* table = a.weights + f.weight_offset;
+  const int64_t padding = k.bags->padding_of(f);
   int64_t missing = 0;
   for (int64_t i = 0; i < count; ++i) {
     places[i] = reinterpret_cast<const uint8_t*>(cached_row(a, f, first + i));
     if (places[i]) continue;
     const int64_t id = k.bags->id(first + i);
     if (!k.bags->in_range(id, f)) note_bad(k.bounds, first + i);
-    else if (id != f.padding_idx) {
+    else if (id != padding) {
       places[i] = table + f.row(id) * f.row_bytes;
       prefetch_bytes(places[i], f.row_bytes);
       ++missing;

@@ -49,12 +49,12 @@ void map_ids(const Bags& bags, const Part& f, const Id* all, int64_t start, int6
              Bounds* bounds) {
   const Id* ids = all + start;
   const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
-  if (__builtin_expect(all_count(ids, stop - start, limit, f.padding_idx), 1))
-    return map_all(ids, stop - start, f, rows);
+  const int64_t padding = bags.padding_of(f);
+  if (__builtin_expect(all_count(ids, stop - start, limit, padding), 1)) return map_all(ids, stop - start, f, rows);
   for (int64_t i = 0; i < stop - start; ++i) {
     const auto id = static_cast<int64_t>(ids[i]);
     const bool in_range = bags.in_range(id, f);
-    rows[i] = in_range && id != f.padding_idx ? f.row(id) : kLeftOut;
+    rows[i] = in_range && id != padding ? f.row(id) : kLeftOut;
     if (!in_range) note_bad(bounds, start + i);
   }
 }

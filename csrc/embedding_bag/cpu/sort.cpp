@@ -164,7 +164,7 @@ class TableSorter {
   void write_keys(const Id* ids, int64_t begin, int64_t end, const Part& f, int64_t num_keys, Destination entries,
                   Bounds* bounds, const Key& key) const {
     const Bags bags = in_.bags;  // copies, which the stores below cannot change
-    const int64_t limit = f.id_limit, padding = f.padding_idx;
+    const int64_t limit = f.id_limit, padding = bags.padding_of(f);
     const int64_t base = base_;
     const int bits = out_.payload_bits;
     const bool by_bag = !out_.bag_of, check = bags.check_ids;

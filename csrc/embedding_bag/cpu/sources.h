@@ -71,7 +71,7 @@ struct RowNumbers {
 
   static RowNumbers of_ids(const Bags& bags, const Part& f) {
     const uint64_t limit = bags.check_ids ? static_cast<uint64_t>(f.id_limit) : UINT64_MAX;
-    return {bags.ids, bags.ids64, 0, limit, f.padding_idx};
+    return {bags.ids, bags.ids64, 0, limit, bags.padding_of(f)};
   }
   static RowNumbers found(const PooledBags& k, const int64_t* numbers) {
     return {numbers, true, k.first_id(), UINT64_MAX, kLeftOut};

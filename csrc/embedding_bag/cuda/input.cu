@@ -157,7 +157,6 @@ BagInput read_bags(const OneTableBags& bags, const Part& table) {
               false,
               parse_bag_options(bags.bounds_check).raise};
   in.parts.one = table;
-  in.parts.one.padding_idx = bags.padding_idx;
   in.parts.most_parts = in.parts.num_formats = 1;
   in.parts.formats[0] = table.format;
   in.bags = read_bags(OneTableBags{in.values, in.offsets, in.per_sample_weights, bags.pooling, bags.include_last_offset,

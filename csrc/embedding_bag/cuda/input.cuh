@@ -45,7 +45,6 @@ struct Parts {
     out.format = static_cast<RowFormat>(r.format);
     out.number = r.feature;
     out.id_limit = r.id_limit;
-    out.padding_idx = r.padding_idx;
     out.mean = r.mean != 0;
     out.frozen = r.frozen != 0;
     return out;

@@ -87,7 +87,7 @@ struct IdsOfLanes {
     if (i < stop) {
       const int64_t id = a.bags.id(i);
       bad = !a.bags.in_range(id, f);
-      counts = !bad && id != f.padding_idx;
+      counts = !bad && id != a.bags.padding_of(f);
       if (counts) place = source.find(id, i);
       if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
     }

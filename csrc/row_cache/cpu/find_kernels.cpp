@@ -24,11 +24,12 @@ struct Ids {
 template <class Id>
 RK_HOST_DEVICE void rows_of(const Bags& bags, const Part& f, const Id* ids, int64_t begin, int64_t count, int64_t* rows,
                             Bounds* bounds) {
+  const int64_t padding = bags.padding_of(f);
   for (int64_t j = 0; j < count; ++j) {
     const auto id = static_cast<int64_t>(ids[begin + j]);
     const bool in_range = bags.in_range(id, f);
     if (__builtin_expect(!in_range, 0)) note_bad(bounds, begin + j);
-    rows[j] = in_range && id != f.padding_idx ? f.row_offset + f.row(id) : kNoRow;
+    rows[j] = in_range && id != padding ? f.row_offset + f.row(id) : kNoRow;
   }
 }
 
