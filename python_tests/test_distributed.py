@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from distributed_cases import Case, differences, one_process, same_bits
@@ -80,6 +82,26 @@ def test_ranks_without_samples(plan: str, sizes: tuple[int, int]) -> None:
 def test_more_ranks_than_tables() -> None:
     """A rank without any table counts steps, and gets its outputs."""
     check(Case("one_rank", optimizer="adam", sizes=(3, 8)))
+
+
+@pytest.mark.parametrize("sizes", [*full(((8,),), ((5, 0, 4, 8),))])
+@pytest.mark.parametrize("plan", ["mixed", "table_wise", "row_wise", "grid_shard"])
+def test_other_numbers_of_ranks(plan: str, sizes: tuple[int, ...]) -> None:
+    """One rank, and four."""
+    check(Case(plan, "bf16", "adam_bf16", pooling="mean", sizes=sizes), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
+def test_global_mean_of_uneven_batches(plan: str) -> None:
+    """Every sample weighs as much as any, whatever the batch sizes of ranks."""
+    case = Case(plan, optimizer="sgd", gradient="global_mean", sizes=(8, 3))
+    found = pool(2).run("distributed_cases", "run", case)
+    state, begun = one_process(case)[1], one_process(replace(case, steps=0))[1]
+    for name, whole in state.items():
+        for offsets, block in (pair for _, blocks in found for pair in blocks[name]):
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+            torch.testing.assert_close(block, whole[place], rtol=1e-5, atol=1e-7)
+            assert not torch.equal(block, begun[name][place])
 
 
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
