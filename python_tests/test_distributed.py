@@ -104,7 +104,8 @@ def test_global_mean_of_uneven_batches(plan: str) -> None:
             assert not torch.equal(block, begun[name][place])
 
 
+@pytest.mark.parametrize("gradient", ["global_mean", "torchrec"])
 @pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
-def test_global_mean(plan: str) -> None:
+def test_even_means(plan: str, gradient: str) -> None:
     """The loss of each rank is the mean over its samples: with even batches on two ranks, one process's bits."""
-    check(Case(plan, gradient="global_mean", one_id=True))
+    check(Case(plan, gradient=gradient, one_id=True))

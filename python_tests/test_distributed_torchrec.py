@@ -13,6 +13,7 @@ import torch.distributed.checkpoint as dcp
 from distributed_cases import PLANS, Case, Model, collection, differences, one_process, plan_of, train
 from distributed_pool import pool
 from process_cases import run_script
+from test_examples import EXAMPLES, groceries
 from tiers import full
 
 import rec_kernels as rk
@@ -99,6 +100,35 @@ def test_planner_and_pipeline() -> None:
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_example(tmp_path: Path) -> None:
+    """It learns which products are discounted; one process loads its checkpoint. It is one page."""
+    pytest.importorskip("sklearn")
+    arguments = ["--format", "int8", "--checkpoint", str(tmp_path)]
+    aucs = pool(2).run(HERE, "example", groceries(), arguments)
+    assert aucs[0] == aucs[1] > 0.95
+    table = rk.EmbeddingBagConfig(41, 16, name="household_id", feature_names=["f"], format="int8")
+    state = rk.EmbeddingBagCollection([table], optimizer=rk.RowwiseAdagrad()).state_dict()
+    dcp.load({"model": {f"tables.{name}": t for name, t in state.items()}}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert state["step"] == 75
+    assert (state["embedding_bags.household_id.sum"] > 0).sum() == 40
+    assert len((EXAMPLES / "train_torchrec.py").read_text().splitlines()) <= 120
+
+
+def test_page() -> None:
+    """The example of docs/distributed.md runs, and the page quotes a message as it is."""
+    text = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    pool(2).run(HERE, "page", block)
+    from rec_kernels.distributed.plan import shards_of
+
+    case = REFUSED[0][0]
+    ebc = collection(case, device="meta")
+    with pytest.raises(ValueError, match="column_wise") as told:
+        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
+    assert str(told.value) in " ".join(text.split())
+
+
 REFUSED = [
     (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad keeps one number .* row_wise"),
     (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the length of the row"),
@@ -130,6 +160,37 @@ def test_wrong_plans() -> None:
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
         shards_of(ebc.tables, ebc.optimizer, plan, 3)
+
+
+def test_plans_of_torchrec() -> None:
+    """Its functions that make plans by hand, for two ranks of one host: blocks by rows, by columns, and replicas."""
+    from torchrec.distributed import sharding_plan as by_hand
+
+    from rec_kernels.distributed.plan import shards_of
+
+    ebc, sharder = collection(Case(), device="meta"), rk.distributed.EmbeddingBagCollectionSharder()
+
+    def shards(*kinds: object) -> list[tuple]:
+        ways = {f"t{i}": kind for i, kind in enumerate(kinds)}
+        sizes = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+        plan = by_hand.construct_module_sharding_plan(ebc, ways, sharder=sharder, **sizes)
+        return [dataclasses.astuple(s) for s in shards_of(ebc.tables, ebc.optimizer, plan, 2)]
+
+    table, rows = by_hand.table_wise(rank=1), by_hand.row_wise()
+    assert shards(table, rows, by_hand.data_parallel()) == [
+        (0, 1, 0, 100, 0, 16, False),
+        (1, 0, 0, 29, 0, 16, False),
+        (1, 1, 29, 28, 0, 16, False),
+        (2, 0, 0, 1030, 0, 16, True),
+        (2, 1, 0, 1030, 0, 16, True),
+    ]
+    assert shards(by_hand.column_wise(ranks=[1, 0]), by_hand.table_row_wise(host_index=0), table) == [
+        (0, 1, 0, 100, 0, 8, False),
+        (0, 0, 0, 100, 8, 8, False),
+        (1, 0, 0, 29, 0, 16, False),
+        (1, 1, 29, 28, 0, 16, False),
+        (2, 1, 0, 1030, 0, 16, False),
+    ]
 
 
 def test_refused_collections() -> None:
