@@ -71,7 +71,8 @@ class Model(nn.Module):
 
     def forward(self, features: Any) -> Tensor:
         """[B, sum of D], in the order of the keys."""
-        return torch.cat([self.ebc(features)[key] for key in KEYS], dim=1)
+        pooled = self.ebc(features)
+        return torch.cat([pooled[key] for key in KEYS], dim=1)
 
 
 def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:

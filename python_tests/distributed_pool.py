@@ -45,7 +45,10 @@ class Pool:
 
     def __init__(self, world: int) -> None:
         self.world = world
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")  # which imports once for all ranks
+        context.set_forkserver_preload(
+            ["torchrec.distributed", "rec_kernels.distributed", "distributed_torchrec_cases"]
+        )
         self._folder = tempfile.TemporaryDirectory()
         self._results = context.Queue()
         self._tasks = [context.Queue() for _ in range(world)]

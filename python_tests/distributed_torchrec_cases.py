@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -144,6 +145,38 @@ def pipelined(case: Case) -> list[bool]:
     got = [pipeline.progress(batches).detach().clone() for _ in data]
     assert type(pipeline._pipelined_modules[0]).__name__ == "ShardedEmbeddingBagCollection"
     return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+
+
+def unlike(case: Case, what: str) -> str:
+    """Rank 1 has another plan, or options of its own; the error."""
+    rank = dist.get_rank()
+    own = {"plan": replace(case, plan="row_wise"), "optimizer": replace(case, optimizer="adagrad")}
+    try:
+        sharded(own[what] if rank == 1 else case, collection(own[what] if rank == 1 else case))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def replicas(case: Case) -> list[Tensor]:
+    """The rows of a replica, where each rank has drawn rows of its own, and trained them before."""
+    ebc = collection(case)
+    with torch.no_grad():
+        ebc.embedding_bags["t0"].weight.add_(dist.get_rank())
+    ebc.step.fill_(dist.get_rank() + 4)
+    model = sharded(case, ebc)
+    train(case, model, [dist.get_rank()])
+    state = model.module.ebc.state_dict()
+    return [state["embedding_bags.t0.weight"].clone(), state["step"].clone()]
+
+
+def killed(case: Case) -> None:
+    """Rank 1 ends between the lookup and its backward."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    out = model(batch(case, 0, [rank]))
+    if rank == 1:
+        os._exit(9)
+    out.sum().backward()
 
 
 def example(data: dict, arguments: list[str]) -> float:

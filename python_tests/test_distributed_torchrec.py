@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed_cases import PLANS, Case, Model, collection, differences, one_process, plan_of, train
-from distributed_pool import pool
+from distributed_pool import WorkerError, pool
 from process_cases import run_script
 from test_examples import EXAMPLES, groceries
 from tiers import full
@@ -83,6 +83,29 @@ def test_bad_batches() -> None:
         torch.testing.assert_close(torch.cat(got), want)
 
 
+@pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
+def test_unlike_ranks(what: str, text: str) -> None:
+    """Ranks that have chosen otherwise are told so, all of them."""
+    errors = pool(2).run(HERE, "unlike", Case(optimizer="sgd"), what)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
+
+
+def test_replicas_begin_alike() -> None:
+    """The first rank's rows, whatever the others have drawn; and its step."""
+    first, second = pool(2).run(HERE, "replicas", Case("data_parallel", optimizer="sgd", format="bf16"))
+    assert torch.equal(first[0], second[0])
+    assert first[0].abs().max() < 1.5
+    assert first[1] == second[1] == 7
+
+
+@pytest.mark.full
+def test_killed_rank() -> None:
+    """The others stop with an error of the process group, at once."""
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: .*RuntimeError.*without an answer: \[1\]"):
+        pool(2).run(HERE, "killed", Case())
+
+
 @pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
 def test_options(plan: str) -> None:
     """accumulate(), freeze() and the learning rate of TorchRec's optimizer do on ranks what they do in one process."""
@@ -100,6 +123,7 @@ def test_planner_and_pipeline() -> None:
     assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_example(tmp_path: Path) -> None:
     """It learns which products are discounted; one process loads its checkpoint. It is one page."""

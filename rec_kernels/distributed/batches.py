@@ -6,7 +6,6 @@ import itertools
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
@@ -79,37 +78,6 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None
             raise IndexError(
                 f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
             )
-
-
-def agree(
-    given: SelectedKeys | None,
-    error: Exception | None,
-    num_features: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-) -> tuple[list[int], bool]:
-    """Batch sizes of all ranks, and whether any has weights; a collective.
-
-    Args:
-        given: this rank's batch, or None with the ``error`` that refused it.
-
-    Raises:
-        ``error``; RuntimeError: another rank's batch was refused, with its message.
-    """
-    batch = 0 if given is None or not num_features else (len(given.offsets) - 1) // num_features
-    weighted = given is not None and given.weights is not None
-    own = torch.tensor([batch, weighted, error is not None], dtype=torch.int64, device=device)
-    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(found, own, group=group)
-    numbers = torch.stack(found).tolist()
-    if any(failed for *_, failed in numbers):
-        texts: list[Any] = [None] * len(numbers)
-        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
-        if error is not None:
-            raise error
-        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
-        raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
-    return [size for size, *_ in numbers], any(weighted for _, weighted, _ in numbers)
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:

@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import ShardedModule
 from torchrec.optim.fused import FusedOptimizerModule
 
-from rec_kernels.distributed import batches
+from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.exchange import Exchange
 from rec_kernels.distributed.local_shards import feature_name, make_collection, pieces_of
@@ -25,6 +25,7 @@ from rec_kernels.distributed.routes import Routes
 from rec_kernels.distributed.state import ShardedState
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.tables.config import describe
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
@@ -44,12 +45,15 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
     Args:
         module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
         shards: of its tables, as the plan has them.
-        group: the ranks. device: of this rank's shards.
+        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
         gradient: ``EmbeddingBagCollectionSharder``'s.
         name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
 
     Attributes:
         routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+
+    Raises:
+        ValueError: ranks have other tables, plans, optimizers or options than the first.
     """
 
     def __init__(
@@ -64,6 +68,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
     ) -> None:
         super().__init__()
         rank, world = dist.get_rank(group), dist.get_world_size(group)
+        agreement.check_same(_described(module, shards, gradient), group)
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features = module._features
@@ -77,6 +82,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         self._face = TorchRecFace(collection.fused_optimizer)
         if not module._weights.is_meta:
             self.load_state_dict(module.state_dict())
+            agreement.broadcast(self._state.replicated(collection.state_dict()), group)
 
     @property
     def shards(self) -> EmbeddingBagCollection:
@@ -115,7 +121,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
         device = self.shards._device
-        ctx.batch_sizes, weighted = batches.agree(given, error, len(self.feature_names), self.group, device)
+        ctx.batch_sizes, weighted = agreement.agree(given, error, len(self.feature_names), self.group, device)
         with torch.no_grad():
             ctx.counts = batches.counts_of(given, self.routes)
             return KJTListSplitsAwaitable([self._send(batches.sent_batch(given, self.routes, weighted=weighted))], ctx)
@@ -236,3 +242,17 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         formats = {f"embedding_bags.{t.name}.format" for t in self._features.stored}
         unexpected_keys += [prefix + name for name in given if name not in formats and name not in names]
         self.shards.load_state_dict(self._state.local(given, own), strict=False)
+
+
+def _described(module: EmbeddingBagCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
+    """The choices that all ranks must have made alike, by their names."""
+    tables = [[describe(table), table.feature_names] for table in module.tables]
+    options = module.rounding, module.seed, module.output_dtype, module.bounds_check
+    lr = float(module.lr) if not module.lr.is_meta else module.optimizer.lr
+    return {
+        "tables": str(tables),
+        "the plan": str(shards),
+        "the optimizer": f"{module.optimizer}, now with lr={lr}",
+        "rounding, seed, output_dtype and bounds_check": str(options),
+        "gradient": gradient,
+    }

@@ -74,6 +74,12 @@ class ShardedState:
                 out[f"{name}.format"] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
         return out | {n: t for n, t in local.items() if not n.startswith("embedding_bags.")}
 
+    def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
+        """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
+        kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
+        names = [f"embedding_bags.{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
+        return [local[n] for n in [*names, *(n for n in local if not n.startswith("embedding_bags."))]]
+
     def _sharded(
         self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
     ) -> ShardedTensor:
