@@ -35,7 +35,7 @@ class Routes:
 
     Args:
         tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
-        world_size: the number of ranks. device: of the indices.
+        world_size: the number of ranks.
 
     Attributes:
         entries: for each rank, what it looks up, in this order; replicas come last.
@@ -50,7 +50,6 @@ class Routes:
         shards: Sequence[Shard],
         rank: int,
         world_size: int,
-        device: torch.device,
     ) -> None:
         owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
         self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
@@ -69,11 +68,8 @@ class Routes:
         self.widths = [sum(e.shard.columns for e in own) for own in self.entries]
         self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]
         self.means = sorted({e.feature for own in self.entries for e in own if e.coefficient})
-        self._gather, self._partial = self._gathers(device)
-        taken = [self._columns(e) for own in self.entries for e in own]
-        self._scatter = torch.tensor(list(itertools.chain(*taken)), dtype=torch.int64, device=device)
-        counted = [e.feature for own in self.entries for e in own if e.coefficient]
-        self._counted = torch.tensor(counted, dtype=torch.int64, device=device)
+        self._gather, self._partial = self._gathers()
+        self._scatter = [_runs([c for e in own for c in self._columns(e)]) for own in self.entries]
 
     @property
     def own(self) -> list[Entry]:
@@ -85,7 +81,7 @@ class Routes:
         first = self._starts[entry.feature] + entry.shard.first_column
         return range(first, first + entry.shard.columns)
 
-    def _gathers(self, device: torch.device) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    def _gathers(self) -> tuple[list[slice], list[tuple[slice, slice]]]:
         """Where output columns are in those that arrive: the first part of each, then (output, arrived) of the others.
 
         Parts of a column are listed by the shard's rows.
@@ -99,21 +95,16 @@ class Routes:
                 parts[column].append((entry.shard.first_row, place))
                 place += 1
         ordered = [[p for _, p in sorted(part)] for part in parts]
-        first = torch.tensor([part[0] for part in ordered], dtype=torch.int64, device=device)
-        most = max(map(len, ordered), default=0)
         others = []
-        for k in range(1, most):
-            columns = [c for c, part in enumerate(ordered) if len(part) > k]
-            pair = columns, [ordered[c][k] for c in columns]
-            others.append((torch.tensor(pair[0], device=device), torch.tensor(pair[1], device=device)))
-        return first, others
-
-    def to(self, device: torch.device) -> None:
-        """Moves the indices."""
-        self._gather, self._scatter, self._counted = (
-            t.to(device) for t in (self._gather, self._scatter, self._counted)
-        )
-        self._partial = [(a.to(device), b.to(device)) for a, b in self._partial]
+        for k in range(1, max(map(len, ordered), default=0)):
+            pairs = [(c, part[k]) for c, part in enumerate(ordered) if len(part) > k]
+            # Runs of columns that are consecutive both in the output and in what arrives.
+            for first, last in _bounds(
+                [c - i for i, (c, _) in enumerate(pairs)], [p - i for i, (_, p) in enumerate(pairs)]
+            ):
+                (to, at), count = pairs[first], last - first
+                others.append((slice(to, to + count), slice(at, at + count)))
+        return _runs([part[0] for part in ordered]), others
 
     def assemble(self, arrived: Tensor, counts: Tensor | None) -> Tensor:
         """[B, dim]: the collection's output, partial sums added in the order of their rows and means divided.
@@ -122,9 +113,9 @@ class Routes:
             arrived: [B, columns] of every rank in order and this rank's replicas. counts: [F, B] ids of each bag that
                 count, where some feature needs them.
         """
-        out = arrived.index_select(1, self._gather)
+        out = torch.cat([arrived[:, run] for run in self._gather], dim=1) if self._gather else arrived
         for columns, places in self._partial:
-            out.index_add_(1, columns, arrived.index_select(1, places))
+            out[:, columns] += arrived[:, places]
         for f in self.means:
             block = out[:, self._starts[f] : self._starts[f + 1]]
             block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
@@ -136,11 +127,23 @@ class Routes:
         Returns:
             A flat float32 tensor, for each rank [B, widths[rank] + number of its coefficients], and the widths.
         """
-        columns = grad.index_select(1, self._scatter).split(self.widths, dim=1)
-        numbers = [len(c) for c in self.coefficients]
-        if any(numbers):
-            factors = 1 / counts.index_select(0, self._counted).clamp(min=1).to(grad.dtype)
-            blocks = [torch.cat(pair, dim=1) for pair in zip(columns, factors.T.split(numbers, dim=1), strict=True)]
-        else:
-            blocks = list(columns)
+        blocks = []
+        for own, runs in zip(self.entries, self._scatter, strict=True):
+            columns = [grad[:, run] for run in runs]
+            if counted := [e.feature for e in own if e.coefficient]:
+                columns.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
+            blocks.append(torch.cat(columns, dim=1) if columns else grad[:, :0])
         return torch.cat([b.reshape(-1) for b in blocks]), [b.shape[1] for b in blocks]
+
+
+def _bounds(*differences: list[int]) -> list[tuple[int, int]]:
+    """Where runs of positions begin and end in which none of ``differences`` changes."""
+    size = len(differences[0])
+    cuts = [i for i in range(1, size) if any(d[i] != d[i - 1] for d in differences)]
+    return list(itertools.pairwise([0, *cuts, size])) if size else []
+
+
+def _runs(columns: list[int]) -> list[slice]:
+    """Slices of consecutive columns, which are ``columns`` one after the other."""
+    bounds = _bounds([c - i for i, c in enumerate(columns)])
+    return [slice(columns[first], columns[last - 1] + 1) for first, last in bounds]

@@ -72,7 +72,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
         self.bounds_check, self.tables = module.bounds_check, module.tables
         self._features = module._features
-        self.routes = Routes(self.tables, shards, rank, world, device)
+        self.routes = Routes(self.tables, shards, rank, world)
         pieces = pieces_of(self.tables, shards)
         own = [p for p in pieces if p.shard.rank == rank]
         collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
@@ -206,7 +206,6 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         self.shards._apply(fn)
-        self.routes.to(self.shards._device)
         return super()._apply(fn, recurse)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
