@@ -25,6 +25,7 @@ LAYERS = (
     "rec_kernels.nn.training",
     "rec_kernels.nn",
     "rec_kernels.models",
+    "rec_kernels.distributed",
     "rec_kernels.dlrm",
 )
 

@@ -1,5 +1,8 @@
 """Embedding kernels for recommendation models, as ``torch.ops.rec_kernels.*`` ops and thin modules over them."""
 
+from importlib import import_module as _import_module
+from typing import Any as _Any
+
 from rec_kernels import ops
 from rec_kernels._library import build_info, use_triton
 from rec_kernels._version import __version__
@@ -51,6 +54,14 @@ from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, Tabl
 
 use_triton()
 _register_pytrees()
+
+
+def __getattr__(name: str) -> _Any:
+    """``rk.distributed``, imported when it is asked for: TorchRec takes seconds, and may be absent."""
+    if name == "distributed":
+        return _import_module("rec_kernels.distributed")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "BAG_FORMATS",

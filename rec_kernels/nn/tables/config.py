@@ -20,12 +20,28 @@ BAG_FORMATS = ("fp32", "fp16", "bf16", "int8", "int4", "mx9", "mx6", "mx4")
 
 
 @dataclass(frozen=True)
+class ShardPlace:
+    """The place of a shard in a table of the whole model, whose noise its rows have.
+
+    Args:
+        table_id: number of the whole table among the stored tables of its collection. table_rows: rows of that table.
+        first_row, first_column: where the shard begins there.
+    """
+
+    table_id: int
+    table_rows: int
+    first_row: int = 0
+    first_column: int = 0
+
+
+@dataclass(frozen=True)
 class StoredTable:
     """A table that has memory: a whole one, or a part of a compressed one.
 
     Args:
         part: what it has of the ids; None: id i is row i.
         bound: numbers start uniform in +-bound; without ``init``, those of row ``padding_row`` are 0.
+        place: where it lies in a table of the whole model; None: it is whole, and numbered as it is stored.
     """
 
     name: str
@@ -36,6 +52,7 @@ class StoredTable:
     init: Callable[[Tensor], object] | None
     bound: float
     padding_row: int | None = None
+    place: ShardPlace | None = None
 
     @property
     def row_bytes(self) -> int:

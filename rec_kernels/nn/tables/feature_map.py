@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.config import EmbeddingConfig, ShardPlace, StoredTable
 from rec_kernels.nn.tables.optimizer_state import StatePlaces
 from rec_kernels.nn.tables.storage import Storage
-from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, TableLayout, table_layout
+from rec_kernels.ops.table_layout import CachePlaces, IdPartitions, Shards, TableLayout, table_layout
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class FeatureMap:
             row_offsets=[self.state.rows[i] for i in numbers],
             state_offsets=[self.state.starts[i] for i in numbers],
             formats=[t.format for t in parts] if self.storage.is_bytes else None,
-            table_ids=numbers,
+            table_ids=[n if p.place is None else p.place.table_id for n, p in zip(numbers, parts, strict=True)],
             mean=[getattr(f.table, "pooling", "sum") == "mean" for f in self.features] + [False] * len(by_row),
             frozen=[*frozen, *[False] * len(by_row)],
             padding_idx=[f.table.padding_idx for f in self.features] + [None] * len(by_row),
@@ -138,6 +138,7 @@ class FeatureMap:
             num_rows=self.state.rows[-1],
             device=device,
             partitions=self._partitions(by_row) if any(t.part for t in self.stored) else None,
+            shards=_shards(parts) if any(t.place for t in self.stored) else None,
         )
 
     def output(self, dtype: torch.dtype) -> dict[str, object]:
@@ -157,6 +158,16 @@ class FeatureMap:
             id_limits=[f.table.num_embeddings for f in self.features] + rows,
             combine=[f.combine for f in self.features] + ["concat"] * len(rows),
         )
+
+
+def _shards(parts: Sequence[StoredTable]) -> Shards:
+    """Places of stored tables in the tables of the whole model."""
+    places = [p.place or ShardPlace(0, p.num_embeddings) for p in parts]
+    return Shards(
+        first_rows=[p.first_row for p in places],
+        first_columns=[p.first_column for p in places],
+        table_rows=[p.table_rows for p in places],
+    )
 
 
 def _output_keys(tables: Sequence[EmbeddingConfig], feature_names: list[str]) -> list[str]:

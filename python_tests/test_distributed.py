@@ -1,0 +1,118 @@
+"""rk.distributed on two gloo processes against one process with all samples, bit by bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from distributed_cases import ROWS, Case, differences, one_process, same_bits
+from distributed_pool import pool
+from tiers import full
+
+pytest.importorskip("torchrec.distributed")
+
+
+def check(case: Case, *, same_outputs: bool = True) -> None:
+    """State has the bits of one process, and outputs, too, or are within the rounding of sums."""
+    found = pool(len(case.sizes)).run("distributed_cases", "run", case)
+    outputs, state = one_process(case)
+    assert differences(state, [blocks for _, blocks in found]) == []
+    for step, whole in enumerate(outputs):
+        got = torch.cat([out[step] for out, _ in found])
+        if same_outputs:
+            assert same_bits(got, whole)
+        else:
+            torch.testing.assert_close(got, whole, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("plan", ["table_wise", *full("one_rank", "data_parallel")])
+@pytest.mark.parametrize("format", ["fp32", "int8", *full("mx9", "bf16")])
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad", *full("sgd", "adam_bf16", "lamb")])
+def test_whole_tables(plan: str, format: str, optimizer: str) -> None:
+    """Tables that are whole on one rank, or on every rank: the same bits throughout."""
+    check(Case(plan, format, optimizer, sizes=(8, 5)))
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8", *full("mx9", "bf16")])
+@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam", *full("sgd", "adam_bf16", "lamb", "clipped")])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_rows(format: str, optimizer: str, pooling: str) -> None:
+    """Tables that are split by rows: the updates of one process if output gradients are the same, stochastic or not."""
+    check(Case("row_wise", format, optimizer, pooling=pooling, sizes=(8, 5)), same_outputs=False)
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8", *full("mx9")])
+@pytest.mark.parametrize("pooling", ["sum", *full("mean")])
+def test_rows_of_one_id(format: str, pooling: str) -> None:
+    """Bags of one id have no partial sums: the same bits throughout."""
+    check(Case("row_wise", format, pooling=pooling, one_id=True, sizes=(8, 5)))
+
+
+@pytest.mark.parametrize("format", ["fp32", *full("fp16", "bf16")])
+@pytest.mark.parametrize("optimizer", ["adam", *full("adagrad", "adam_bf16", "sgd")])
+def test_columns(format: str, optimizer: str) -> None:
+    """Tables that are split by columns: the same bits throughout."""
+    check(Case("column_wise", format, optimizer, pooling="mean", sizes=(8, 5)))
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("grid_shard")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_blocks(plan: str, pooling: str) -> None:
+    """Tables that are split by rows and columns, and several ways in one plan."""
+    check(
+        Case(plan, "bf16", "adam_bf16", pooling=pooling, sizes=(8, 5), output_dtype=torch.float16), same_outputs=False
+    )
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise", *full("data_parallel", "column_wise")])
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+def test_weights_of_one_rank(plan: str, pooling: str) -> None:
+    """Only one rank's batches have per-sample weights."""
+    check(Case(plan, pooling=pooling, weighted=True, sizes=(4, 7)), same_outputs=plan != "row_wise")
+
+
+@pytest.mark.parametrize("sizes", [(0, 6), *full(((0, 0),), ((1, 0),))])
+@pytest.mark.parametrize("plan", ["mixed", *full("table_wise", "row_wise", "one_rank")])
+def test_ranks_without_samples(plan: str, sizes: tuple[int, int]) -> None:
+    """A rank whose data has ended feeds empty batches."""
+    check(Case(plan, optimizer="adam", sizes=sizes), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["row_wise", "table_wise", *full("mixed", "data_parallel")])
+def test_padding(plan: str) -> None:
+    """An id of padding is left out, and not counted in a mean, whichever shard has its row."""
+    case = Case(plan, optimizer="adam", pooling="mean", sizes=(8, 5), padding=(3, None, ROWS[2] - 1))
+    check(case, same_outputs=plan in ("table_wise", "data_parallel"))
+
+
+def test_more_ranks_than_tables() -> None:
+    """A rank without any table counts steps, and gets its outputs."""
+    check(Case("one_rank", optimizer="adam", sizes=(3, 8)))
+
+
+@pytest.mark.parametrize("sizes", [*full(((8,),), ((5, 0, 4, 8),))])
+@pytest.mark.parametrize("plan", ["mixed", "table_wise", "row_wise", "grid_shard"])
+def test_other_numbers_of_ranks(plan: str, sizes: tuple[int, ...]) -> None:
+    """One rank, and four."""
+    check(Case(plan, "bf16", "adam_bf16", pooling="mean", sizes=sizes), same_outputs=False)
+
+
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
+def test_global_mean_of_uneven_batches(plan: str) -> None:
+    """Every sample weighs as much as any, whatever the batch sizes of ranks."""
+    case = Case(plan, optimizer="sgd", gradient="global_mean", sizes=(8, 3))
+    found = pool(2).run("distributed_cases", "run", case)
+    state, begun = one_process(case)[1], one_process(replace(case, steps=0))[1]
+    for name, whole in state.items():
+        for offsets, block in (pair for _, blocks in found for pair in blocks[name]):
+            place = tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))
+            torch.testing.assert_close(block, whole[place], rtol=1e-5, atol=1e-7)
+            assert not torch.equal(block, begun[name][place])
+
+
+@pytest.mark.parametrize("gradient", ["global_mean", "torchrec"])
+@pytest.mark.parametrize("plan", ["table_wise", "row_wise"])
+def test_even_means(plan: str, gradient: str) -> None:
+    """The loss of each rank is the mean over its samples: with even batches on two ranks, one process's bits."""
+    check(Case(plan, gradient=gradient, one_id=True))

@@ -1,0 +1,298 @@
+"""rk.distributed between TorchRec and torch: plans, checkpoints, errors, pipelines, what it relies on of TorchRec."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from distributed_cases import PLANS, Case, Model, collection, differences, one_process, plan_of, train
+from distributed_pool import WorkerError, pool
+from process_cases import run_script
+from test_examples import EXAMPLES, groceries
+from tiers import full
+
+import rec_kernels as rk
+
+HERE = "distributed_torchrec_cases"
+torchrec = pytest.importorskip("torchrec.distributed")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(("plan", "other"), [("mixed", "table_wise"), *full(("table_wise", "row_wise"))])
+@pytest.mark.parametrize("format", ["bf16", *full("fp32")])
+def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None:
+    """torch.distributed.checkpoint: from one plan into another, and into one process, by one process's names."""
+    case = Case(plan, format, "adam")
+    found = pool(2).run(HERE, "save_and_load", case, other, str(tmp_path))
+    whole = one_process(case)[1]
+    assert differences(whole, [saved for saved, _ in found]) == []
+    assert differences(whole, [loaded for _, loaded in found]) == []
+    alone = collection(case)
+    state = alone.state_dict()
+    dcp.load({"model": {f"ebc.{name}": t for name, t in state.items()}}, checkpoint_id=str(tmp_path), no_dist=True)
+    alone.load_state_dict(state)
+    assert all(torch.equal(t, whole[name]) for name, t in alone.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_one_process(tmp_path: Path) -> None:
+    """Its tables are loaded in shards, as bytes."""
+    case = Case("row_wise", "int8", "rowwise_adagrad", one_id=True)
+    model = Model(collection(case))
+    train(case, model, [0, 1])
+    state = {f"ebc.{name}": t for name, t in model.ebc.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=str(tmp_path), no_dist=True)
+    outputs = train(case, model, [0, 1])
+    found = pool(2).run(HERE, "load", case, str(tmp_path))
+    assert all(torch.equal(torch.cat(got), want) for *got, want in zip(*(o for o, _ in found), outputs, strict=True))
+    assert differences(dict(model.ebc.state_dict()), [blocks for _, blocks in found]) == []
+
+
+@pytest.mark.parametrize("format", ["int8", *full("fp32")])
+def test_first_rows(format: str) -> None:
+    """Rows of a collection on the meta device begin alike whatever the plan, and their spread is the whole table's."""
+    case = Case(format=format, optimizer="sgd")
+    plans = ["table_wise", "row_wise"]
+    found = [pool(2).run(HERE, "begin", dataclasses.replace(case, plan=plan)) for plan in plans]
+    name = "embedding_bags.t2.weight"
+    whole = next(rank[name][0][1] for rank in found[0] if rank[name])
+    halves = torch.cat([rank[name][0][1] for rank in found[1]])
+    assert torch.equal(whole, halves)
+    floats = whole if format == "fp32" else rk.dequantize_rows(whole, format, 16)
+    assert floats.abs().max() < 1.1 * 1030**-0.5
+    assert 0.9 < floats.std() / (1030**-0.5 / 3**0.5) < 1.1
+
+
+def test_bad_batches() -> None:
+    """The rank that fed one names feature and bag; the others stop with its message, nothing changes, all go on."""
+    case = Case("mixed", optimizer="sgd")
+    (others, same0, after0), (own, same1, after1) = pool(2).run(HERE, "refused", case)
+    assert same0
+    assert same1
+    assert [text.partition(":")[0] for text in own] == ["IndexError", "KeyError", "TypeError", "ValueError"]
+    assert "feature 'f2', bag 3: id 1030 must be in [0, 1030)" in own[0]
+    assert all(text.startswith("RuntimeError: another rank refused its batch") for text in others)
+    assert all(f"rank 1: {text}" in other for text, other in zip(own, others, strict=True))
+    outputs = one_process(case)[0]
+    for got, want in zip(zip(after0, after1, strict=True), outputs, strict=True):
+        torch.testing.assert_close(torch.cat(got), want)
+
+
+@pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
+def test_unlike_ranks(what: str, text: str) -> None:
+    """Ranks that have chosen otherwise are told so, all of them."""
+    errors = pool(2).run(HERE, "unlike", Case(optimizer="sgd"), what)
+    assert errors[0] == errors[1]
+    assert errors[0].startswith(f"{text} must be the same on all ranks: rank 0 has")
+
+
+def test_replicas_begin_alike() -> None:
+    """The first rank's rows, whatever the others have drawn; and its step."""
+    first, second = pool(2).run(HERE, "replicas", Case("data_parallel", optimizer="sgd", format="bf16"))
+    assert torch.equal(first[0], second[0])
+    assert first[0].abs().max() < 1.5
+    assert first[1] == second[1] == 7
+
+
+@pytest.mark.full
+def test_killed_rank() -> None:
+    """The others stop with an error of the process group, at once."""
+    with pytest.raises(WorkerError, match=r"(?s)rank 0: .*RuntimeError.*without an answer: \[1\]"):
+        pool(2).run(HERE, "killed", Case())
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("one_rank")])
+def test_options(plan: str) -> None:
+    """accumulate(), freeze() and the learning rate of TorchRec's optimizer do on ranks what they do in one process."""
+    from distributed_torchrec_cases import use_options
+
+    case = Case(plan, optimizer="adam")
+    found = pool(2).run(HERE, "options", case)
+    model = Model(collection(case))
+    whole = use_options(case, model, model.ebc, model.ebc.fused_optimizer, [0, 1])
+    assert differences(dict(whole), found) == []
+
+
+def test_planner_and_pipeline() -> None:
+    """TorchRec's planner makes a plan; its pipelined step, with the dense part under DDP, has the bits of a loop."""
+    assert pool(2).run(HERE, "pipelined", Case(optimizer="rowwise_adagrad")) == [[True] * 4] * 2
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_example(tmp_path: Path) -> None:
+    """It learns which products are discounted; one process loads its checkpoint. It is one page."""
+    pytest.importorskip("sklearn")
+    arguments = ["--format", "int8", "--checkpoint", str(tmp_path)]
+    aucs = pool(2).run(HERE, "example", groceries(), arguments)
+    assert aucs[0] == aucs[1] > 0.95
+    table = rk.EmbeddingBagConfig(41, 16, name="household_id", feature_names=["f"], format="int8")
+    state = rk.EmbeddingBagCollection([table], optimizer=rk.RowwiseAdagrad()).state_dict()
+    dcp.load({"model": {f"tables.{name}": t for name, t in state.items()}}, checkpoint_id=str(tmp_path), no_dist=True)
+    assert state["step"] == 75
+    assert (state["embedding_bags.household_id.sum"] > 0).sum() == 40
+    assert len((EXAMPLES / "train_torchrec.py").read_text().splitlines()) <= 120
+
+
+def test_page() -> None:
+    """The example of docs/distributed.md runs, and the page quotes a message as it is."""
+    text = (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    (block,) = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    pool(2).run(HERE, "page", block)
+    from rec_kernels.distributed.plan import shards_of
+
+    case = REFUSED[0][0]
+    ebc = collection(case, device="meta")
+    with pytest.raises(ValueError, match="column_wise") as told:
+        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
+    assert str(told.value) in " ".join(text.split())
+
+
+REFUSED = [
+    (Case("column_wise", optimizer="rowwise_adagrad"), "t0.* column_wise: RowwiseAdagrad keeps one number .* row_wise"),
+    (Case("column_wise", optimizer="lamb"), "LAMB scales an update by the length of the row"),
+    (Case("column_wise", optimizer="clipped"), "clip_grad_norm=0.5 clips by the length"),
+    (Case("grid_shard", "int8"), "rows of format int8 have scales of all their columns; it can be sharded table_wise"),
+    (Case("row_wise", compression=rk.Hash(10)), r"Hash.* keeps it in parts.* it can be sharded table_wise, data"),
+]
+
+
+@pytest.mark.parametrize(("case", "text"), REFUSED)
+def test_refused_plans(case: Case, text: str) -> None:
+    """The message has the table, the reason, and the ways in which it can be sharded."""
+    from rec_kernels.distributed.plan import shards_of
+
+    ebc = collection(case, device="meta")
+    with pytest.raises(ValueError, match=text):
+        shards_of(ebc.tables, ebc.optimizer, plan_of(case, 2), 2)
+
+
+def test_wrong_plans() -> None:
+    """Tables that are missing, ranks that are not there, blocks that are not all of a table."""
+    from rec_kernels.distributed.plan import shards_of
+
+    ebc, plan = collection(Case(), device="meta"), plan_of(Case(), 3)
+    with pytest.raises(ValueError, match=r"the plan must have each of the tables .* got \['t0'\]"):
+        shards_of(ebc.tables, ebc.optimizer, {"t0": plan["t0"]}, 3)
+    with pytest.raises(ValueError, match="table 't1': the plan has rank 2, and there are 2 ranks"):
+        shards_of(ebc.tables, ebc.optimizer, plan, 2)
+    plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
+    with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
+        shards_of(ebc.tables, ebc.optimizer, plan, 3)
+
+
+def test_plans_of_torchrec() -> None:
+    """Its functions that make plans by hand, for two ranks of one host: blocks by rows, by columns, and replicas."""
+    from torchrec.distributed import sharding_plan as by_hand
+
+    from rec_kernels.distributed.plan import shards_of
+
+    ebc, sharder = collection(Case(), device="meta"), rk.distributed.EmbeddingBagCollectionSharder()
+
+    def shards(*kinds: object) -> list[tuple]:
+        ways = {f"t{i}": kind for i, kind in enumerate(kinds)}
+        sizes = {"local_size": 2, "world_size": 2, "device_type": "cpu"}
+        plan = by_hand.construct_module_sharding_plan(ebc, ways, sharder=sharder, **sizes)
+        return [dataclasses.astuple(s) for s in shards_of(ebc.tables, ebc.optimizer, plan, 2)]
+
+    table, rows = by_hand.table_wise(rank=1), by_hand.row_wise()
+    assert shards(table, rows, by_hand.data_parallel()) == [
+        (0, 1, 0, 100, 0, 16, False),
+        (1, 0, 0, 29, 0, 16, False),
+        (1, 1, 29, 28, 0, 16, False),
+        (2, 0, 0, 1030, 0, 16, True),
+        (2, 1, 0, 1030, 0, 16, True),
+    ]
+    assert shards(by_hand.column_wise(ranks=[1, 0]), by_hand.table_row_wise(host_index=0), table) == [
+        (0, 1, 0, 100, 0, 8, False),
+        (0, 0, 0, 100, 8, 8, False),
+        (1, 0, 0, 29, 0, 16, False),
+        (1, 1, 29, 28, 0, 16, False),
+        (2, 1, 0, 1030, 0, 16, False),
+    ]
+
+
+def test_refused_collections() -> None:
+    """Those that no plan can shard."""
+    from rec_kernels.distributed.plan import check_collection
+
+    def check(ebc: rk.EmbeddingBagCollection) -> None:
+        check_collection(ebc._features, ebc.optimizer, cached=ebc.row_cache is not None)
+
+    table = rk.EmbeddingBagConfig(100, 16, name="t", feature_names=["f"])
+    with pytest.raises(ValueError, match="optimizer=None: choose one of"):
+        check(rk.EmbeddingBagCollection([table]))
+    with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
+        check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
+    narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
+    with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
+        check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))
+
+
+def test_sharder() -> None:
+    """Its arguments, and the ways that it lets a planner choose from."""
+    sharder = rk.distributed.EmbeddingBagCollectionSharder
+    with pytest.raises(ValueError, match="gradient must be"):
+        sharder(gradient="mean")
+    with pytest.raises(ValueError, match="row_wise must be"):
+        sharder(row_wise="reduce_scatter")
+    with pytest.raises(ValueError, match="sharding_types must be"):
+        sharder(sharding_types=["rows"])
+    ebc = collection(Case(optimizer="rowwise_adagrad"), device="meta")
+    offered = sharder(sharding_types=("column_wise", "table_wise")).constraints(ebc)
+    assert {name: c.sharding_types for name, c in offered.items()} == {f"t{i}": ["table_wise"] for i in range(3)}
+    with pytest.raises(ValueError, match=r"table 't0' can be sharded table_wise, .* \['column_wise'\] has none"):
+        sharder(sharding_types=("column_wise",)).constraints(ebc)
+    assert set(PLANS["mixed"]) < {"table_wise", "row_wise", "column_wise", "data_parallel"}
+
+
+def parameters(function: object) -> list[str]:
+    """Names of a function's parameters but self."""
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+def test_what_is_relied_on() -> None:
+    """The signatures of TorchRec 1.8 and torch that are overridden or called, and not all of which are documented."""
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torchrec.distributed.dist_data import KJTAllToAll
+    from torchrec.distributed.embedding_sharding import KJTListAwaitable, KJTListSplitsAwaitable
+    from torchrec.distributed.planner.types import ParameterConstraints
+    from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardedModule
+    from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
+    from torchrec.streamable import Multistreamable
+
+    assert parameters(ModuleSharder.__init__) == ["qcomm_codecs_registry"]
+    assert parameters(ModuleSharder.shard) == ["module", "params", "env", "device", "module_fqn"]
+    assert parameters(ModuleSharder.shardable_parameters) == ["module"]
+    assert parameters(ModuleSharder.sharding_types) == ["compute_device_type"]
+    assert parameters(ModuleSharder.compute_kernels) == ["sharding_type", "compute_device_type"]
+    assert ShardedModule.__abstractmethods__ == {
+        *("__init__", "create_context", "input_dist", "compute", "output_dist", "unsharded_module_type")
+    }
+    assert parameters(ShardedModule.input_dist) == ["ctx", "input", "kwargs"]
+    assert parameters(ShardedModule.compute) == ["ctx", "dist_input"]
+    assert parameters(ShardedModule.output_dist) == ["ctx", "output"]
+    assert FusedOptimizerModule.__abstractmethods__ == {"fused_optimizer"}
+    assert FusedOptimizer.__abstractmethods__ == {"step", "zero_grad"}
+    assert Multistreamable.__abstractmethods__ == {"record_stream"}
+    assert parameters(KJTAllToAll.__init__) == ["pg", "splits", "stagger"]
+    assert parameters(KJTAllToAll.forward) == ["input"]
+    assert parameters(KJTListSplitsAwaitable.__init__)[:2] == ["awaitables", "ctx"]
+    assert parameters(KJTListAwaitable.__init__) == ["awaitables", "ctx"]
+    assert {"sharding_type", "compute_kernel", "ranks", "sharding_spec"} <= set(parameters(ParameterSharding))
+    assert "sharding_types" in parameters(ParameterConstraints)
+    make = parameters(ShardedTensor._init_from_local_shards_and_global_metadata)
+    assert make[:3] == ["local_shards", "sharded_tensor_metadata", "process_group"]
+
+
+def test_torchrec_is_imported_late() -> None:
+    """Only rk.distributed imports it; where it is absent, the message says what is needed."""
+    script = "import sys, rec_kernels as rk; print('torchrec' in sys.modules); sys.modules['torchrec'] = None"
+    done = run_script(f"{script}; rk.distributed")
+    assert done.stdout.strip() == "False"
+    assert re.search(r"ImportError: rk.distributed needs torchrec 1.8.0, .* mypy_extensions", done.stderr)

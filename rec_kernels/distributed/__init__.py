@@ -1,0 +1,18 @@
+"""Tables sharded over processes by TorchRec, with this package's kernels. An optional extra, imported when it is used.
+
+Raises:
+    ImportError: TorchRec, or something that it needs, is not installed.
+"""
+
+try:
+    import torchrec.distributed  # noqa: F401 -- everything below needs it
+except ImportError as error:
+    raise ImportError(
+        f"rk.distributed needs torchrec 1.8.0, fbgemm-gpu of the same version (fbgemm-gpu-cpu==1.8.0 on a machine "
+        f"without a GPU) and mypy_extensions, and importing TorchRec failed: {error}"
+    ) from error
+
+from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
+from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder
+
+__all__ = ["EmbeddingBagCollectionSharder", "ShardedEmbeddingBagCollection"]

@@ -1,0 +1,70 @@
+"""Facts that all ranks must agree upon before anything is sent: options, first rows, batch sizes, refused batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rec_kernels.nn.jagged.select_features import SelectedKeys
+
+
+def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
+    """A collective that compares a text for each of several names with the first rank's.
+
+    Raises:
+        ValueError: on all ranks, if a rank has another text.
+    """
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, dict(facts), group=group)
+    for rank, theirs in enumerate(found):
+        for name in facts:
+            if theirs[name] != found[0][name]:
+                raise ValueError(
+                    f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, and rank {rank} has "
+                    f"{theirs[name]}; a planner's collective_plan() gives all ranks one plan"
+                )
+
+
+@torch.no_grad()
+def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Overwrites tensors with the first rank's; a collective."""
+    source = dist.get_global_rank(group, 0)
+    for tensor in tensors:
+        flat = tensor.contiguous().view(-1).view(torch.uint8)  # gloo does not know every dtype
+        dist.broadcast(flat, source, group=group)
+        tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
+def agree(
+    given: SelectedKeys | None,
+    error: Exception | None,
+    num_features: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> tuple[list[int], bool]:
+    """Batch sizes of all ranks, and whether any has weights; a collective.
+
+    Args:
+        given: this rank's batch, or None with the ``error`` that refused it.
+
+    Raises:
+        ``error``; RuntimeError: another rank's batch was refused, with its message.
+    """
+    batch = 0 if given is None or not num_features else (len(given.offsets) - 1) // num_features
+    weighted = given is not None and given.weights is not None
+    own = torch.tensor([batch, weighted, error is not None], dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    numbers = torch.stack(found).tolist()
+    if any(failed for *_, failed in numbers):
+        texts: list[Any] = [None] * len(numbers)
+        dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+        if error is not None:
+            raise error
+        told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
+        raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
+    return [size for size, *_ in numbers], any(weighted for _, weighted, _ in numbers)

@@ -1,0 +1,136 @@
+"""Batches on their way to the ranks that look them up: what is checked, agreed upon and sent."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.streamable import Multistreamable
+
+from rec_kernels.distributed.routes import Routes
+from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+
+
+class BatchContext(Multistreamable):
+    """One batch of all ranks, from its ids to the update.
+
+    Attributes:
+        batch_sizes: of all ranks. counts: [F, B] ids of this rank's bags that count, or None where nothing needs them.
+        bags: the ids that this rank looks up, of all ranks' samples, key-major.
+    """
+
+    def __init__(self) -> None:
+        self.batch_sizes: list[int] = []
+        self.counts: Tensor | None = None
+        self.bags: SelectedKeys | None = None
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Tells the allocator that ``stream`` uses the tensors."""
+        for t in (self.counts, *([] if self.bags is None else self.bags[:3])):
+            if isinstance(t, Tensor) and t.device.type != "cpu":
+                t.record_stream(stream)
+
+
+def checked_batch(features: Any, names: list[str], limits: list[int], bounds_check: str) -> SelectedKeys:
+    """The features of a batch in the collection's order, with int64 ids.
+
+    Args:
+        names, limits: F features and numbers of ids. bounds_check: ``rk.EmbeddingBagCollection``'s.
+
+    Raises:
+        IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
+            their own, or weights that need a gradient; bad offsets. KeyError: a feature is missing. TypeError: another
+            kind of batch.
+    """
+    given = select_keys(as_batch(features, names), names, exact=True).in_float32()
+    if given.strides is not None:
+        raise ValueError(
+            "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
+            "feature a bag for each sample"
+        )
+    if given.weights is not None and given.weights.requires_grad:
+        raise ValueError(
+            "per_sample_weights that require a gradient cannot be looked up in a sharded collection: their gradient "
+            "does not come back; give weights.detach()"
+        )
+    offsets = given.offsets.long()
+    first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
+    values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))
+    given = SelectedKeys(values.long(), offsets - first, weights, None)  # without ids in no bag
+    if bounds_check == "error":
+        _check_ids(given, names, limits)
+    return given
+
+
+def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
+    values, offsets = given.values, given.offsets
+    batch = (len(offsets) - 1) // max(len(names), 1)
+    bounds = offsets[:: max(batch, 1)].tolist() if batch else [0] * (len(names) + 1)
+    for f, (name, limit) in enumerate(zip(names, limits, strict=True)):
+        ids = values[bounds[f] : bounds[f + 1]]
+        bad = (ids < 0) | (ids >= limit)
+        if bool(bad.any()):
+            at = bounds[f] + int(bad.nonzero()[0])
+            bag = int(torch.searchsorted(offsets, at, right=True)) - 1 - f * batch
+            raise IndexError(
+                f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
+            )
+
+
+def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
+    """[F, B] ids of each bag that count, or None where no gradient is divided by them."""
+    if not routes.means:
+        return None
+    lengths = given.offsets.diff().view(routes.num_features, -1)
+    numbers = torch.tensor([routes.limits, routes.padding], device=lengths.device)
+    limits, padding = numbers.repeat_interleave(lengths.sum(1), dim=1)
+    good = (given.values >= 0) & (given.values < limits) & (given.values != padding)
+    before = torch.nn.functional.pad(good.cumsum(0), (1, 0))
+    return before[given.offsets].diff().view(routes.num_features, -1)
+
+
+def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJaggedTensor:
+    """The batch as TorchRec's all-to-all sends it: a key for each entry of each rank, in this order.
+
+    Ids of a table that is split by rows go to the shard that has their row, as rows of it. Others are in no bag of it.
+    """
+    features, batch = routes.num_features, (len(given.offsets) - 1) // max(routes.num_features, 1)
+    lengths = given.offsets.diff().view(features, batch)
+    bounds = [0, *itertools.accumulate(lengths.sum(1).tolist())]
+    weights = given.weights
+    if weighted and weights is None:
+        weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
+    ids, sizes, factors = [], [], []
+    for entry in itertools.chain(*routes.entries):
+        f, shard = entry.feature, entry.shard
+        place = slice(bounds[f], bounds[f + 1])
+        values, counts = given.values[place], lengths[f]
+        own = None if weights is None else weights[place]
+        if entry.split:
+            here = (values >= shard.first_row) & (values < shard.first_row + shard.rows)
+            before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
+            counts = before[torch.nn.functional.pad(counts.cumsum(0), (1, 0))].diff()
+            values, own = values[here] - shard.first_row, None if own is None else own[here]
+        ids.append(values)
+        sizes.append(counts)
+        factors.append(own)
+    return KeyedJaggedTensor(
+        keys=[str(i) for i in range(len(ids))],
+        values=torch.cat(ids) if ids else given.values[:0],
+        lengths=torch.cat(sizes) if sizes else lengths.reshape(-1)[:0],
+        weights=None if weights is None else torch.cat(factors),
+        stride=batch,
+    )
+
+
+def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:
+    """Returns the ids that a rank was sent, for its own collection: ``num_entries`` features of ``batch`` bags."""
+    if not num_entries:
+        empty = torch.zeros(0, dtype=torch.int64, device=kjt.values().device)
+        return SelectedKeys(empty, torch.zeros(1, dtype=torch.int64, device=empty.device), None, None)
+    offsets = torch.nn.functional.pad(kjt.lengths().long().cumsum(0), (1, 0))
+    assert len(offsets) == num_entries * batch + 1
+    return SelectedKeys(kjt.values(), offsets, kjt.weights_or_none(), None)

@@ -1,0 +1,192 @@
+"""The shards of one rank, as a collection of their own: tables that know their place in those of the whole model."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rec_kernels.distributed.plan import Shard
+from rec_kernels.distributed.routes import Entry
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
+from rec_kernels.nn.tables.rows import fill
+
+#: Rows that are drawn together, by a generator of their own.
+_ROWS_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardConfig(EmbeddingBagConfig):
+    """A shard as a table.
+
+    Args:
+        places: where its stored tables are in the whole model. salt: what the numbers that its rows begin with are
+            drawn from, beside their table and row.
+    """
+
+    places: tuple[ShardPlace, ...] = ()
+    whole: tuple[StoredTable, ...] = ()
+    salt: str = ""
+
+    @functools.cached_property
+    def stored(self) -> list[StoredTable]:
+        """The tables that it is kept in, with their places."""
+        found = super().stored
+        return [
+            dataclasses.replace(t, place=place, init=ShardInit(whole, place, t.num_embeddings, self.salt))
+            for t, place, whole in zip(found, self.places, self.whole, strict=True)
+        ]
+
+
+class ShardInit:
+    """First rows of a shard: the block that it has of rows which every plan draws alike.
+
+    A table's rows are drawn 1,024 at a time from seeds of their own, on the CPU; if the table has an ``init`` without
+    ``in_chunks``, all of them at once.
+
+    Args:
+        whole: the stored table that the shard is of. place: where it is there. rows: of the shard.
+        salt: what seeds depend on.
+    """
+
+    in_chunks = True
+
+    def __init__(self, whole: StoredTable, place: ShardPlace, rows: int, salt: str) -> None:
+        self._whole, self._place, self._salt = whole, place, salt
+        chunked = whole.init is None or getattr(whole.init, "in_chunks", False)
+        self._size = min(_ROWS_AT_ONCE if chunked else whole.num_embeddings, whole.num_embeddings)
+        self._next, self._end = place.first_row, place.first_row + rows
+        self._drawn: tuple[int, Tensor] | None = None
+
+    def __call__(self, rows: Tensor) -> None:
+        """Fills ``rows``, [n, D of the shard], the next n of it."""
+        column, done = self._place.first_column, 0
+        while done < len(rows):
+            block, first = divmod(self._next, self._size)
+            drawn = self._block(block)[first : first + len(rows) - done, column : column + rows.shape[1]]
+            rows[done : done + len(drawn)] = drawn.to(rows.device)
+            done += len(drawn)
+            self._next += len(drawn)
+        if self._next >= self._end:
+            self._drawn = None
+
+    def _block(self, block: int) -> Tensor:
+        if self._drawn is None or self._drawn[0] != block:
+            whole = self._whole
+            count = min(self._size, whole.num_embeddings - block * self._size)
+            floats = torch.empty(count, whole.embedding_dim, dtype=torch.float32)
+            text = f"{self._salt}/{whole.name}/{block}"
+            seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                fill(floats, whole, block * self._size)
+            self._drawn = block, floats
+        return self._drawn[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A block of a stored table of the whole model, and its name on the rank that has it.
+
+    Args:
+        stored: number of the stored table in the whole model. name: of the table in the rank's own collection.
+        shard: the shard that it belongs to.
+        first_row, rows, first_column, columns: the block.
+    """
+
+    stored: int
+    name: str
+    shard: Shard
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+def pieces_of(tables: Sequence[EmbeddingConfig], shards: Sequence[Shard]) -> list[Piece]:
+    """The pieces of all ranks, in the order of the shards."""
+    firsts, total = [], 0
+    for table in tables:
+        firsts.append(total)
+        total += len(table.stored)
+    pieces = []
+    for i, shard in enumerate(shards):
+        table = tables[shard.table]
+        for k, stored in enumerate(table.stored):
+            number = firsts[shard.table] + k
+            if shard.is_whole(table):
+                block = 0, stored.num_embeddings, 0, stored.embedding_dim
+                pieces.append(Piece(number, stored.name, shard, *block))
+            else:
+                block = shard.first_row, shard.rows, shard.first_column, shard.columns
+                pieces.append(Piece(number, f"{stored.name}#{i}", shard, *block))
+    return pieces
+
+
+def make_collection(
+    module: EmbeddingBagCollection,
+    entries: Sequence[Entry],
+    pieces: Sequence[Piece],
+    device: torch.device,
+    salt: str,
+) -> EmbeddingBagCollection:
+    """The collection of a rank's shards, whose features are ``entries``, in this order.
+
+    Args:
+        module: the whole collection, whose options it has. pieces: those of this rank.
+        salt: names the collection in the model, for the numbers that its rows begin with.
+    """
+    tables, features = module.tables, module._features
+    shards = list(dict.fromkeys(entry.shard for entry in entries))
+    configs = []
+    for shard in shards:
+        table = tables[shard.table]
+        own = [p for p in pieces if p.shard is shard]
+        mine = [(k, e) for k, e in enumerate(entries) if e.shard is shard]
+        pooling = "sum" if mine[0][1].coefficient else getattr(table, "pooling", "sum")
+        places = tuple(
+            ShardPlace(p.stored, features.stored[p.stored].num_embeddings, p.first_row, p.first_column) for p in own
+        )
+        whole = shard.is_whole(table)
+        configs.append(
+            ShardConfig(
+                table.num_embeddings if whole else shard.rows,
+                table.embedding_dim if whole else shard.columns,
+                name=table.name if whole else own[0].name,
+                feature_names=[feature_name(k, module.feature_names[e.feature]) for k, e in mine],
+                format=table.format,
+                compression=table.compression,
+                pooling=pooling,
+                padding_idx=_padding_of(table, shard),
+                places=places,
+                whole=tuple(features.stored[p.stored] for p in own),
+                salt=salt,
+            )
+        )
+    made = EmbeddingBagCollection(
+        configs,
+        device=device,
+        optimizer=module.optimizer,
+        bounds_check="ignore" if module.bounds_check == "error" else module.bounds_check,
+        rounding=module.rounding,
+        seed=module.seed,
+    )
+    made.process_local = True
+    return made
+
+
+def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:
+    """The padding's number among the rows of a shard, if it is one of them."""
+    if table.padding_idx is None or not 0 <= table.padding_idx - shard.first_row < shard.rows:
+        return None
+    return table.padding_idx - shard.first_row
+
+
+def feature_name(entry: int, name: str) -> str:
+    """The name of a feature in a rank's own collection: several of its tables may be shards of one."""
+    return f"{name}#{entry}"

@@ -1,0 +1,151 @@
+"""Shards of a collection's tables, read from a plan of TorchRec, and the plans that are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rec_kernels.nn.tables.config import EmbeddingConfig
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.nn.training.optimizers import LAMB, Optimizer
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+#: TorchRec's names of the ways in which a table can be sharded, in the order in which messages propose them.
+SHARDING_TYPES = (
+    "table_wise",
+    "row_wise",
+    "column_wise",
+    "table_row_wise",
+    "table_column_wise",
+    "grid_shard",
+    "data_parallel",
+)
+_BY_COLUMNS = ("column_wise", "table_column_wise", "grid_shard")
+_BY_ROWS = ("row_wise", "table_row_wise", "grid_shard")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of a table, and the rank that has it.
+
+    Args:
+        table: number of the table in its collection. rank: of the process.
+        first_row, rows, first_column, columns: the block.
+        replica: whether every rank has one of the same whole table (data-parallel).
+    """
+
+    table: int
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+    replica: bool = False
+
+    def is_whole(self, table: EmbeddingConfig) -> bool:
+        """True if it is all of its table."""
+        return self.rows == table.num_embeddings and self.columns == table.embedding_dim
+
+
+def needs_whole_rows(optimizer: Optimizer) -> str:
+    """The reason why an update needs all columns of a row at once; "": it does not."""
+    if not all(optimizer.state.values()):
+        return f"{type(optimizer).__name__} keeps one number of a row's gradient, of all columns"
+    if isinstance(optimizer, LAMB):
+        return "LAMB scales an update by the length of the row, of all columns"
+    if optimizer.clip_grad_norm is not None:
+        return f"clip_grad_norm={optimizer.clip_grad_norm} clips by the length of a row's gradient, of all columns"
+    return ""
+
+
+def reason_against(table: EmbeddingConfig, optimizer: Optimizer, sharding_type: str) -> str:
+    """The reason why a table cannot be sharded in this way; "": it can."""
+    if sharding_type not in SHARDING_TYPES:
+        return "it is no sharding type that rk.distributed has"
+    if table.compression is not None and sharding_type in _BY_COLUMNS + _BY_ROWS:
+        return f"{table.compression} keeps it in parts, and no rank can have a block of all of them"
+    if sharding_type in _BY_COLUMNS:
+        if table.format not in FLOAT_DTYPES:
+            return f"rows of format {table.format} have scales of all their columns"
+        return needs_whole_rows(optimizer)
+    return ""
+
+
+def possible_types(table: EmbeddingConfig, optimizer: Optimizer) -> list[str]:
+    """The sharding types that a table can have."""
+    return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
+
+
+def check_collection(features: FeatureMap, optimizer: Optimizer | None, *, cached: bool) -> None:
+    """Raises ValueError if no plan can shard a collection."""
+    if optimizer is None:
+        raise ValueError(
+            "a collection is sharded with its fused optimizer, and this one was built with optimizer=None: choose one "
+            "of rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB"
+        )
+    if cached:
+        raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
+    for feature in features.features:
+        table = feature.table
+        if table.projection or feature.is_combined_later:
+            raise ValueError(
+                f"table {table.name!r}: {table.compression} combines rows after they are pooled, or multiplies them by "
+                "a matrix, and cannot be sharded yet: use rk.Hash, rk.QuotientRemainder or rk.Partitions with compose "
+                "'per_id', or None"
+            )
+
+
+def shards_of(
+    tables: Sequence[EmbeddingConfig], optimizer: Optimizer, plan: Mapping[str, Any], world_size: int
+) -> list[Shard]:
+    """The shards of all tables, table by table, each table's by rows and columns.
+
+    Args:
+        tables: of the collection. optimizer: its fused optimizer.
+        plan: table name -> TorchRec's ``ParameterSharding``. world_size: the number of ranks.
+
+    Raises:
+        ValueError: the plan lacks a table or has one that is not there, names a rank that is not there, shards a table
+            in a way that it cannot be sharded, or its blocks are not all of a table, each once.
+    """
+    names = [table.name for table in tables]
+    if sorted(plan) != sorted(names):
+        raise ValueError(f"the plan must have each of the tables {sorted(names)}, got {sorted(plan)}")
+    return [s for i, table in enumerate(tables) for s in _shards_of(i, table, optimizer, plan[table.name], world_size)]
+
+
+def _shards_of(
+    number: int, table: EmbeddingConfig, optimizer: Optimizer, sharding: Any, world_size: int
+) -> list[Shard]:
+    kind, rows, columns = sharding.sharding_type, table.num_embeddings, table.embedding_dim
+    if reason := reason_against(table, optimizer, kind):
+        near = ", ".join(possible_types(table, optimizer))
+        raise ValueError(f"table {table.name!r} cannot be sharded {kind}: {reason}; it can be sharded {near}")
+    if kind == "data_parallel":
+        return [Shard(number, rank, 0, rows, 0, columns, replica=True) for rank in range(world_size)]
+    shards = []
+    for block in sharding.sharding_spec.shards:
+        (first_row, first_column), (n, d) = block.shard_offsets, block.shard_sizes
+        if n and d:  # a table has fewer rows than there are ranks
+            shards.append(Shard(number, block.placement.rank(), first_row, n, first_column, d))
+    _check_blocks(table, shards, world_size)
+    return sorted(shards, key=lambda s: (s.first_column, s.first_row))
+
+
+def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) -> None:
+    for shard in shards:
+        if not 0 <= shard.rank < world_size:
+            raise ValueError(f"table {table.name!r}: the plan has rank {shard.rank}, and there are {world_size} ranks")
+        if shard.first_column % 4:
+            raise ValueError(
+                f"table {table.name!r}: a shard begins at column {shard.first_column}, which must be a multiple of 4: "
+                f"choose fewer column shards for its {table.embedding_dim} columns"
+            )
+    corners = sorted((s.first_row, s.first_column) for s in shards)
+    area = sum(s.rows * s.columns for s in shards)
+    if area != table.num_embeddings * table.embedding_dim or len(set(corners)) != len(corners):
+        raise ValueError(
+            f"table {table.name!r}: the plan's shards must be all of its {table.num_embeddings} rows and "
+            f"{table.embedding_dim} columns, each once, got blocks that begin at {corners}"
+        )

@@ -1,0 +1,151 @@
+"""Routes between samples and shards: which rank looks up which feature, and where its columns come back to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rec_kernels.distributed.plan import Shard
+from rec_kernels.nn.tables.config import EmbeddingConfig
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A feature looked up in a shard.
+
+    Args:
+        feature: number of the feature in the collection. shard: where its ids go.
+        split: whether the table's rows are on several shards, so that this one pools a part of each bag.
+        coefficient: whether the gradients of ids are divided by the number of ids of the whole bag, which only its
+            sample knows: "mean" pooling, and ``split``.
+    """
+
+    feature: int
+    shard: Shard
+    split: bool
+    coefficient: bool
+
+
+class Routes:
+    """Lists what every rank looks up, in which order, and how columns are put together again; alike on every rank.
+
+    Args:
+        tables: of the collection. shards: of all tables, each table's by columns and rows. rank: this process's.
+        world_size: the number of ranks.
+
+    Attributes:
+        entries: for each rank, what it looks up, in this order; replicas come last.
+        num_features: F, features of the collection; dim: columns of its output; limits: F numbers of ids;
+            padding: F ids that are left out, -1: none.
+        sent: for each rank, columns that it sends back of each sample: those of all its entries but replicas.
+        coefficients: for each rank, its entries that need a coefficient.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[EmbeddingConfig],
+        shards: Sequence[Shard],
+        rank: int,
+        world_size: int,
+    ) -> None:
+        owners = [i for i, table in enumerate(tables) for _ in table.feature_names]
+        self.num_features, self.limits = len(owners), [tables[i].num_embeddings for i in owners]
+        self.padding = [-1 if tables[i].padding_idx is None else tables[i].padding_idx for i in owners]
+        dims = [tables[i].embedding_dim for i in owners]
+        self._starts = [0, *itertools.accumulate(dims)]
+        self.dim = self._starts[-1]
+        self.rank, self.world_size = rank, world_size
+        self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
+        for shard in sorted(shards, key=lambda s: s.replica):  # stable: replicas last
+            table = tables[shard.table]
+            split = not shard.replica and shard.rows < table.num_embeddings
+            mean = split and getattr(table, "pooling", "sum") == "mean"
+            for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
+                self.entries[shard.rank].append(Entry(feature, shard, split, mean))
+        self.sent = [sum(e.shard.columns for e in own if not e.shard.replica) for own in self.entries]
+        self.widths = [sum(e.shard.columns for e in own) for own in self.entries]
+        self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]
+        self.means = sorted({e.feature for own in self.entries for e in own if e.coefficient})
+        self._gather, self._partial = self._gathers()
+        self._scatter = [_runs([c for e in own for c in self._columns(e)]) for own in self.entries]
+
+    @property
+    def own(self) -> list[Entry]:
+        """The entries of this rank."""
+        return self.entries[self.rank]
+
+    def _columns(self, entry: Entry) -> range:
+        """An entry's columns of the collection's output."""
+        first = self._starts[entry.feature] + entry.shard.first_column
+        return range(first, first + entry.shard.columns)
+
+    def _gathers(self) -> tuple[list[slice], list[tuple[slice, slice]]]:
+        """Where output columns are in those that arrive: the first part of each, then (output, arrived) of the others.
+
+        Parts of a column are listed by the shard's rows.
+        """
+        arrived = [e for own in self.entries for e in own if not e.shard.replica]
+        arrived += [e for e in self.own if e.shard.replica]
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(self.dim)]
+        place = 0
+        for entry in arrived:
+            for column in self._columns(entry):
+                parts[column].append((entry.shard.first_row, place))
+                place += 1
+        ordered = [[p for _, p in sorted(part)] for part in parts]
+        others = []
+        for k in range(1, max(map(len, ordered), default=0)):
+            pairs = [(c, part[k]) for c, part in enumerate(ordered) if len(part) > k]
+            # Runs of columns that are consecutive both in the output and in what arrives.
+            for first, last in _bounds(
+                [c - i for i, (c, _) in enumerate(pairs)], [p - i for i, (_, p) in enumerate(pairs)]
+            ):
+                (to, at), count = pairs[first], last - first
+                others.append((slice(to, to + count), slice(at, at + count)))
+        return _runs([part[0] for part in ordered]), others
+
+    def assemble(self, arrived: Tensor, counts: Tensor | None) -> Tensor:
+        """[B, dim]: the collection's output, partial sums added in the order of their rows and means divided.
+
+        Args:
+            arrived: [B, columns] of every rank in order and this rank's replicas. counts: [F, B] ids of each bag that
+                count, where some feature needs them.
+        """
+        out = torch.cat([arrived[:, run] for run in self._gather], dim=1) if self._gather else arrived
+        for columns, places in self._partial:
+            out[:, columns] += arrived[:, places]
+        for f in self.means:
+            block = out[:, self._starts[f] : self._starts[f + 1]]
+            block.div_(counts[f].clamp(min=1).to(block.dtype)[:, None])
+        return out
+
+    def disperse(self, grad: Tensor, counts: Tensor | None) -> tuple[Tensor, list[int]]:
+        """Gathers the gradients of this rank's samples that each rank's update needs.
+
+        Returns:
+            A flat float32 tensor, for each rank [B, widths[rank] + number of its coefficients], and the widths.
+        """
+        blocks = []
+        for own, runs in zip(self.entries, self._scatter, strict=True):
+            columns = [grad[:, run] for run in runs]
+            if counted := [e.feature for e in own if e.coefficient]:
+                columns.append((1 / counts[counted].clamp(min=1).to(grad.dtype)).T)
+            blocks.append(torch.cat(columns, dim=1) if columns else grad[:, :0])
+        return torch.cat([b.reshape(-1) for b in blocks]), [b.shape[1] for b in blocks]
+
+
+def _bounds(*differences: list[int]) -> list[tuple[int, int]]:
+    """Where runs of positions begin and end in which none of ``differences`` changes."""
+    size = len(differences[0])
+    cuts = [i for i in range(1, size) if any(d[i] != d[i - 1] for d in differences)]
+    return list(itertools.pairwise([0, *cuts, size])) if size else []
+
+
+def _runs(columns: list[int]) -> list[slice]:
+    """Slices of consecutive columns, which are ``columns`` one after the other."""
+    bounds = _bounds([c - i for i, c in enumerate(columns)])
+    return [slice(columns[first], columns[last - 1] + 1) for first, last in bounds]

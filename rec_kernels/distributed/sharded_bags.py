@@ -1,0 +1,257 @@
+"""ShardedEmbeddingBagCollection: the module that takes the place of an rk.EmbeddingBagCollection on every rank."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.types import ShardedModule
+from torchrec.optim.fused import FusedOptimizerModule
+
+from rec_kernels.distributed import agreement, batches
+from rec_kernels.distributed.batches import BatchContext
+from rec_kernels.distributed.exchange import Exchange
+from rec_kernels.distributed.local_shards import feature_name, make_collection, pieces_of
+from rec_kernels.distributed.optimizer_face import TorchRecFace
+from rec_kernels.distributed.plan import Shard
+from rec_kernels.distributed.routes import Routes
+from rec_kernels.distributed.state import ShardedState
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
+from rec_kernels.nn.tables.config import describe
+from rec_kernels.nn.training.accumulate import Lookup, Pending
+from rec_kernels.nn.training.optimizers import FusedOptimizer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
+    """An ``rk.EmbeddingBagCollection`` whose tables are shared out among ranks; made by the sharder.
+
+    Every rank calls it with its own samples, and runs the backward: both are collectives. Batch sizes may differ, and
+    be 0. Outputs are those of one process with all samples, and each backward updates all tables once, with the
+    gradients of all ranks. docs/distributed.md says what has the bits of one process.
+
+    It has no parameters: an optimizer of torch, and DistributedDataParallel, see the rest of the model only.
+
+    Args:
+        module: the whole collection; rows that are not on the meta device are taken over, with the optimizer's state.
+        shards: of its tables, as the plan has them.
+        group: the ranks. device: of this rank's shards. Replicas begin as the first rank's.
+        gradient: ``EmbeddingBagCollectionSharder``'s.
+        name: the collection's in the model, from which, and from its ``seed``, rows of one on the meta device begin.
+
+    Attributes:
+        routes: which rank looks up what. group: the ranks. output_dtype: of the outputs.
+
+    Raises:
+        ValueError: ranks have other tables, plans, optimizers or options than the first.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingBagCollection,
+        shards: list[Shard],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        gradient: str = "global_mean",
+        name: str = "",
+    ) -> None:
+        super().__init__()
+        rank, world = dist.get_rank(group), dist.get_world_size(group)
+        agreement.check_same(_described(module, shards, gradient), group)
+        self.group, self.output_dtype, self._gradient = group, module.output_dtype, gradient
+        self.bounds_check, self.tables = module.bounds_check, module.tables
+        self._features = module._features
+        self.routes = Routes(self.tables, shards, rank, world)
+        pieces = pieces_of(self.tables, shards)
+        own = [p for p in pieces if p.shard.rank == rank]
+        collection = make_collection(module, self.routes.own, own, device, salt=f"{name}/{module.seed}")
+        self._held = [collection]  # in a list, so that torch.nn.Module does not find its parameters
+        self._state = ShardedState(self._features, pieces, rank, group, device)
+        self._send = KJTAllToAll(group, [len(entries) for entries in self.routes.entries])
+        self._face = TorchRecFace(collection.fused_optimizer)
+        if not module._weights.is_meta:
+            self.load_state_dict(module.state_dict())
+            agreement.broadcast(self._state.replicated(collection.state_dict()), group)
+
+    @property
+    def shards(self) -> EmbeddingBagCollection:
+        """This rank's shards, as a collection of their own."""
+        return self._held[0]
+
+    @property
+    def feature_names(self) -> list[str]:
+        """The features that it looks up, table by table."""
+        return self._features.feature_names
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingBagCollection]:
+        """The type of the module that it takes the place of."""
+        return EmbeddingBagCollection
+
+    # The steps of a lookup, as TorchRec and its pipelines call them.
+
+    def create_context(self) -> BatchContext:
+        """The context of one batch."""
+        return BatchContext()
+
+    def input_dist(self, ctx: BatchContext, features: Any) -> KJTListSplitsAwaitable:
+        """Sends the ids of a batch to the ranks that have their rows.
+
+        Args:
+            features: as of ``rk.EmbeddingBagCollection.forward``, of this rank's samples.
+
+        Raises:
+            IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
+            looks anything up. RuntimeError: another rank's was, which is named.
+        """
+        given, error = None, None
+        try:
+            given = batches.checked_batch(features, self.feature_names, self.routes.limits, self.bounds_check)
+        except (IndexError, KeyError, TypeError, ValueError) as refused:
+            error = refused
+        device = self.shards._device
+        ctx.batch_sizes, weighted = agreement.agree(given, error, len(self.feature_names), self.group, device)
+        with torch.no_grad():
+            ctx.counts = batches.counts_of(given, self.routes)
+            return KJTListSplitsAwaitable([self._send(batches.sent_batch(given, self.routes, weighted=weighted))], ctx)
+
+    @torch.no_grad()
+    def compute(self, ctx: BatchContext, dist_input: KJTList) -> Tensor:
+        """[samples of all ranks, columns of this rank's shards]: what this rank has of all samples, pooled."""
+        total = sum(ctx.batch_sizes)
+        ctx.bags = batches.looked_up(dist_input[0], len(self.routes.own), total)
+        if not self.routes.own:
+            return torch.zeros(total, 0, device=self.shards._device)
+        return self.shards._lookup(ctx.bags)
+
+    def output_dist(self, ctx: BatchContext, output: Tensor) -> KeyedTensor:
+        """Returns this rank's samples, as ``rk.EmbeddingBagCollection.forward``."""
+        token = torch.zeros(0, device=output.device, requires_grad=True)
+        values = Exchange.apply(token, output, self, ctx)
+        return KeyedTensor._of(self._features.output_keys, self._features.output_dims, values)
+
+    # Updates.
+
+    def gradient_scale(self, batch_sizes: list[int]) -> float:
+        """Factor of the gradients of this rank's outputs."""
+        if self._gradient == "sum":
+            return 1.0
+        if self._gradient == "torchrec":
+            return 1 / self.routes.world_size
+        return batch_sizes[self.routes.rank] / max(sum(batch_sizes), 1)
+
+    @property
+    def pending(self) -> Pending | None:
+        """The lookups of the ``accumulate()`` block that is open, or None."""
+        return self.shards._update.pending
+
+    def check_pending(self, begun: Pending | None) -> None:
+        """Raises RuntimeError if a lookup, made when ``begun`` was pending, is updated in a later block."""
+        if begun is None and self.pending is not None:
+            raise RuntimeError(
+                "a lookup made before this accumulate() block ran its backward inside it: call the collection inside "
+                "the block, too"
+            )
+
+    @torch.no_grad()
+    def update(self, lookup: Lookup) -> None:
+        """Updates this rank's shards once, with the gradients of all samples."""
+        shards = self.shards
+        shards._follow_requires_grad(shards._layout)
+        shards._update_once([lookup], shards._update.scaling())
+
+    @contextlib.contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Several micro-batches, one update, as ``rk.EmbeddingBagCollection.accumulate``; on every rank alike."""
+        with self.shards.accumulate():
+            yield
+
+    def freeze(self, *features: str) -> None:
+        """Stops training the tables by ids of these features, as ``rk.EmbeddingBagCollection.freeze``."""
+        self.shards.freeze(*self._own_names(features))
+
+    def unfreeze(self, *features: str) -> None:
+        """The reverse of ``freeze``."""
+        self.shards.unfreeze(*self._own_names(features))
+
+    def _own_names(self, features: tuple[str, ...]) -> list[str]:
+        names = self.feature_names
+        if unknown := [f for f in features if f not in names]:
+            raise KeyError(f"features {unknown} are not among the collection's, {names}")
+        entries = enumerate(self.routes.own)
+        return [feature_name(k, names[e.feature]) for k, e in entries if names[e.feature] in features]
+
+    @property
+    def fused_optimizer(self) -> TorchRecFace:
+        """TorchRec's face of the fused optimizer, which ``DistributedModelParallel.fused_optimizer`` collects."""
+        return self._face
+
+    @property
+    def optimizer(self) -> FusedOptimizer:
+        """The fused optimizer's ``torch.optim.Optimizer`` face, for schedulers: on every rank alike."""
+        return self.shards.fused_optimizer
+
+    # State.
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        self.shards._apply(fn)
+        return super()._apply(fn, recurse)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """One process's names, dtypes and shapes; see ``ShardedState.whole``. No collective.
+
+        Args:
+            args, destination, prefix, keep_vars: ``torch.nn.Module``'s; tensors are never parameters.
+        """
+        out = {} if destination is None else destination
+        for name, tensor in self._state.whole(self.shards.state_dict()).items():
+            out[prefix + name] = tensor
+        return out
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Loads a whole state of one process, or ``state_dict()`` that torch.distributed.checkpoint has filled."""
+        given = {name.removeprefix(prefix): t for name, t in state_dict.items() if name.startswith(prefix)}
+        own = self.shards.state_dict()
+        names = self._state.names(own)
+        missing = [name for name in names if name not in given]
+        if missing == ["step"]:
+            given["step"] = torch.zeros_like(own["step"])  # other packages' states have none
+        elif missing:
+            missing_keys += [prefix + name for name in missing]
+        formats = {f"embedding_bags.{t.name}.format" for t in self._features.stored}
+        unexpected_keys += [prefix + name for name in given if name not in formats and name not in names]
+        self.shards.load_state_dict(self._state.local(given, own), strict=False)
+
+
+def _described(module: EmbeddingBagCollection, shards: list[Shard], gradient: str) -> dict[str, str]:
+    """The choices that all ranks must have made alike, by their names."""
+    tables = [[describe(table), table.feature_names] for table in module.tables]
+    options = module.rounding, module.seed, module.output_dtype, module.bounds_check
+    lr = float(module.lr) if not module.lr.is_meta else module.optimizer.lr
+    return {
+        "tables": str(tables),
+        "the plan": str(shards),
+        "the optimizer": f"{module.optimizer}, now with lr={lr}",
+        "rounding, seed, output_dtype and bounds_check": str(options),
+        "gradient": gradient,
+    }

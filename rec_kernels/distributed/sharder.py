@@ -1,0 +1,124 @@
+"""EmbeddingBagCollectionSharder: what TorchRec asks to shard an rk.EmbeddingBagCollection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
+
+from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
+from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
+from rec_kernels.nn.arguments import check_choice
+from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+
+class EmbeddingBagCollectionSharder(ModuleSharder):
+    """Has TorchRec's ``DistributedModelParallel`` shard every ``rk.EmbeddingBagCollection`` of a model.
+
+    ``DistributedModelParallel(model, sharders=[EmbeddingBagCollectionSharder()], plan=...)`` puts a
+    ``ShardedEmbeddingBagCollection`` in the place of each. Plans are TorchRec's: of its planner, or of
+    ``construct_module_sharding_plan``. The collection may be on the meta device; then each rank draws the rows of its
+    shards, the same for every plan, from the collection's ``seed``, its name in the model, table and row.
+
+    Args:
+        gradient: what the loss of each rank is, whose gradients update tables. "global_mean": the mean over the rank's
+            samples; tables are trained by the mean over those of all ranks, however uneven. "sum": a sum over samples;
+            tables are trained by the sum over all ranks. "torchrec": gradients are added up and divided by the number
+            of ranks, as by TorchRec's default. DistributedDataParallel averages gradients of the other parameters over
+            ranks, which is "torchrec", and "global_mean" where batches are even.
+        row_wise: how the parts of a bag in several row shards become one: "ordered", they are added in the order of the
+            rows. There is no other yet.
+        sharding_types: the ways that a planner may choose from; a plan by hand may have any that its tables allow.
+
+    Raises:
+        ValueError: an unknown ``gradient``, ``row_wise`` or sharding type.
+    """
+
+    def __init__(
+        self,
+        *,
+        gradient: str = "global_mean",
+        row_wise: str = "ordered",
+        sharding_types: Sequence[str] = ("table_wise", "row_wise"),
+    ) -> None:
+        super().__init__()
+        check_choice("gradient", gradient, ("global_mean", "sum", "torchrec"))
+        check_choice("row_wise", row_wise, ("ordered",))
+        for kind in sharding_types:
+            check_choice("sharding_types", kind, SHARDING_TYPES)
+        self._gradient, self._types = gradient, list(sharding_types)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: Mapping[str, Any],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedEmbeddingBagCollection:
+        """The module of this rank; ``DistributedModelParallel`` calls it on all ranks.
+
+        Args:
+            module: the whole collection. params: table name -> TorchRec's ``ParameterSharding``.
+            env: has the ranks' process group. device: of the shards; None: the CPU. module_fqn: the module's name.
+
+        Raises:
+            ValueError: the plan, or the collection, is one that cannot be sharded; the message names the table, the
+            reason and what it can be.
+        """
+        if env.process_group is None:
+            raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
+        features = module._features
+        check_collection(features, module.optimizer, cached=module.row_cache is not None)
+        shards = shards_of(module.tables, module.optimizer, params, env.world_size)
+        device = torch.device("cpu") if device is None else device
+        return ShardedEmbeddingBagCollection(
+            module, shards, env.process_group, device, gradient=self._gradient, name=module_fqn or ""
+        )
+
+    @property
+    def module_type(self) -> type[EmbeddingBagCollection]:
+        """The type that is sharded."""
+        return EmbeddingBagCollection
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """A meta parameter [E, D] for each table, for planners: its dtype has the size of a number of its format."""
+        dtypes = {table.name: FLOAT_DTYPES.get(table.format, torch.uint8) for table in module.tables}
+        return {
+            t.name: nn.Parameter(
+                torch.empty(t.num_embeddings, t.embedding_dim, dtype=dtypes[t.name], device="meta"), requires_grad=False
+            )
+            for t in module.tables
+        }
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The ways that a planner may choose from."""
+        return self._types
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """TorchRec's name of a kernel by which planners estimate; lookups are this package's."""
+        return ["dense" if sharding_type == "data_parallel" else "fused"]
+
+    def constraints(self, module: EmbeddingBagCollection) -> dict[str, ParameterConstraints]:
+        """For ``EmbeddingShardingPlanner(constraints=...)``: the ways in which each table can be sharded.
+
+        Raises:
+            ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
+        """
+        check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+        found = {}
+        for table in module.tables:
+            possible = possible_types(table, module.optimizer)
+            types = [kind for kind in self._types if kind in possible]
+            if not types:
+                raise ValueError(
+                    f"table {table.name!r} can be sharded {', '.join(possible)}, and sharding_types = {self._types} "
+                    "has none of these"
+                )
+            found[table.name] = ParameterConstraints(sharding_types=types)
+        return found

@@ -1,0 +1,154 @@
+"""State of a sharded collection under one process's names, for torch.distributed.checkpoint and TorchRec."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._shard.sharded_tensor import Shard as LocalShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+from torch.distributed._shard.sharding_spec import ShardMetadata
+
+from rec_kernels.distributed.local_shards import Piece
+from rec_kernels.nn.tables.feature_map import FeatureMap
+from rec_kernels.ops.row_formats import FLOAT_DTYPES
+
+
+class ShardedState:
+    """The names, shapes and dtypes of one process's state, and the blocks of it that ranks have.
+
+    Args:
+        features: of the whole collection. pieces: of all ranks. rank: this process's. group: the ranks.
+        device: of the blocks.
+    """
+
+    def __init__(
+        self,
+        features: FeatureMap,
+        pieces: Sequence[Piece],
+        rank: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._features, self._rank, self._group, self._device = features, rank, group, device
+        self._pieces: list[list[Piece]] = [[] for _ in features.stored]
+        for piece in pieces:
+            self._pieces[piece.stored].append(piece)
+
+    def _kinds(self) -> Iterator[tuple[int, str, list[int], torch.dtype]]:
+        """Number of the stored table, name of a kind of numbers, and their whole shape and dtype."""
+        state = self._features.state
+        for i, table in enumerate(self._features.stored):
+            dtype = FLOAT_DTYPES.get(table.format, torch.uint8)
+            width = table.embedding_dim if dtype != torch.uint8 else table.row_bytes
+            yield i, "weight", [table.num_embeddings, width], dtype
+            for kind, each in state.kinds.items():
+                shape = [table.num_embeddings, table.embedding_dim] if each else [table.num_embeddings]
+                yield i, kind, shape, state.dtype(kind)
+
+    def whole(self, local: Mapping[str, Tensor]) -> dict[str, Any]:
+        """One process's names, with what this rank has of each.
+
+        Args:
+            local: the state of the rank's own collection, whose memory the result shares.
+
+        Returns:
+            ``ShardedTensor`` for tables and their state, ordinary tensors for replicas and numbers.
+        """
+        out: dict[str, Any] = {}
+        for i, kind, shape, dtype in self._kinds():
+            name = f"embedding_bags.{self._features.stored[i].name}"
+            pieces = self._pieces[i]
+            mine = [p for p in pieces if p.shard.rank == self._rank]
+            if pieces[0].shard.replica:
+                out[f"{name}.{kind}"] = local[f"embedding_bags.{mine[0].name}.{kind}"]
+            else:
+                blocks = [(p, local[f"embedding_bags.{p.name}.{kind}"]) for p in mine]
+                out[f"{name}.{kind}"] = self._sharded(pieces, blocks, shape, dtype)
+            if kind == "weight" and dtype == torch.uint8:
+                text = self._features.stored[i].format.encode()
+                out[f"{name}.format"] = torch.tensor(list(text), dtype=torch.uint8, device=self._device)
+        return out | {n: t for n, t in local.items() if not n.startswith("embedding_bags.")}
+
+    def replicated(self, local: Mapping[str, Tensor]) -> list[Tensor]:
+        """Lists what every rank has: replicas with their state, and numbers, in an order that all ranks have."""
+        kinds = [(self._pieces[i], kind) for i, kind, _, _ in self._kinds()]
+        names = [f"embedding_bags.{p[0].name}.{kind}" for p, kind in kinds if p[0].shard.replica]
+        return [local[n] for n in [*names, *(n for n in local if not n.startswith("embedding_bags."))]]
+
+    def _sharded(
+        self, pieces: list[Piece], blocks: list[tuple[Piece, Tensor]], shape: list[int], dtype: torch.dtype
+    ) -> ShardedTensor:
+        metadata = ShardedTensorMetadata(
+            shards_metadata=[self._metadata(piece, shape) for piece in pieces],
+            size=torch.Size(shape),
+            tensor_properties=TensorProperties(dtype=dtype, requires_grad=False),
+        )
+        local = [LocalShard(rows, self._metadata(piece, shape)) for piece, rows in blocks]
+        return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, process_group=self._group)
+
+    def _metadata(self, piece: Piece, shape: list[int]) -> ShardMetadata:
+        (first_row, rows), columns = (piece.first_row, piece.rows), self._columns(piece, shape)
+        offsets, sizes = [first_row, columns.start], [rows, columns.stop - columns.start]
+        placement = f"rank:{piece.shard.rank}/{self._device}"
+        return ShardMetadata(offsets[: len(shape)], sizes[: len(shape)], placement)
+
+    def _columns(self, piece: Piece, shape: list[int]) -> slice:
+        """A piece's columns of a whole tensor: all bytes of a row, or those that the piece has."""
+        if len(shape) == 1 or piece.columns == self._features.stored[piece.stored].embedding_dim:
+            return slice(0, shape[-1])
+        return slice(piece.first_column, piece.first_column + piece.columns)
+
+    def names(self, local: Mapping[str, Tensor]) -> list[str]:
+        """The names of a state, without those of formats."""
+        stored = self._features.stored
+        names = [f"embedding_bags.{stored[i].name}.{kind}" for i, kind, _, _ in self._kinds()]
+        return names + [n for n in local if not n.startswith("embedding_bags.")]
+
+    def local(self, state: Mapping[str, Any], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Picks out of a state what the rank's own collection has, by the names there.
+
+        Args:
+            state: one process's, of whole tensors or of ``ShardedTensor``s of this plan. own: the collection's.
+
+        Raises:
+            RuntimeError: a tensor has other rows or columns, or is sharded in another way.
+        """
+        out = {name: state[name] for name in own if name in state and not name.startswith("embedding_bags.")}
+        for i, kind, shape, _ in self._kinds():
+            name = f"embedding_bags.{self._features.stored[i].name}"
+            if f"{name}.{kind}" not in state:
+                continue
+            for piece in self._pieces[i]:
+                if piece.shard.rank != self._rank:
+                    continue
+                found = f"embedding_bags.{piece.name}"
+                out[f"{found}.{kind}"] = self._block(state[f"{name}.{kind}"], f"{name}.{kind}", piece, shape)
+                if kind == "weight" and f"{name}.format" in state:
+                    out[f"{found}.format"] = state[f"{name}.format"]
+        return out
+
+    def _block(self, given: Any, name: str, piece: Piece, shape: list[int]) -> Tensor:
+        columns = self._columns(piece, shape)
+        if isinstance(given, ShardedTensor):
+            at = [piece.first_row, columns.start][: len(shape)]
+            for shard in given.local_shards():
+                if list(shard.metadata.shard_offsets) == at and shard.tensor.shape[0] == piece.rows:
+                    return shard.tensor
+            raise RuntimeError(
+                f"{name}: this rank has no block of it that begins at {at} in the state, which was sharded in another "
+                "way: load it with torch.distributed.checkpoint into state_dict() first; nothing was changed"
+            )
+        split = columns != slice(0, shape[-1])
+        wrong = len(given.shape) != len(shape) or given.shape[0] != shape[0] or (split and given.shape[1] != shape[1])
+        if wrong:
+            raise RuntimeError(
+                f"size mismatch for {name}: the state has {list(given.shape)}, this collection has {shape}; none of "
+                "its tables was changed"
+            )
+        rows = given[piece.first_row : piece.first_row + piece.rows]
+        return rows[:, columns] if split else rows
