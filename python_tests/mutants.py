@@ -43,7 +43,7 @@ MUTANTS = [
     ),
     Mutant(
         "csrc/embedding_bag/cpu/sort.cpp",
-        "counted += bags.counts(id, f);",
+        "counted += bags.counts(id, f, padding);",
         "counted += bags.in_range(id, f);",
         "embedding_bag embedding_bag_fused embedding_bag_bounds embedding_bag_torch",
     ),

@@ -109,6 +109,7 @@ def test_what_is_known_of_all_records(flag: Flag) -> None:
         [7, 7],
         [4, 4],
         mean=[True],
+        padding_idx=[33],
         partitions=rk.IdPartitions([0, 2], [10, 1], [7, 7], [70], ["mult"]),
         formats=["int8", "int8"],
     )

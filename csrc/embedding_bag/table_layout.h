@@ -106,7 +106,7 @@ enum LayoutFlag : int64_t {
   kMultiplies = 2,  // a feature multiplies rows of its parts
   kBytes = 4,       // `weights` is uint8: rows of formats; else float32
   kMapsIds = 8,     // some id is not its row: it is divided, or wraps around
-  kPads = 16,       // some feature has a padding_idx
+  kPads = 16,       // some feature has a padding_idx: CUDA kernels read a copy of the ids, with those masked
 };
 
 // Faults of a record.

@@ -197,12 +197,13 @@ class TableSorter {
 
   void write_coefficients(int64_t begin, int64_t end, const Part& f) const {
     const Bags& bags = in_.bags;
+    const int64_t padding = bags.padding_of(f);
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t start = bags.offset(bag), stop = bags.offset(bag + 1);
       int64_t counted = 0;
       for (int64_t i = start; i < stop; ++i) {
         const int64_t id = bags.id(i);
-        counted += bags.counts(id, f);
+        counted += bags.counts(id, f, padding);
       }
       const float each = f.mean && counted ? 1.0f / static_cast<float>(counted) : 1.0f;
       for (int64_t i = start; i < stop; ++i)

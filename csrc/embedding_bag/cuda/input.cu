@@ -70,6 +70,49 @@ __global__ void __launch_bounds__(kThreads) start_kernel(StartArgs a) {
   if (a.parts.records) check_parts(a);
 }
 
+// Ids on their way to bags.ids, and the records that say which of them are padding.
+struct MaskArgs {
+  Bags bags;
+  const void* given;
+  void* ids;
+  const TablePart* records;
+  const int64_t* status;
+
+  __device__ void put(int64_t i, int64_t id) const {
+    if (bags.ids64) static_cast<int64_t*>(ids)[i] = id;
+    else static_cast<int32_t*>(ids)[i] = static_cast<int32_t>(id);
+  }
+};
+
+// An id that is the mask becomes -1, out of range as it was.
+__global__ void __launch_bounds__(kThreads) copy_ids_kernel(MaskArgs a) {
+  a.bags.ids = a.given;
+  for (int64_t i = Group<1>::first(); i < a.bags.num_ids; i += Group<1>::stride()) {
+    const int64_t id = a.bags.id(i);
+    a.put(i, id == a.bags.padding_idx ? -1 : id);
+  }
+}
+
+// Bags with bad offsets, which later kernels note, are left as they are.
+__global__ void __launch_bounds__(kThreads) mask_ids_kernel(MaskArgs a) {
+  if (*a.status == kBadLayout) return;
+  const Group<kWarpSize> group;
+  for (int64_t bag = group.first(); bag < a.bags.num_bags; bag += group.stride()) {
+    const int64_t padding = a.records[a.bags.first_part(a.bags.feature_of(bag))].padding_idx;
+    const int64_t start = a.bags.offset(bag), stop = a.bags.offset(bag + 1);
+    if (padding < 0 || start < 0 || stop > a.bags.num_ids) continue;
+    for (int64_t i = start + group.lane; i < stop; i += kWarpSize)
+      if (a.bags.id(i) == padding) a.put(i, a.bags.padding_idx);
+  }
+}
+
+void mask_padding(const BagInput& in, const int64_t* status, cudaStream_t stream) {
+  const MaskArgs args{in.bags, in.values.const_data_ptr(), in.masked->mutable_data_ptr(), in.parts.records, status};
+  launch(copy_ids_kernel, blocks_for(in.bags.num_ids, 1), dim3(kThreads), 0, stream, args);
+  if (in.bags.num_bags > 0)
+    launch(mask_ids_kernel, blocks_for_bags(in.bags.num_bags, kWarpSize), dim3(kThreads), 0, stream, args);
+}
+
 void read_formats(const LayoutSizes& sizes, Parts* parts) {
   for (int f = 0; f < kNumRowFormats; ++f)
     if (sizes.formats >> f & 1) parts->formats[parts->num_formats++] = static_cast<RowFormat>(f);
@@ -131,6 +174,13 @@ BagInput read_bags(const BagArguments& bags, const Layout& layout, cudaStream_t 
   in.bags = read_bags(BagArguments{in.values, in.offsets, bags.layout, bags.layout_sizes, in.per_sample_weights,
                                    bags.bag_starts, bags.inverse, bags.groups, bags.bounds_check},
                       layout);
+  if (sizes.flags & kPads) {
+    in.masked = new_tensor(in.values, {in.values.numel()}, in.values.scalar_type());
+    in.bags.ids = in.masked->const_data_ptr();
+    in.bags.padded = nullptr;
+    in.bags.padding_idx = in.bags.ids64 ? INT64_MIN : INT32_MIN;
+    in.bags.masked = true;
+  }
   if (bags.groups) {
     in.groups = read_groups(*bags.groups, bags.inverse->size(0), in.values, stream);
     in.bags.groups = in.groups->const_data_ptr<int64_t>();
@@ -168,6 +218,7 @@ Tensor new_status(const BagInput& in, const LayoutLimits& limits, const Tensor& 
   Tensor status = new_tensor(like, {2}, ScalarType::Long);
   const StartArgs args{in.parts, in.bags, in.sizes, limits, status.mutable_data_ptr<int64_t>()};
   launch(start_kernel, dim3(1), dim3(kThreads), 0, stream, args);
+  if (in.masked && in.bags.num_ids > 0) mask_padding(in, args.status, stream);
   return status;
 }
 

@@ -86,8 +86,8 @@ struct IdsOfLanes {
     bool counts = false, bad = false;
     if (i < stop) {
       const int64_t id = a.bags.id(i);
-      bad = !a.bags.in_range(id, f);
-      counts = !bad && id != a.bags.padding_of(f);
+      bad = a.bags.is_bad(id, f);
+      counts = !bad && id != a.bags.padding_idx;
       if (counts) place = source.find(id, i);
       if (counts && a.bags.per_sample_weights) factor = a.bags.per_sample_weights[i];
     }
@@ -185,7 +185,7 @@ __device__ __forceinline__ int64_t count_ids(const PoolArgs& a, const Part& f, R
   int64_t counted = 0;
   for (int64_t i = ids.start; i < ids.stop; ++i) {
     const int64_t id = a.bags.id(i);
-    counted += a.bags.counts(id, f);
+    counted += a.bags.counts(id, f, a.bags.padding_idx);
   }
   return counted;
 }
@@ -199,8 +199,8 @@ __device__ __forceinline__ void write_dots(const PoolArgs& a, const Part& f, Ran
   for (int64_t i = ids.start; i < ids.stop; ++i) {
     const int64_t id = a.bags.id(i);
     float sum = 0.0f;
-    if (a.bags.counts(id, f)) sum = dot(id, i);
-    else if (!a.bags.in_range(id, f) && lane == 0) note_bad(a.status, i);
+    if (a.bags.counts(id, f, a.bags.padding_idx)) sum = dot(id, i);
+    else if (a.bags.is_bad(id, f) && lane == 0) note_bad(a.status, i);
     if (lane == 0) out[i] = counted > 1 ? sum * each : sum;
   }
 }

@@ -221,6 +221,7 @@ class Insertion {
     const CachePlace& place = cache_.places[part];
     if (place.sets == 0) return;
     const Part& f = in_.parts[part];
+    const int64_t padding = in_.bags.padding_of(f);
     int64_t hits = 0, lookups = 0;
     for (int64_t i = begin; i < end; ++i) {
       if (slots[i] >= 0) {
@@ -228,7 +229,7 @@ class Insertion {
         continue;
       }
       const int64_t id = in_.bags.id(i);
-      if (!in_.bags.counts(id, f)) continue;
+      if (!in_.bags.counts(id, f, padding)) continue;
       ++lookups;
       const int64_t row = f.row_offset + f.row(id);
       missing->push_back({place.set(row), row, part, i});

@@ -17,9 +17,10 @@ void list_missing(const BagInput& in, const CacheView& cache, const int64_t* slo
     const int64_t end = in.bags.offset(in.bags.first_bag(feature + 1));
     for (int64_t p = in.bags.first_part(feature); p < in.bags.first_part(feature + 1); ++p) {
       const Part& f = in.parts[p];
+      const int64_t padding = in.bags.padding_of(f);
       for (int64_t i = begin; i < end; ++i) {
         const int64_t id = in.bags.id(i);
-        if (slots[i] >= 0 || !in.bags.counts(id, f)) continue;
+        if (slots[i] >= 0 || !in.bags.counts(id, f, padding)) continue;
         rows->push_back(f.row_offset + f.row(id));
         if (cache.places[p].sets == 0) uncached->push_back(rows->back());
       }

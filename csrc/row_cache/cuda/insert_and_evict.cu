@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) touch_kernel(InsertArgs a) {
       const int64_t stop = a.bags.offset(bag + 1);
       for (int64_t i = a.bags.offset(bag) + group.lane; i < stop; i += G) {
         const int64_t id = a.bags.id(i), slot = a.slots[i];
-        lookups += a.bags.counts(id, f);
+        lookups += a.bags.counts(id, f, a.bags.padding_idx);
         if (slot < 0) continue;
         ++hits;
         auto* stamp = reinterpret_cast<unsigned long long*>(a.stamps + slot);
