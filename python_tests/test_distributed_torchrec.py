@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -184,6 +185,31 @@ def test_wrong_plans() -> None:
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
         shards_of(ebc.tables, ebc.optimizer, plan, 3)
+
+
+IDS = torch.tensor([1, 2, 3])
+WRONG_BATCHES = [
+    (
+        (IDS.float(), torch.tensor([0, 1, 3]), None),
+        "values must be int32 or int64 with one dimension, got torch.float32",
+    ),
+    ((IDS, torch.tensor([0, 2, 1]), None), r"offsets\[2\] = 1 \(feature 'b', bag 0\) is below"),
+    ((IDS, torch.tensor([0, 1, 4]), None), "offsets"),
+    ((IDS, torch.tensor([0, 1]), None), "offsets must have a bag for each of 2 features .* got 2 elements"),
+    ((IDS, torch.tensor([0, 1, 3]), torch.ones(2)), "weights must have values' shape"),
+    ((IDS, torch.tensor([0, 1, 3]), torch.ones(3, dtype=torch.int64)), "weights must be floating-point"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "text"), WRONG_BATCHES)
+def test_wrong_tensors(tensors: tuple, text: str) -> None:
+    """Batches of containers that check nothing: what would fail on another rank is refused on the one that feeds it."""
+    from rec_kernels.distributed.batches import checked_batch
+
+    values, offsets, weights = tensors
+    parts = {"keys": lambda: ["a", "b"], "values": lambda: values, "offsets": lambda: offsets}
+    with pytest.raises(ValueError, match=text):
+        checked_batch(SimpleNamespace(**parts, weights_or_none=lambda: weights), ["a", "b"], [9, 9], "error")
 
 
 def test_plans_of_torchrec() -> None:

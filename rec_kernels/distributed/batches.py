@@ -11,6 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 
 
@@ -42,10 +43,10 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
-            their own, or weights that need a gradient; bad offsets. KeyError: a feature is missing. TypeError: another
-            kind of batch.
+            their own, or weights that need a gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing.
+            TypeError: another kind of batch.
     """
-    given = select_keys(as_batch(features, names), names, exact=True).in_float32()
+    given = select_keys(as_batch(features, names), names, exact=True)
     if given.strides is not None:
         raise ValueError(
             "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
@@ -56,6 +57,8 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
             "per_sample_weights that require a gradient cannot be looked up in a sharded collection: their gradient "
             "does not come back; give weights.detach()"
         )
+    _check_tensors(given, names)
+    given = given.in_float32()
     offsets = given.offsets.long()
     first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
     values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))
@@ -63,6 +66,24 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
     if bounds_check == "error":
         _check_ids(given, names, limits)
     return given
+
+
+def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
+    """Raises ValueError unless ids, offsets and weights are what lookups take: another rank would be told in vain."""
+    values, weights = given.values, given.weights
+    if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
+    check_integers("offsets", given.offsets, values)
+    bags, features = given.offsets.shape[0] - 1, len(names)
+    if bags < 0 or bags % max(features, 1):
+        raise ValueError(
+            f"offsets must have a bag for each of {features} features and each sample, and one more element, got "
+            f"{given.offsets.shape[0]} elements"
+        )
+    strides = [bags // max(features, 1)] * features
+    check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: place_of_bag(bag, names, strides))
+    if weights is not None:
+        check_weights(weights, values)
 
 
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
@@ -78,6 +99,12 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None
             raise IndexError(
                 f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
             )
+
+
+def check_device(given: SelectedKeys, device: torch.device) -> None:
+    """Raises ValueError unless a batch is on the device of the shards."""
+    if given.values.device.type != device.type:
+        raise ValueError(f"the batch must be on the shards' device, {device}, got {given.values.device}")
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:

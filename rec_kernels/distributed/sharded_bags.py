@@ -115,12 +115,12 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
             IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
             looks anything up. RuntimeError: another rank's was, which is named.
         """
-        given, error = None, None
+        given, error, device = None, None, self.shards._device
         try:
             given = batches.checked_batch(features, self.feature_names, self.routes.limits, self.bounds_check)
+            batches.check_device(given, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        device = self.shards._device
         ctx.batch_sizes, weighted = agreement.agree(given, error, len(self.feature_names), self.group, device)
         with torch.no_grad():
             ctx.counts = batches.counts_of(given, self.routes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
 from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
@@ -73,8 +73,11 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
-        features = module._features
-        check_collection(features, module.optimizer, cached=module.row_cache is not None)
+        if isinstance(env, ShardingEnv2D):
+            raise ValueError(
+                "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
+            )
+        check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
         shards = shards_of(module.tables, module.optimizer, params, env.world_size)
         device = torch.device("cpu") if device is None else device
         return ShardedEmbeddingBagCollection(
