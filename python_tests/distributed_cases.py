@@ -165,15 +165,15 @@ def plan_of(case: Case, world: int) -> dict[str, Any]:
     return plan
 
 
-def sharded(case: Case, ebc: rk.EmbeddingBagCollection) -> nn.Module:
-    """A model that TorchRec has sharded, of this rank."""
+def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = Model) -> nn.Module:
+    """A model of a kind that TorchRec has sharded, of this rank."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
 
     return DistributedModelParallel(
-        Model(ebc),
+        kind(ebc),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
         sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient)],

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_cases import PLANS, Case, Model, collection, differences, one_process, plan_of, train
+from distributed_cases import PLANS, Case, Model, batch, collection, differences, one_process, plan_of, train
 from distributed_pool import WorkerError, pool
 from process_cases import run_script
 from test_examples import EXAMPLES, groceries
@@ -82,6 +82,20 @@ def test_bad_batches() -> None:
     outputs = one_process(case)[0]
     for got, want in zip(zip(after0, after1, strict=True), outputs, strict=True):
         torch.testing.assert_close(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("table_wise")])
+def test_uneven_data(plan: str) -> None:
+    """until_all_end() feeds a rank whose data has ended: the updates of one process; data that fail stop all ranks."""
+    case = Case(plan, optimizer="adam")
+    (steps, first, errors), (others, second, failed) = pool(2).run(HERE, "uneven", case)
+    assert steps == others == 3
+    model = collection(case)
+    for step in range(3):
+        model(batch(case, step, [0, 1] if step == 0 else [0])).values().sum().backward()
+    assert differences(dict(model.state_dict()), [first, second]) == []
+    assert failed == ["OSError: no more data"]
+    assert errors == ["RuntimeError: the batches of 1 other ranks have raised an error, which those ranks tell"]
 
 
 @pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
