@@ -195,6 +195,22 @@ class Summed(nn.Module):
         return pooled.sum() + 0 * self.scale, pooled
 
 
+def prepared(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:
+    """A collection whose learning rate has changed, and of which a feature and a table are frozen."""
+    ebc = collection(case, device)
+    ebc.fused_optimizer.param_groups[0]["lr"] = 0.25
+    ebc.freeze("g2")
+    ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    return ebc
+
+
+def carried(case: Case) -> dict[str, Any]:
+    """Blocks of such a collection, sharded and trained."""
+    model = sharded(case, prepared(case))
+    train(case, model, [dist.get_rank()])
+    return blocks(model.module.ebc.state_dict())
+
+
 def unlike(case: Case, what: str) -> str:
     """Rank 1 has another plan, or options of its own; the error."""
     rank = dist.get_rank()

@@ -84,6 +84,17 @@ def test_bad_batches() -> None:
         torch.testing.assert_close(torch.cat(got), want)
 
 
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_carried_over(format: str) -> None:
+    """A learning rate that was changed before, and features and tables that were frozen, stay so."""
+    from distributed_torchrec_cases import prepared
+
+    case = Case("row_wise", format, "rowwise_adagrad")
+    model = Model(prepared(case))
+    train(case, model, [0, 1])
+    assert differences(dict(model.ebc.state_dict()), pool(2).run(HERE, "carried", case)) == []
+
+
 @pytest.mark.parametrize("plan", ["mixed", *full("table_wise")])
 def test_uneven_data(plan: str) -> None:
     """until_all_end() feeds a rank whose data has ended: the updates of one process; data that fail stop all ranks."""
@@ -269,6 +280,10 @@ def test_refused_collections() -> None:
         check(rk.EmbeddingBagCollection([table]))
     with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
+    scaled = rk.EmbeddingBagCollection([table], optimizer=rk.SGD())
+    scaled.set_grad_scaler(torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="knows a GradScaler"):
+        rk.distributed.EmbeddingBagCollectionSharder().constraints(scaled)
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
         ValueError: on all ranks, if a rank has another text.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, dict(facts), group=group)
+    dist.all_gather_object(found, {name: _short(text) for name, text in facts.items()}, group=group)
     for rank, theirs in enumerate(found):
         for name in facts:
             if theirs[name] != found[0][name]:
@@ -29,6 +30,11 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
                     f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, and rank {rank} has "
                     f"{theirs[name]}; a planner's collective_plan() gives all ranks one plan"
                 )
+
+
+def _short(text: str) -> str:
+    """The text, or what identifies a long one: a plan of thousands of shards is not sent."""
+    return text if len(text) < 2000 else f"{text[:200]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
 @torch.no_grad()

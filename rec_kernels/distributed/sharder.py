@@ -77,7 +77,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
             raise ValueError(
                 "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
             )
-        check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+        _check(module)
         shards = shards_of(module.tables, module.optimizer, params, env.world_size)
         device = torch.device("cpu") if device is None else device
         return ShardedEmbeddingBagCollection(
@@ -113,7 +113,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         Raises:
             ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
         """
-        check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+        _check(module)
         found = {}
         for table in module.tables:
             possible = possible_types(table, module.optimizer)
@@ -125,3 +125,9 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
                 )
             found[table.name] = ParameterConstraints(sharding_types=types)
         return found
+
+
+def _check(module: EmbeddingBagCollection) -> None:
+    update = module._update
+    scaled = update is not None and update._scaler is not None
+    check_collection(module._features, module.optimizer, cached=module.row_cache is not None, scaled=scaled)
