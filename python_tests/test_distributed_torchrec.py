@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from distributed_cases import PLANS, Case, Model, batch, collection, differences, one_process, plan_of, train
 from distributed_pool import WorkerError, pool
 from process_cases import run_script
+from test_documented import own_docstring
 from test_examples import EXAMPLES, groceries
 from tiers import full
 
@@ -38,6 +39,16 @@ def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None
     dcp.load({"model": {f"ebc.{name}": t for name, t in state.items()}}, checkpoint_id=str(tmp_path), no_dist=True)
     alone.load_state_dict(state)
     assert all(torch.equal(t, whole[name]) for name, t in alone.state_dict().items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["mixed", "grid_shard"])
+def test_checkpoints_of_other_numbers_of_ranks(tmp_path: Path, plan: str) -> None:
+    """Four ranks save, and two load with another plan."""
+    case = Case(plan, "bf16", "adam", sizes=(4, 1, 0, 5))
+    pool(4).run(HERE, "save_and_load", case, "table_wise", str(tmp_path))
+    found = pool(2).run(HERE, "load", dataclasses.replace(case, plan="row_wise", steps=0), str(tmp_path))
+    assert differences(one_process(case)[1], [blocks for _, blocks in found]) == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -343,6 +354,14 @@ def test_what_is_relied_on() -> None:
     assert "sharding_types" in parameters(ParameterConstraints)
     make = parameters(ShardedTensor._init_from_local_shards_and_global_metadata)
     assert make[:3] == ["local_shards", "sharded_tensor_metadata", "process_group"]
+
+
+@pytest.mark.parametrize("name", rk.distributed.__all__)
+def test_documented(name: str) -> None:
+    """Public names are on the page, and their arguments in their docstrings."""
+    thing, page = getattr(rk.distributed, name), (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    assert f"rk.distributed.{name}" in page
+    assert [a for a in inspect.signature(thing).parameters if not re.search(rf"\b{a}\b", own_docstring(thing))] == []
 
 
 def test_torchrec_is_imported_late() -> None:
