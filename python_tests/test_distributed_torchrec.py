@@ -221,6 +221,11 @@ def test_wrong_plans() -> None:
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
         shards_of(ebc.tables, ebc.optimizer, plan, 3)
+    twice = plan_of(Case("grid_shard"), 2)
+    blocks = twice["t1"].sharding_spec.shards  # by rows, then columns; 57 rows are 29 and 28
+    blocks[2].shard_offsets[0], blocks[2].shard_sizes[0] = 28, 28
+    with pytest.raises(ValueError, match="table 't1': the plan's shards must be all of its 57 rows"):
+        shards_of(ebc.tables, ebc.optimizer, twice, 2)
 
 
 IDS = torch.tensor([1, 2, 3])

@@ -14,6 +14,8 @@ from rec_kernels.distributed.routes import Routes
 from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
 
+_Part = tuple[Tensor, Tensor, Tensor | None]  # ids, lengths of bags, weights
+
 
 class BatchContext(Multistreamable):
     """One batch of all ranks, from its ids to the update.
@@ -130,16 +132,17 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJ
     if weighted and weights is None:
         weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
     ids, sizes, factors = [], [], []
+    sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
         place = slice(bounds[f], bounds[f + 1])
         values, counts = given.values[place], lengths[f]
         own = None if weights is None else weights[place]
-        if entry.split:
-            here = (values >= shard.first_row) & (values < shard.first_row + shard.rows)
-            before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
-            counts = before[torch.nn.functional.pad(counts.cumsum(0), (1, 0))].diff()
-            values, own = values[here] - shard.first_row, None if own is None else own[here]
+        if entry.is_split:
+            key = f, entry.bounds
+            if key not in sorted_out:
+                sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
+            values, counts, own = sorted_out[key][shard.first_row]
         ids.append(values)
         sizes.append(counts)
         factors.append(own)
@@ -150,6 +153,26 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJ
         weights=None if weights is None else torch.cat(factors),
         stride=batch,
     )
+
+
+def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:
+    """A feature's ids, lengths of bags and weights for each row shard, by the shard's first row.
+
+    Args:
+        values: [N] ids; lengths: [B]; weights: [N] or None.
+        bounds: first rows of the shards, and the end of the last.
+    """
+    batch, shards = len(lengths), len(bounds) - 1
+    # Part 0 has ids below the first row, and the last part those behind the last.
+    part = torch.searchsorted(torch.tensor(bounds, device=values.device), values, right=True)
+    order = part.argsort(stable=True)
+    bag = torch.arange(batch, device=values.device).repeat_interleave(lengths)
+    counts = torch.bincount(part * batch + bag, minlength=(shards + 2) * batch).view(shards + 2, batch)
+    sizes = counts.sum(1).tolist()
+    ids, factors = values[order].split(sizes), [None] * (shards + 2)
+    if weights is not None:
+        factors = list(weights[order].split(sizes))
+    return {first: (ids[i] - first, counts[i], factors[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
 def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:
