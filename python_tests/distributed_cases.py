@@ -45,6 +45,7 @@ class Case:
         one_id: whether each bag has one id, and not 0 to 8. weighted: whether the batch of the last rank has weights.
         steps: of training. gradient: the sharder's; the loss is a sum over samples with "sum", else their mean.
         output_dtype, compression: the collection's and its tables'. padding: each table's ``padding_idx``.
+        bad_ids: whether some ids are out of range, which the collection ignores.
     """
 
     plan: str = "table_wise"
@@ -60,6 +61,7 @@ class Case:
     output_dtype: torch.dtype = torch.float32
     compression: Any = None
     padding: tuple[int | None, ...] = (None, None, None)
+    bad_ids: bool = False
 
 
 class Model(nn.Module):
@@ -99,6 +101,7 @@ def collection(case: Case, device: str | None = None) -> rk.EmbeddingBagCollecti
         rounding=case.rounding,
         seed=5,
         output_dtype=case.output_dtype,
+        bounds_check="ignore" if case.bad_ids else "error",
         device=device,
     )
 
@@ -120,7 +123,8 @@ def _samples(case: Case, step: int, rank: int) -> tuple[list[Tensor], list[Tenso
     for rows in (*ROWS, ROWS[-1]):
         own = torch.randint(0, 9, (size,), generator=generator)
         lengths.append(torch.ones_like(own) if case.one_id else own)
-        values.append(torch.randint(0, rows, (int(lengths[-1].sum()),), generator=generator))
+        low, high = (-rows // 3, rows + rows // 3) if case.bad_ids else (0, rows)
+        values.append(torch.randint(low, high, (int(lengths[-1].sum()),), generator=generator))
         drawn = torch.rand(len(values[-1]), generator=generator)
         weights.append(drawn if rank == len(case.sizes) - 1 else torch.ones_like(drawn))
     return lengths, values, weights
@@ -167,15 +171,15 @@ def plan_of(case: Case, world: int) -> dict[str, Any]:
     return plan
 
 
-def sharded(case: Case, ebc: rk.EmbeddingBagCollection) -> nn.Module:
-    """A model that TorchRec has sharded, of this rank."""
+def sharded(case: Case, ebc: rk.EmbeddingBagCollection, kind: type[nn.Module] = Model) -> nn.Module:
+    """A model of a kind that TorchRec has sharded, of this rank."""
     from torchrec.distributed.model_parallel import DistributedModelParallel
     from torchrec.distributed.types import ShardingEnv, ShardingPlan
 
     from rec_kernels.distributed import EmbeddingBagCollectionSharder
 
     return DistributedModelParallel(
-        Model(ebc),
+        kind(ebc),
         env=ShardingEnv.from_process_group(dist.group.WORLD),
         plan=ShardingPlan(plan={"ebc": plan_of(case, dist.get_world_size())}),
         sharders=[EmbeddingBagCollectionSharder(gradient=case.gradient)],

@@ -147,6 +147,70 @@ def pipelined(case: Case) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(got, wanted, strict=True)]
 
 
+def uneven(case: Case) -> tuple[int, dict[str, Any], list[str]]:
+    """Rank 0 has three batches and rank 1 one, which TorchRec's pipeline trains; then rank 1's data fail."""
+    from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+    from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+    rank = dist.get_rank()
+    model = sharded(case, collection(case), Summed)
+    given = [batch(case, step, [rank]) for step in range(3 - 2 * rank)]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    data = [KeyedJaggedTensor(KEYS, k.values(), lengths=k.lengths()) for k in given]
+    empty = KeyedJaggedTensor(KEYS, nothing, lengths=nothing)
+    pipeline = TrainPipelineSparseDist(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.device("cpu"))
+    batches, steps = rk.distributed.until_all_end(data, empty), 0
+    while True:
+        try:
+            pipeline.progress(batches)
+        except StopIteration:
+            break
+        steps += 1
+
+    def failing() -> Any:
+        yield 1
+        if rank == 1:
+            raise OSError("no more data")
+        yield 2
+
+    errors = []
+    try:
+        list(rk.distributed.until_all_end(failing(), 0))
+    except (OSError, RuntimeError) as error:
+        errors.append(f"{type(error).__name__}: {error}")
+    return steps, blocks(model.module.ebc.state_dict()), errors
+
+
+class Summed(nn.Module):
+    """A loss that is a sum over samples, beside a parameter that DDP has."""
+
+    def __init__(self, ebc: nn.Module) -> None:
+        super().__init__()
+        self.ebc = ebc
+        self.scale = nn.Parameter(torch.ones(()), requires_grad=True)
+
+    def forward(self, features: Any) -> tuple[Tensor, Tensor]:
+        """The sum of all outputs, whatever the scale is."""
+        pooled = self.ebc(features).values()
+        return pooled.sum() + 0 * self.scale, pooled
+
+
+def prepared(case: Case, device: str | None = None) -> rk.EmbeddingBagCollection:
+    """A collection whose learning rate has changed, and of which a feature and a table are frozen."""
+    ebc = collection(case, device)
+    ebc.fused_optimizer.param_groups[0]["lr"] = 0.25
+    ebc.freeze("g2")
+    ebc.embedding_bags["t1"].weight.requires_grad_(False)
+    return ebc
+
+
+def carried(case: Case) -> dict[str, Any]:
+    """Blocks of such a collection, sharded and trained."""
+    model = sharded(case, prepared(case))
+    train(case, model, [dist.get_rank()])
+    return blocks(model.module.ebc.state_dict())
+
+
 def unlike(case: Case, what: str) -> str:
     """Rank 1 has another plan, or options of its own; the error."""
     rank = dist.get_rank()

@@ -86,6 +86,13 @@ def test_padding(plan: str) -> None:
     check(case, same_outputs=plan in ("table_wise", "data_parallel"))
 
 
+@pytest.mark.parametrize("pooling", ["mean", *full("sum")])
+@pytest.mark.parametrize("plan", ["row_wise", *full("table_wise", "mixed", "grid_shard")])
+def test_ignored_ids(plan: str, pooling: str) -> None:
+    """Ids out of range are left out of sums, updates and the number of a bag's ids, on whatever shard they would be."""
+    check(Case(plan, optimizer="adam", pooling=pooling, bad_ids=True), same_outputs=False)
+
+
 def test_more_ranks_than_tables() -> None:
     """A rank without any table counts steps, and gets its outputs."""
     check(Case("one_rank", optimizer="adam", sizes=(3, 8)))

@@ -6,13 +6,15 @@ import dataclasses
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_cases import PLANS, Case, Model, collection, differences, one_process, plan_of, train
+from distributed_cases import PLANS, Case, Model, batch, collection, differences, one_process, plan_of, train
 from distributed_pool import WorkerError, pool
 from process_cases import run_script
+from test_documented import own_docstring
 from test_examples import EXAMPLES, groceries
 from tiers import full
 
@@ -37,6 +39,16 @@ def test_checkpoints(tmp_path: Path, plan: str, other: str, format: str) -> None
     dcp.load({"model": {f"ebc.{name}": t for name, t in state.items()}}, checkpoint_id=str(tmp_path), no_dist=True)
     alone.load_state_dict(state)
     assert all(torch.equal(t, whole[name]) for name, t in alone.state_dict().items())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["mixed", "grid_shard"])
+def test_checkpoints_of_other_numbers_of_ranks(tmp_path: Path, plan: str) -> None:
+    """Four ranks save, and two load with another plan."""
+    case = Case(plan, "bf16", "adam", sizes=(4, 1, 0, 5))
+    pool(4).run(HERE, "save_and_load", case, "table_wise", str(tmp_path))
+    found = pool(2).run(HERE, "load", dataclasses.replace(case, plan="row_wise", steps=0), str(tmp_path))
+    assert differences(one_process(case)[1], [blocks for _, blocks in found]) == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -81,6 +93,31 @@ def test_bad_batches() -> None:
     outputs = one_process(case)[0]
     for got, want in zip(zip(after0, after1, strict=True), outputs, strict=True):
         torch.testing.assert_close(torch.cat(got), want)
+
+
+@pytest.mark.parametrize("format", ["fp32", "int8"])
+def test_carried_over(format: str) -> None:
+    """A learning rate that was changed before, and features and tables that were frozen, stay so."""
+    from distributed_torchrec_cases import prepared
+
+    case = Case("row_wise", format, "rowwise_adagrad")
+    model = Model(prepared(case))
+    train(case, model, [0, 1])
+    assert differences(dict(model.ebc.state_dict()), pool(2).run(HERE, "carried", case)) == []
+
+
+@pytest.mark.parametrize("plan", ["mixed", *full("table_wise")])
+def test_uneven_data(plan: str) -> None:
+    """until_all_end() feeds a rank whose data has ended: the updates of one process; data that fail stop all ranks."""
+    case = Case(plan, optimizer="adam")
+    (steps, first, errors), (others, second, failed) = pool(2).run(HERE, "uneven", case)
+    assert steps == others == 3
+    model = collection(case)
+    for step in range(3):
+        model(batch(case, step, [0, 1] if step == 0 else [0])).values().sum().backward()
+    assert differences(dict(model.state_dict()), [first, second]) == []
+    assert failed == ["OSError: no more data"]
+    assert errors == ["RuntimeError: the batches of 1 other ranks have raised an error, which those ranks tell"]
 
 
 @pytest.mark.parametrize(("what", "text"), [("plan", "the plan"), ("optimizer", "the optimizer")])
@@ -184,6 +221,36 @@ def test_wrong_plans() -> None:
     plan["t0"].sharding_spec.shards[0].shard_sizes[0] -= 1
     with pytest.raises(ValueError, match="table 't0': the plan's shards must be all of its 100 rows"):
         shards_of(ebc.tables, ebc.optimizer, plan, 3)
+    twice = plan_of(Case("grid_shard"), 2)
+    blocks = twice["t1"].sharding_spec.shards  # by rows, then columns; 57 rows are 29 and 28
+    blocks[2].shard_offsets[0], blocks[2].shard_sizes[0] = 28, 28
+    with pytest.raises(ValueError, match="table 't1': the plan's shards must be all of its 57 rows"):
+        shards_of(ebc.tables, ebc.optimizer, twice, 2)
+
+
+IDS = torch.tensor([1, 2, 3])
+WRONG_BATCHES = [
+    (
+        (IDS.float(), torch.tensor([0, 1, 3]), None),
+        "values must be int32 or int64 with one dimension, got torch.float32",
+    ),
+    ((IDS, torch.tensor([0, 2, 1]), None), r"offsets\[2\] = 1 \(feature 'b', bag 0\) is below"),
+    ((IDS, torch.tensor([0, 1, 4]), None), "offsets"),
+    ((IDS, torch.tensor([0, 1]), None), "offsets must have a bag for each of 2 features .* got 2 elements"),
+    ((IDS, torch.tensor([0, 1, 3]), torch.ones(2)), "weights must have values' shape"),
+    ((IDS, torch.tensor([0, 1, 3]), torch.ones(3, dtype=torch.int64)), "weights must be floating-point"),
+]
+
+
+@pytest.mark.parametrize(("tensors", "text"), WRONG_BATCHES)
+def test_wrong_tensors(tensors: tuple, text: str) -> None:
+    """Batches of containers that check nothing: what would fail on another rank is refused on the one that feeds it."""
+    from rec_kernels.distributed.batches import checked_batch
+
+    values, offsets, weights = tensors
+    parts = {"keys": lambda: ["a", "b"], "values": lambda: values, "offsets": lambda: offsets}
+    with pytest.raises(ValueError, match=text):
+        checked_batch(SimpleNamespace(**parts, weights_or_none=lambda: weights), ["a", "b"], [9, 9], "error")
 
 
 def test_plans_of_torchrec() -> None:
@@ -229,6 +296,10 @@ def test_refused_collections() -> None:
         check(rk.EmbeddingBagCollection([table]))
     with pytest.raises(ValueError, match="row cache cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([table], optimizer=rk.SGD(), cache=rk.RowCache(0.5)))
+    scaled = rk.EmbeddingBagCollection([table], optimizer=rk.SGD())
+    scaled.set_grad_scaler(torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="knows a GradScaler"):
+        rk.distributed.EmbeddingBagCollectionSharder().constraints(scaled)
     narrow = dataclasses.replace(table, compression=rk.MixedDimension(8))
     with pytest.raises(ValueError, match=r"table 't': MixedDimension.* cannot be sharded yet"):
         check(rk.EmbeddingBagCollection([narrow], optimizer=rk.SGD()))
@@ -288,6 +359,14 @@ def test_what_is_relied_on() -> None:
     assert "sharding_types" in parameters(ParameterConstraints)
     make = parameters(ShardedTensor._init_from_local_shards_and_global_metadata)
     assert make[:3] == ["local_shards", "sharded_tensor_metadata", "process_group"]
+
+
+@pytest.mark.parametrize("name", rk.distributed.__all__)
+def test_documented(name: str) -> None:
+    """Public names are on the page, and their arguments in their docstrings."""
+    thing, page = getattr(rk.distributed, name), (EXAMPLES.parent / "docs" / "distributed.md").read_text()
+    assert f"rk.distributed.{name}" in page
+    assert [a for a in inspect.signature(thing).parameters if not re.search(rf"\b{a}\b", own_docstring(thing))] == []
 
 
 def test_torchrec_is_imported_late() -> None:

@@ -12,7 +12,8 @@ except ImportError as error:
         f"without a GPU) and mypy_extensions, and importing TorchRec failed: {error}"
     ) from error
 
+from rec_kernels.distributed.agreement import until_all_end
 from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
 from rec_kernels.distributed.sharder import EmbeddingBagCollectionSharder
 
-__all__ = ["EmbeddingBagCollectionSharder", "ShardedEmbeddingBagCollection"]
+__all__ = ["EmbeddingBagCollectionSharder", "ShardedEmbeddingBagCollection", "until_all_end"]

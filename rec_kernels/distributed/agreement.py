@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rec_kernels.nn.jagged.select_features import SelectedKeys
+
+Batch = TypeVar("Batch")
 
 
 def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
@@ -19,7 +22,7 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
         ValueError: on all ranks, if a rank has another text.
     """
     found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, dict(facts), group=group)
+    dist.all_gather_object(found, {name: _short(text) for name, text in facts.items()}, group=group)
     for rank, theirs in enumerate(found):
         for name in facts:
             if theirs[name] != found[0][name]:
@@ -27,6 +30,11 @@ def check_same(facts: Mapping[str, str], group: dist.ProcessGroup) -> None:
                     f"{name} must be the same on all ranks: rank 0 has {found[0][name]}, and rank {rank} has "
                     f"{theirs[name]}; a planner's collective_plan() gives all ranks one plan"
                 )
+
+
+def _short(text: str) -> str:
+    """The text, or what identifies a long one: a plan of thousands of shards is not sent."""
+    return text if len(text) < 2000 else f"{text[:200]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
 @torch.no_grad()
@@ -68,3 +76,39 @@ def agree(
         told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None)
         raise RuntimeError(f"another rank refused its batch, and no rank has looked anything up: {told}")
     return [size for size, *_ in numbers], any(weighted for _, weighted, _ in numbers)
+
+
+def until_all_end(
+    batches: Iterable[Batch], empty: Batch, group: dist.ProcessGroup | None = None, device: torch.device | str = "cpu"
+) -> Iterator[Batch]:
+    """Yields this rank's batches, then ``empty`` until every rank's have ended: all ranks get as many.
+
+    Each step is a collective, so every rank has to take all of them. For ``TrainPipelineSparseDist``, too.
+
+    Args:
+        batches: of this rank. empty: a batch of no samples, with the features of the others.
+        group: the ranks; None: all. device: of the group's collectives.
+
+    Raises:
+        Any exception of ``batches``, on this rank. RuntimeError: another rank's batches have raised one.
+    """
+    source, ended = iter(batches), False
+    while True:
+        batch, error = empty, None
+        if not ended:
+            try:
+                batch = next(source)
+            except StopIteration:
+                ended = True
+            except Exception as raised:
+                error = raised
+        left = torch.tensor([not ended, error is not None], dtype=torch.int64, device=device)
+        dist.all_reduce(left, group=group)
+        more, failed = left.tolist()
+        if error is not None:
+            raise error
+        if failed:
+            raise RuntimeError(f"the batches of {failed} other ranks have raised an error, which those ranks tell")
+        if not more:
+            return
+        yield batch

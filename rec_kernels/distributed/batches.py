@@ -11,7 +11,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from rec_kernels.distributed.routes import Routes
+from rec_kernels.nn.jagged.checks import check_bounds, check_integers, check_weights, place_of_bag
 from rec_kernels.nn.jagged.select_features import SelectedKeys, as_batch, select_keys
+
+_Part = tuple[Tensor, Tensor, Tensor | None]  # ids, lengths of bags, weights
 
 
 class BatchContext(Multistreamable):
@@ -42,10 +45,10 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
 
     Raises:
         IndexError: an id is out of range, and ``bounds_check`` is "error". ValueError: the features have batch sizes of
-            their own, or weights that need a gradient; bad offsets. KeyError: a feature is missing. TypeError: another
-            kind of batch.
+            their own, or weights that need a gradient; bad offsets, dtypes or shapes. KeyError: a feature is missing.
+            TypeError: another kind of batch.
     """
-    given = select_keys(as_batch(features, names), names, exact=True).in_float32()
+    given = select_keys(as_batch(features, names), names, exact=True)
     if given.strides is not None:
         raise ValueError(
             "the features have batch sizes of their own, which a sharded collection cannot look up yet: give every "
@@ -56,6 +59,8 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
             "per_sample_weights that require a gradient cannot be looked up in a sharded collection: their gradient "
             "does not come back; give weights.detach()"
         )
+    _check_tensors(given, names)
+    given = given.in_float32()
     offsets = given.offsets.long()
     first, last = (0, 0) if len(offsets) == 0 else (int(offsets[0]), int(offsets[-1]))
     values, weights = (None if t is None else t[first:last] for t in (given.values, given.weights))
@@ -63,6 +68,24 @@ def checked_batch(features: Any, names: list[str], limits: list[int], bounds_che
     if bounds_check == "error":
         _check_ids(given, names, limits)
     return given
+
+
+def _check_tensors(given: SelectedKeys, names: list[str]) -> None:
+    """Raises ValueError unless ids, offsets and weights are what lookups take: another rank would be told in vain."""
+    values, weights = given.values, given.weights
+    if values.dim() != 1 or values.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"values must be int32 or int64 with one dimension, got {values.dtype} {list(values.shape)}")
+    check_integers("offsets", given.offsets, values)
+    bags, features = given.offsets.shape[0] - 1, len(names)
+    if bags < 0 or bags % max(features, 1):
+        raise ValueError(
+            f"offsets must have a bag for each of {features} features and each sample, and one more element, got "
+            f"{given.offsets.shape[0]} elements"
+        )
+    strides = [bags // max(features, 1)] * features
+    check_bounds(given.offsets.cpu(), values.shape[0], lambda bag: place_of_bag(bag, names, strides))
+    if weights is not None:
+        check_weights(weights, values)
 
 
 def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None:
@@ -78,6 +101,12 @@ def _check_ids(given: SelectedKeys, names: list[str], limits: list[int]) -> None
             raise IndexError(
                 f"feature {name!r}, bag {bag}: id {int(values[at])} must be in [0, {limit}); nothing was looked up"
             )
+
+
+def check_device(given: SelectedKeys, device: torch.device) -> None:
+    """Raises ValueError unless a batch is on the device of the shards."""
+    if given.values.device.type != device.type:
+        raise ValueError(f"the batch must be on the shards' device, {device}, got {given.values.device}")
 
 
 def counts_of(given: SelectedKeys, routes: Routes) -> Tensor | None:
@@ -104,16 +133,17 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJ
     if weighted and weights is None:
         weights = torch.ones(given.values.shape, dtype=torch.float32, device=given.values.device)
     ids, sizes, factors = [], [], []
+    sorted_out: dict[tuple[int, tuple[int, ...]], dict[int, _Part]] = {}
     for entry in itertools.chain(*routes.entries):
         f, shard = entry.feature, entry.shard
         place = slice(bounds[f], bounds[f + 1])
         values, counts = given.values[place], lengths[f]
         own = None if weights is None else weights[place]
-        if entry.split:
-            here = (values >= shard.first_row) & (values < shard.first_row + shard.rows)
-            before = torch.nn.functional.pad(here.cumsum(0), (1, 0))
-            counts = before[torch.nn.functional.pad(counts.cumsum(0), (1, 0))].diff()
-            values, own = values[here] - shard.first_row, None if own is None else own[here]
+        if entry.is_split:
+            key = f, entry.bounds
+            if key not in sorted_out:
+                sorted_out[key] = _by_rows(values, counts, own, entry.bounds)
+            values, counts, own = sorted_out[key][shard.first_row]
         ids.append(values)
         sizes.append(counts)
         factors.append(own)
@@ -124,6 +154,26 @@ def sent_batch(given: SelectedKeys, routes: Routes, *, weighted: bool) -> KeyedJ
         weights=None if weights is None else torch.cat(factors),
         stride=batch,
     )
+
+
+def _by_rows(values: Tensor, lengths: Tensor, weights: Tensor | None, bounds: tuple[int, ...]) -> dict[int, _Part]:
+    """A feature's ids, lengths of bags and weights for each row shard, by the shard's first row.
+
+    Args:
+        values: [N] ids; lengths: [B]; weights: [N] or None.
+        bounds: first rows of the shards, and the end of the last.
+    """
+    batch, shards = len(lengths), len(bounds) - 1
+    # Part 0 has ids below the first row, and the last part those behind the last.
+    part = torch.searchsorted(torch.tensor(bounds, device=values.device), values, right=True)
+    order = part.argsort(stable=True)
+    bag = torch.arange(batch, device=values.device).repeat_interleave(lengths)
+    counts = torch.bincount(part * batch + bag, minlength=(shards + 2) * batch).view(shards + 2, batch)
+    sizes = counts.sum(1).tolist()
+    ids, factors = values[order].split(sizes), [None] * (shards + 2)
+    if weights is not None:
+        factors = list(weights[order].split(sizes))
+    return {first: (ids[i] - first, counts[i], factors[i]) for i, first in enumerate(bounds[:-1], 1)}
 
 
 def looked_up(kjt: KeyedJaggedTensor, num_entries: int, batch: int) -> SelectedKeys:

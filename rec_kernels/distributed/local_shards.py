@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Entry
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.tables.config import EmbeddingBagConfig, EmbeddingConfig, ShardPlace, StoredTable
+from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.tables.rows import fill
 
 #: Rows that are drawn together, by a generator of their own.
@@ -138,7 +139,7 @@ def make_collection(
     """The collection of a rank's shards, whose features are ``entries``, in this order.
 
     Args:
-        module: the whole collection, whose options it has. pieces: those of this rank.
+        module: the whole collection, whose options, learning rate and frozen tables it has. pieces: those of this rank.
         salt: names the collection in the model, for the numbers that its rows begin with.
     """
     tables, features = module.tables, module._features
@@ -177,6 +178,11 @@ def make_collection(
         seed=module.seed,
     )
     made.process_local = True
+    made.fused_optimizer.param_groups[0]["lr"] = module.fused_optimizer.param_groups[0]["lr"]
+    made.freeze(*frozen_entries(entries, module.feature_names, module._layout.frozen))
+    for piece in pieces:
+        weight = module.embedding_bags[features.stored[piece.stored].name].weight
+        made.embedding_bags[piece.name].weight.requires_grad_(RequiresGrad.of(weight).requires_grad)
     return made
 
 
@@ -185,6 +191,11 @@ def _padding_of(table: EmbeddingConfig, shard: Shard) -> int | None:
     if table.padding_idx is None or not 0 <= table.padding_idx - shard.first_row < shard.rows:
         return None
     return table.padding_idx - shard.first_row
+
+
+def frozen_entries(entries: Sequence[Entry], names: Sequence[str], frozen: Collection[str]) -> list[str]:
+    """The features of a rank's own collection that look up ``frozen`` ones of the whole, whose names are ``names``."""
+    return [feature_name(k, names[e.feature]) for k, e in enumerate(entries) if names[e.feature] in frozen]
 
 
 def feature_name(entry: int, name: str) -> str:

@@ -77,13 +77,22 @@ def possible_types(table: EmbeddingConfig, optimizer: Optimizer) -> list[str]:
     return [kind for kind in SHARDING_TYPES if not reason_against(table, optimizer, kind)]
 
 
-def check_collection(features: FeatureMap, optimizer: Optimizer | None, *, cached: bool) -> None:
-    """Raises ValueError if no plan can shard a collection."""
+def check_collection(
+    features: FeatureMap, optimizer: Optimizer | None, *, cached: bool = False, scaled: bool = False
+) -> None:
+    """Raises ValueError if no plan can shard a collection.
+
+    Args:
+        features: its tables. optimizer: its fused optimizer. cached: whether it has a row cache.
+        scaled: whether it has been told of a GradScaler.
+    """
     if optimizer is None:
         raise ValueError(
             "a collection is sharded with its fused optimizer, and this one was built with optimizer=None: choose one "
             "of rk.SGD, rk.Adagrad, rk.RowwiseAdagrad, rk.Adam, rk.AdamW, rk.RowwiseAdam or rk.LAMB"
         )
+    if scaled:
+        raise ValueError("a collection that knows a GradScaler cannot be sharded yet: call set_grad_scaler(None) first")
     if cached:
         raise ValueError("a collection with a row cache cannot be sharded yet: build it with cache=None")
     for feature in features.features:
@@ -143,9 +152,19 @@ def _check_blocks(table: EmbeddingConfig, shards: list[Shard], world_size: int) 
                 f"choose fewer column shards for its {table.embedding_dim} columns"
             )
     corners = sorted((s.first_row, s.first_column) for s in shards)
-    area = sum(s.rows * s.columns for s in shards)
-    if area != table.num_embeddings * table.embedding_dim or len(set(corners)) != len(corners):
+    bands: dict[tuple[int, int], list[Shard]] = {}
+    for shard in sorted(shards, key=lambda s: s.first_row):
+        bands.setdefault((shard.first_column, shard.first_column + shard.columns), []).append(shard)
+    rows = [[(s.first_row, s.first_row + s.rows) for s in band] for band in bands.values()]
+    whole = all(_is_whole(spans, table.num_embeddings) for spans in rows)
+    if not whole or not _is_whole(sorted(bands), table.embedding_dim):
         raise ValueError(
             f"table {table.name!r}: the plan's shards must be all of its {table.num_embeddings} rows and "
             f"{table.embedding_dim} columns, each once, got blocks that begin at {corners}"
         )
+
+
+def _is_whole(spans: list[tuple[int, int]], size: int) -> bool:
+    """True if spans, sorted, follow one another from 0 to ``size``."""
+    ends = [0, *(last for _, last in spans)]
+    return ends[-1] == size and all(first == end for (first, _), end in zip(spans, ends, strict=False))

@@ -19,15 +19,21 @@ class Entry:
 
     Args:
         feature: number of the feature in the collection. shard: where its ids go.
-        split: whether the table's rows are on several shards, so that this one pools a part of each bag.
+        bounds: where the row shards of these columns begin, and the last one ends: with more than one, this shard pools
+            a part of each bag.
         coefficient: whether the gradients of ids are divided by the number of ids of the whole bag, which only its
-            sample knows: "mean" pooling, and ``split``.
+            sample knows: "mean" pooling of several row shards.
     """
 
     feature: int
     shard: Shard
-    split: bool
+    bounds: tuple[int, ...]
     coefficient: bool
+
+    @property
+    def is_split(self) -> bool:
+        """True if the table's rows are on several shards."""
+        return len(self.bounds) > 2
 
 
 class Routes:
@@ -60,12 +66,15 @@ class Routes:
         self.dim = self._starts[-1]
         self.rank, self.world_size = rank, world_size
         self.entries: list[list[Entry]] = [[] for _ in range(world_size)]
+        firsts: dict[tuple[int, int], set[int]] = {}
+        for shard in shards:
+            firsts.setdefault((shard.table, shard.first_column), set()).add(shard.first_row)
         for shard in sorted(shards, key=lambda s: s.replica):  # stable: replicas last
             table = tables[shard.table]
-            split = not shard.replica and shard.rows < table.num_embeddings
-            mean = split and getattr(table, "pooling", "sum") == "mean"
+            bounds = (*sorted(firsts[shard.table, shard.first_column]), table.num_embeddings)
+            mean = len(bounds) > 2 and getattr(table, "pooling", "sum") == "mean"
             for feature in (f for f, owner in enumerate(owners) if owner == shard.table):
-                self.entries[shard.rank].append(Entry(feature, shard, split, mean))
+                self.entries[shard.rank].append(Entry(feature, shard, bounds, mean))
         self.sent = [sum(e.shard.columns for e in own if not e.shard.replica) for own in self.entries]
         self.widths = [sum(e.shard.columns for e in own) for own in self.entries]
         self.coefficients = [[i for i, e in enumerate(own) if e.coefficient] for own in self.entries]

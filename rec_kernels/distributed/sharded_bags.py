@@ -18,7 +18,7 @@ from torchrec.optim.fused import FusedOptimizerModule
 from rec_kernels.distributed import agreement, batches
 from rec_kernels.distributed.batches import BatchContext
 from rec_kernels.distributed.exchange import Exchange
-from rec_kernels.distributed.local_shards import feature_name, make_collection, pieces_of
+from rec_kernels.distributed.local_shards import frozen_entries, make_collection, pieces_of
 from rec_kernels.distributed.optimizer_face import TorchRecFace
 from rec_kernels.distributed.plan import Shard
 from rec_kernels.distributed.routes import Routes
@@ -26,6 +26,7 @@ from rec_kernels.distributed.state import ShardedState
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
 from rec_kernels.nn.jagged.keyed_tensor import KeyedTensor
 from rec_kernels.nn.tables.config import describe
+from rec_kernels.nn.tables.parameters import RequiresGrad
 from rec_kernels.nn.training.accumulate import Lookup, Pending
 from rec_kernels.nn.training.optimizers import FusedOptimizer
 
@@ -115,12 +116,12 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
             IndexError, KeyError, TypeError, ValueError: the batch is refused, on the rank that fed it, before any rank
             looks anything up. RuntimeError: another rank's was, which is named.
         """
-        given, error = None, None
+        given, error, device = None, None, self.shards._device
         try:
             given = batches.checked_batch(features, self.feature_names, self.routes.limits, self.bounds_check)
+            batches.check_device(given, device)
         except (IndexError, KeyError, TypeError, ValueError) as refused:
             error = refused
-        device = self.shards._device
         ctx.batch_sizes, weighted = agreement.agree(given, error, len(self.feature_names), self.group, device)
         with torch.no_grad():
             ctx.counts = batches.counts_of(given, self.routes)
@@ -189,8 +190,7 @@ class ShardedEmbeddingBagCollection(ShardedModule, FusedOptimizerModule):
         names = self.feature_names
         if unknown := [f for f in features if f not in names]:
             raise KeyError(f"features {unknown} are not among the collection's, {names}")
-        entries = enumerate(self.routes.own)
-        return [feature_name(k, names[e.feature]) for k, e in entries if names[e.feature] in features]
+        return frozen_entries(self.routes.own, names, features)
 
     @property
     def fused_optimizer(self) -> TorchRecFace:
@@ -247,11 +247,12 @@ def _described(module: EmbeddingBagCollection, shards: list[Shard], gradient: st
     """The choices that all ranks must have made alike, by their names."""
     tables = [[describe(table), table.feature_names] for table in module.tables]
     options = module.rounding, module.seed, module.output_dtype, module.bounds_check
-    lr = float(module.lr) if not module.lr.is_meta else module.optimizer.lr
+    weights = [RequiresGrad.of(weight).requires_grad for weight in module.embedding_bags.weights()]
     return {
         "tables": str(tables),
         "the plan": str(shards),
-        "the optimizer": f"{module.optimizer}, now with lr={lr}",
+        "the optimizer": f"{module.optimizer}, now with lr={module.fused_optimizer.param_groups[0]['lr']}",
+        "frozen features and tables": f"{sorted(module._layout.frozen)} {weights}",
         "rounding, seed, output_dtype and bounds_check": str(options),
         "gradient": gradient,
     }

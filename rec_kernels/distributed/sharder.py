@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
-from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.distributed.types import ModuleSharder, ShardingEnv, ShardingEnv2D
 
 from rec_kernels.distributed.plan import SHARDING_TYPES, check_collection, possible_types, shards_of
 from rec_kernels.distributed.sharded_bags import ShardedEmbeddingBagCollection
@@ -73,8 +73,11 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         """
         if env.process_group is None:
             raise ValueError("env must have a process group: torch.distributed.init_process_group() comes first")
-        features = module._features
-        check_collection(features, module.optimizer, cached=module.row_cache is not None)
+        if isinstance(env, ShardingEnv2D):
+            raise ValueError(
+                "env must not be a ShardingEnv2D: shards that groups of ranks have copies of are not built yet"
+            )
+        _check(module)
         shards = shards_of(module.tables, module.optimizer, params, env.world_size)
         device = torch.device("cpu") if device is None else device
         return ShardedEmbeddingBagCollection(
@@ -110,7 +113,7 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
         Raises:
             ValueError: the collection cannot be sharded, or a table in none of the ways that a planner may choose from.
         """
-        check_collection(module._features, module.optimizer, cached=module.row_cache is not None)
+        _check(module)
         found = {}
         for table in module.tables:
             possible = possible_types(table, module.optimizer)
@@ -122,3 +125,9 @@ class EmbeddingBagCollectionSharder(ModuleSharder):
                 )
             found[table.name] = ParameterConstraints(sharding_types=types)
         return found
+
+
+def _check(module: EmbeddingBagCollection) -> None:
+    update = module._update
+    scaled = update is not None and update._scaler is not None
+    check_collection(module._features, module.optimizer, cached=module.row_cache is not None, scaled=scaled)
