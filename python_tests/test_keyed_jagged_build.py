@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 
 import rec_kernels as rk
 
@@ -136,6 +137,72 @@ def test_from_offsets_list() -> None:
         (lambda: batch().split([1, 1]), ValueError, r"segments must be at least 0 and 3 together"),
         (lambda: batch().permute([3]), IndexError, r"in \[0, 3\), got 3"),
         (lambda: batch().weights(), ValueError, r"weights_or_none\(\)"),
+        (lambda: batch().inverse_indices(), ValueError, r"inverse_indices_or_none\(\)"),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), stride=2),
+            ValueError,
+            "stride must be 1, .* 2",
+        ),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), offsets=torch.tensor([0, 1])),
+            ValueError,
+            r"lengths\[0\] = 2 must be 1, as offsets say",
+        ),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), offsets=torch.tensor([0, 1, 2])),
+            ValueError,
+            "lengths describe 1 bags, and offsets 2",
+        ),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), offset_per_key=[0, 1]),
+            ValueError,
+            r"offset_per_key must be \[0, 2\], .* got \[0, 1\]",
+        ),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), length_per_key=[1, 1]),
+            ValueError,
+            r"offset_per_key must be 2 numbers, .*\[0, 1, 2\]",
+        ),
+        (
+            lambda: KJT(["a"], torch.arange(2), lengths=torch.tensor([2]), length_per_key=[1], offset_per_key=[0, 2]),
+            ValueError,
+            r"length_per_key must be \[0, 2\]'s steps, got \[1\]",
+        ),
+        (
+            lambda: KJT(
+                ["a"],
+                torch.arange(2),
+                lengths=torch.tensor([1, 1]),
+                stride_per_key=[1],
+                stride_per_key_per_rank=[[1, 1]],
+            ),
+            ValueError,
+            r"stride_per_key must be the sums of stride_per_key_per_rank, \[2\], got \[1\]",
+        ),
+        (lambda: rk.JaggedTensor.from_dense([]), ValueError, "values are empty"),
+        (
+            lambda: rk.JaggedTensor.from_dense([torch.rand(2)], [torch.rand(1)]),
+            ValueError,
+            r"weights must be rows of the lengths of values, \[2\], got \[1\]",
+        ),
+        (lambda: rk.JaggedTensor.from_dense_lengths(*[torch.arange(2)] * 2), ValueError, r"\[B, L, ...\], got \[2\]"),
+        (
+            lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1])),
+            ValueError,
+            r"lengths must be one for each of 2 rows, got \[1\]",
+        ),
+        (
+            lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 4])),
+            ValueError,
+            r"lengths\[1\] = 4 must be in \[0, 3\]",
+        ),
+        (
+            lambda: rk.JaggedTensor.from_dense_lengths(torch.rand(2, 3), torch.tensor([1, 3]), torch.rand(2)),
+            ValueError,
+            r"weights must be \[2, 3\], as values, got \[2\]",
+        ),
+        (lambda: rk.KeyedTensor(["a"], [1], torch.rand(1, 1), 0), ValueError, "key_dim must be 1, the columns, got 0"),
+        (lambda: rk.KeyedTensor.from_tensor_list([], [], 1, 0), ValueError, "cat_dim must be 1, the columns, got 0"),
     ],
 )
 def test_errors(make, error: type[Exception], text: str) -> None:
@@ -172,6 +239,86 @@ def test_pieces(weights: bool) -> None:
         assert torch.equal(mine.values(), other.values())
         assert torch.equal(mine.lengths(), other.lengths())
     assert torch.equal(turned.values(), theirs.permute([2, 0]).values())
+
+
+def test_arguments_by_place() -> None:
+    """TorchRec's order, and what it passes beside lengths and offsets."""
+    whole = batch(weights=True)
+    lengths, offsets, starts = whole.lengths(), whole.offsets(), whole.offset_per_key()
+    made = KJT(whole.keys(), whole.values(), whole.weights(), lengths, offsets, whole.stride(), offset_per_key=starts)
+    assert_same(made, whole)
+    assert made.known_offset_per_key() == starts
+    assert made.unsync().known_offset_per_key() is None
+    assert made.sync().offset_per_key_or_none() == starts
+    uniform = KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), stride=2, stride_per_key=[2])
+    assert not uniform.variable_stride_per_key()
+    ranks = KJT(["a"], torch.arange(2), lengths=torch.tensor([1, 1]), stride_per_key_per_rank=torch.tensor([[1, 1]]))
+    assert ranks.stride_per_key() == [2]
+    assert ranks.stride_per_key_per_rank() == [[2]]
+    assert KJT([], torch.rand(0)).stride() == 0
+    nothing = torch.tensor([])
+    assert (
+        KJT(["a"], nothing, lengths=nothing).offsets().tolist()
+        == KJT(["a"], nothing, offsets=nothing).offsets().tolist()
+    )
+    on_meta = KJT.from_lengths_sync(["a"], whole.values().to("meta"), lengths.to("meta"))
+    assert on_meta.known_offset_per_key() is None
+
+
+def test_features_that_come_twice() -> None:
+    """Lookups take a permuted batch that has a feature twice, and what needs names refuses it."""
+    twice = batch().permute([1, 0, 1])
+    assert twice.keys() == ["b", "a", "b"]
+    assert twice["b"].values().tolist() == [12, 13]
+    table = rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b"])
+    collection = rk.EmbeddingBagCollection([table])
+    assert torch.equal(collection(twice).values(), collection(batch()).values())
+    with pytest.raises(ValueError, match="keys must differ"):
+        rk.InverseKeyedJaggedTensor.from_kjt(twice, [["a"]])
+
+
+def test_numbers_that_are_no_ids() -> None:
+    """Batches of any numbers can be cut and moved; lookups say what they take."""
+    numbers = KJT(["a", "b"], torch.rand(4), lengths=torch.tensor([1, 3]))
+    assert torch.equal(numbers.permute([1, 0]).values(), numbers.values()[[1, 2, 3, 0]])
+    rows = KJT(["a", "b"], torch.arange(8).view(4, 2), lengths=torch.tensor([1, 3]))
+    assert rows["b"].values().shape == (3, 2)
+    bags = rk.EmbeddingBagCollection([rk.EmbeddingBagConfig(20, 4, name="t", feature_names=["a", "b"])])
+    ids = rk.EmbeddingCollection([rk.EmbeddingConfig(20, 4, name="t", feature_names=["b", "a"])])
+    for collection in (bags, ids, bags.for_serving()):
+        with pytest.raises(ValueError, match="values must be int32 or int64, got float32"):
+            collection(numbers)
+        with pytest.raises(ValueError, match=r"values must have 1 dimension\(s\), got shape \[4, 2\]"):
+            collection(rows)
+
+
+def test_printed() -> None:
+    """Keys and rows; a few of many; shapes of what has no numbers."""
+    assert (
+        repr(batch())
+        == 'KeyedJaggedTensor({\n    "a": [[10, 11], []],\n    "b": [[12], [13]],\n    "c": [[14, 15, 16], []]\n})'
+    )
+    assert str(batch()) == f"{batch()!r}\n"
+    many = KJT(["a", "b"], torch.arange(2000), lengths=torch.tensor([1, 1, 1, 1, 0, 1, 1, 1, 993, *[1000], *[0] * 8]))
+    assert repr(many) == (
+        "KeyedJaggedTensor({\n"
+        '    "a": [[0], [1], [2], ... 3 more ..., [5], [6], [7, 8, 9, ... 987 more ..., 997, 998, 999]],\n'
+        '    "b": [[1000, 1001, 1002, ... 994 more ..., 1997, 1998, 1999], [], [], ... 3 more ..., [], [], []]\n})'
+    )
+    shapes = "stride_per_key=[2, 2, 2], values=torch.int64 [7] on meta, with weights"
+    assert repr(batch(weights=True).to("meta")) == f"KeyedJaggedTensor(keys=['a', 'b', 'c'], {shapes})"
+    assert repr(rk.JaggedTensor(*[torch.arange(2, device="meta")] * 2)) == (
+        "JaggedTensor(rows=1, values=torch.int64 [2] on meta)"
+    )
+    columns = rk.KeyedTensor(["a", "b"], [1, 2], torch.arange(6.0).view(2, 3))
+    assert repr(columns) == 'KeyedTensor({\n    "a": [[0.0], [3.0]],\n    "b": [[1.0, 2.0], [4.0, 5.0]]\n})'
+    assert (
+        repr(columns.to("meta")) == "KeyedTensor(length_per_key={'a': 1, 'b': 2}, values=torch.float32 [2, 3] on meta)"
+    )
+    with FakeTensorMode() as mode:
+        assert "on cpu" in repr(
+            KJT(["a"], mode.from_tensor(torch.arange(2)), offsets=mode.from_tensor(torch.arange(2)))
+        )
 
 
 def test_regrouped_columns() -> None:

@@ -23,6 +23,13 @@ collection = rk.EmbeddingBagCollection(tables, optimizer=rk.Adam(0.1, betas=(0.9
 collection.load_state_dict(collection.state_dict())
 batch = rk.KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
 assert_type(collection.forward(batch).values(), torch.Tensor)
+assert_type(collection(batch), rk.KeyedTensor)
+assert_type(collection.for_serving()(batch)["f"], torch.Tensor)
+rows = rk.EmbeddingCollection([rk.EmbeddingConfig(10, 4, name="t", feature_names=["f"])])
+assert_type(rows({"f": torch.tensor([1])}), dict[str, rk.JaggedTensor])
+assert_type(rows.for_serving()(batch), dict[str, rk.JaggedTensor])
+assert_type(rk.Embedding(10, 4)(torch.tensor([1])), torch.Tensor)
+assert_type(rk.EmbeddingBag(10, 4)(torch.tensor([[1]])), torch.Tensor)
 assert_type(rk.scale_rows(torch.ones(2, 3), torch.ones(2)), torch.Tensor)
 scheduler = torch.optim.lr_scheduler.StepLR(collection.fused_optimizer, 1)
 """
@@ -34,6 +41,8 @@ rk.EmbeddingBagConfig(10, 4, name="t", feature_names="f")
 rk.EmbeddingBagCollection([], optimizer="adam")
 rk.RowCache(None)
 rk.jagged_permute()
+rk.Embedding(10, 4)([1])
+rk.EmbeddingBag(10, 4)()
 """
 
 

@@ -18,8 +18,9 @@ from torch.nn import functional
 from rec_kernels.models.one_table import OneTable, without_autocast
 from rec_kernels.nn.arguments import positive_integer
 from rec_kernels.nn.embedding_bag_collection import EmbeddingBagCollection
+from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import has_data
-from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor, to_offsets
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.nn.tables.config import EmbeddingBagConfig
 
 

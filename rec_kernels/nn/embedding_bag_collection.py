@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
 from rec_kernels.nn import pooled_lookups
@@ -52,6 +54,10 @@ class EmbeddingBagCollection(TableCollection):
 
     embedding_bags: Tables
 
+    if TYPE_CHECKING:
+
+        def __call__(self, features: Any) -> KeyedTensor: ...
+
     def forward(self, features) -> KeyedTensor:
         """Looks up a batch.
 
@@ -93,6 +99,10 @@ class EmbeddingBagCollection(TableCollection):
 
 class ServedEmbeddingBags(ServedTables):
     """Result of ``EmbeddingBagCollection.for_serving``."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, features: Any) -> KeyedTensor: ...
 
     def forward(self, features) -> KeyedTensor:
         """Looks up as ``rk.EmbeddingBagCollection.forward``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from torch import Tensor
 
 from rec_kernels.nn import sequence_lookups
@@ -33,6 +35,10 @@ class EmbeddingCollection(TableCollection):
     embeddings: Tables
     _pools = False
     _holder = "embeddings"
+
+    if TYPE_CHECKING:
+
+        def __call__(self, features: Any) -> dict[str, JaggedTensor]: ...
 
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up a batch.
@@ -79,6 +85,10 @@ class EmbeddingCollection(TableCollection):
 
 class ServedEmbeddings(ServedTables):
     """Result of ``EmbeddingCollection.for_serving``."""
+
+    if TYPE_CHECKING:
+
+        def __call__(self, features: Any) -> dict[str, JaggedTensor]: ...
 
     def forward(self, features) -> dict[str, JaggedTensor]:
         """Looks up as ``rk.EmbeddingCollection.forward``."""

@@ -317,6 +317,10 @@ class Embedding(EmbeddingLayer):
         given: Any = {"padding_idx": padding_idx, "_weight": embeddings, "_freeze": freeze, **options}
         return cls(*embeddings.shape, **given)
 
+    if TYPE_CHECKING:
+
+        def __call__(self, input: Tensor) -> Tensor: ...
+
     def forward(self, input: Tensor) -> Tensor:
         """Looks up ids.
 
@@ -399,6 +403,12 @@ class EmbeddingBag(EmbeddingLayer):
             raise ValueError(f"embeddings must have two dimensions, got {list(embeddings.shape)}")
         given: Any = {"_weight": embeddings, **options}
         return cls(*embeddings.shape, **given).requires_grad_(not freeze)
+
+    if TYPE_CHECKING:
+
+        def __call__(
+            self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
+        ) -> Tensor: ...
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """Pools bags.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_integers, check_tensor, has_data
 
 
@@ -77,6 +78,35 @@ def from_offsets_list(
         _check_offsets(f, ends)
         found[key] = _Feature(ids, ends.diff(), None if weights is None else weights[f])
     return _joined(found)
+
+
+def from_rows(values: Sequence[Tensor], weights: Sequence[Tensor] | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``rk.JaggedTensor.from_dense``: values, offsets and weights."""
+    if not values:
+        raise ValueError("values are empty: they must be a tensor for each row, one at least")
+    counts = [row.shape[0] for row in values]
+    if weights is not None and (other := [row.shape[0] for row in weights]) != counts:
+        raise ValueError(f"weights must be rows of the lengths of values, {counts}, got {other}")
+    joined = torch.cat(list(values))
+    lengths = torch.tensor(counts, dtype=torch.int32, device=joined.device)
+    return joined, to_offsets(lengths), None if weights is None else torch.cat(list(weights))
+
+
+def from_prefixes(values: Tensor, lengths: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """``rk.JaggedTensor.from_dense_lengths``: values, offsets and weights."""
+    check_tensor("values", values)
+    if values.dim() < 2:
+        raise ValueError(f"values must be [B, L, ...], got {list(values.shape)}")
+    check_integers("lengths", lengths, values)
+    if lengths.shape != values.shape[:1]:
+        raise ValueError(f"lengths must be one for each of {values.shape[0]} rows, got {list(lengths.shape)}")
+    if weights is not None and weights.shape != values.shape[:2]:
+        raise ValueError(f"weights must be {list(values.shape[:2])}, as values, got {list(weights.shape)}")
+    if has_data(lengths) and len(bad := ((lengths < 0) | (lengths > values.shape[1])).nonzero()):
+        i = int(bad[0])
+        raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be in [0, {values.shape[1]}], the columns of values")
+    inside = torch.arange(values.shape[1], device=values.device) < lengths[:, None]
+    return values[inside], to_offsets(lengths), None if weights is None else weights[inside]
 
 
 def _check_offsets(f: int, ends: Tensor) -> None:

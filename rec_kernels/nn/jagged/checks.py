@@ -27,6 +27,13 @@ def check_tensor(name: str, t: Tensor) -> None:
         raise TypeError(f"{name} must be a tensor, got {type(t).__name__}")
 
 
+def check_values(values: Tensor) -> None:
+    """Raises an error unless ``values`` are [N, ...]."""
+    check_tensor("values", values)
+    if not values.dim():
+        raise ValueError("values must have one dimension at least, got a tensor without any")
+
+
 def check_integers(name: str, t: Tensor, values: Tensor) -> None:
     """Raises an error unless argument ``name`` is [M] int32 or int64 where ``values`` are. Waits for no GPU."""
     check_tensor(name, t)

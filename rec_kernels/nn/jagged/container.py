@@ -36,6 +36,11 @@ class JaggedContainer:
             if isinstance(part, JaggedContainer) or (part is not None and part.device.type != "cpu"):
                 part.record_stream(stream)
 
+    def size_in_bytes(self) -> int:
+        """Bytes of the numbers of its tensors. As in TorchRec, which counts lengths beside offsets."""
+        parts = [part for name in self._parts if (part := getattr(self, name)) is not None]
+        return sum(p.size_in_bytes() if isinstance(p, JaggedContainer) else p.nbytes for p in parts)
+
     @abstractmethod
     def _mapped(self: _Container, move: Callable[[Any], Any]) -> _Container:
         """A container of its parts as ``move`` returns them."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import checks
+from rec_kernels.nn.jagged import checks, text
 from rec_kernels.nn.jagged.container import JaggedContainer
 
 
@@ -18,6 +18,7 @@ class KeyedTensor(JaggedContainer):
 
     Args:
         keys: F names, all different; length_per_key: F widths; values: [B, sum of widths].
+        key_dim: the dimension that keys share: 1. TorchRec's may be another.
 
     Raises:
         ValueError: they do not fit together. TypeError: ``values`` are no tensor.
@@ -25,7 +26,8 @@ class KeyedTensor(JaggedContainer):
 
     _parts = ("_values",)
 
-    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor) -> None:
+    def __init__(self, keys: list[str], length_per_key: list[int], values: Tensor, key_dim: int = 1) -> None:
+        _check_dims(key_dim=key_dim)
         checks.check_columns(keys, length_per_key, values)
         self._keys, self._lengths, self._values = keys, length_per_key, values
 
@@ -61,13 +63,21 @@ class KeyedTensor(JaggedContainer):
         """The dimension that keys share: 1, the columns."""
         return 1
 
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
     @staticmethod
-    def from_tensor_list(keys: list[str], tensors: Sequence[Tensor]) -> KeyedTensor:
+    def from_tensor_list(keys: list[str], tensors: Sequence[Tensor], key_dim: int = 1, cat_dim: int = 1) -> KeyedTensor:
         """One block of columns, [B, D], for each key. As in TorchRec.
+
+        Args:
+            key_dim, cat_dim: 1. TorchRec's may be others.
 
         Raises:
             ValueError: another number of tensors than keys, or they are no [B, D] of one B.
         """
+        _check_dims(key_dim=key_dim, cat_dim=cat_dim)
         tensors = list(tensors)
         if len(tensors) != len(keys) or any(t.dim() != 2 for t in tensors):
             shapes = [list(t.shape) for t in tensors]
@@ -112,4 +122,13 @@ class KeyedTensor(JaggedContainer):
         return self._of(self._keys, self._lengths, move(self._values))
 
     def __repr__(self) -> str:
-        return f"KeyedTensor(keys={self._keys}, values={list(self._values.shape)})"
+        return text.of_columns("KeyedTensor", self.to_dict(), self._values)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n"  # TorchRec's end so
+
+
+def _check_dims(**dims: int) -> None:
+    for name, dim in dims.items():
+        if dim != 1:
+            raise ValueError(f"{name} must be 1, the columns, got {dim}")

@@ -9,20 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rec_kernels.nn.jagged import build, checks
+from rec_kernels.nn.jagged import bounds, build, checks, text
+from rec_kernels.nn.jagged.batch_facts import BatchFacts
 from rec_kernels.nn.jagged.checks import has_data
-from rec_kernels.nn.jagged.container import JaggedContainer, OffsetsContainer
+from rec_kernels.nn.jagged.container import JaggedContainer
 from rec_kernels.ops.status import cannot_read
-
-
-def to_offsets(lengths: Tensor) -> Tensor:
-    """[len(lengths) + 1], of the dtype of ``lengths``."""
-    offsets = lengths.new_zeros(lengths.shape[0] + 1)
-    if has_data(lengths):  # in place, which takes half the time of a copy: fresh memory is slow
-        torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
-    else:
-        offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
-    return offsets
 
 
 class JaggedTensor(JaggedContainer):
@@ -32,7 +23,9 @@ class JaggedTensor(JaggedContainer):
         values: [N, ...].
         offsets: [B + 1] int32 or int64, which rise, in [0, N]. Values before the first and behind the last are in no
             row.
-        weights: [N] float32 or None.
+        weights: [N] floating-point numbers or None.
+        lengths: [B] int32 or int64, 0 or more, which add up to N at most: in place of offsets, or those of the same
+            rows.
 
     Raises:
         ValueError: shapes, dtypes or devices that do not fit together; on the CPU, offsets that do not rise in [0, N].
@@ -42,9 +35,21 @@ class JaggedTensor(JaggedContainer):
 
     _parts = ("_values", "_offsets", "_weights")
 
-    def __init__(self, values: Tensor, offsets: Tensor, weights: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        values: Tensor,
+        offsets: Tensor | None = None,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+    ) -> None:
         if not torch.compiler.is_compiling():
-            _check_rows(values, offsets, weights)
+            checks.check_values(values)
+            given, offsets = offsets, bounds.given_offsets(values, lengths, offsets)
+            if weights is not None:
+                checks.check_weights(weights, values)
+            checks.check_bounds(offsets, values.shape[0], _row, lengths if given is None else None)
+        elif offsets is None:
+            offsets = bounds.to_offsets(lengths)
         self._values, self._offsets, self._weights = values, offsets, weights
 
     @classmethod
@@ -78,14 +83,33 @@ class JaggedTensor(JaggedContainer):
         """
         return checks.there("weights", self._weights)
 
+    def lengths_or_none(self) -> Tensor:
+        """[B], as in TorchRec, where rows may have offsets only."""
+        return self.lengths()
+
+    def offsets_or_none(self) -> Tensor:
+        """[B + 1], as in TorchRec, where rows may have lengths only."""
+        return self._offsets
+
+    def device(self) -> torch.device:
+        """Where the values are."""
+        return self._values.device
+
     def to_dense(self) -> list[Tensor]:
         """One tensor per row.
 
         Raises:
             ValueError: on a GPU, or after somebody has written to them, offsets do not rise in [0, N].
         """
-        bounds = self._read_offsets().tolist()
-        return [self._values[a:b] for a, b in itertools.pairwise(bounds)]
+        return self._cut(self._values)
+
+    def to_dense_weights(self) -> list[Tensor] | None:
+        """``to_dense()`` of the weights, whose errors it raises; None: there are none."""
+        return None if self._weights is None else self._cut(self._weights)
+
+    def _cut(self, numbers: Tensor) -> list[Tensor]:
+        ends = self._read_offsets().tolist()
+        return [numbers[a:b] for a, b in itertools.pairwise(ends)]
 
     def to_padded_dense(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor:
         """[B, L, ...]: the rows side by side, cut or padded to ``desired_length``; None: the longest row's.
@@ -96,6 +120,13 @@ class JaggedTensor(JaggedContainer):
         Raises:
             ValueError: as ``to_dense()``.
         """
+        return self._padded(self._values, desired_length, padding_value)
+
+    def to_padded_dense_weights(self, desired_length: int | None = None, padding_value: float = 0.0) -> Tensor | None:
+        """[B, L]: ``to_padded_dense()`` of the weights, whose errors it raises; None: there are none."""
+        return None if self._weights is None else self._padded(self._weights, desired_length, padding_value)
+
+    def _padded(self, numbers: Tensor, desired_length: int | None, padding_value: float) -> Tensor:
         if not cannot_read(self._offsets):
             self._read_offsets()
         lengths = self.lengths()
@@ -105,9 +136,54 @@ class JaggedTensor(JaggedContainer):
         places = torch.arange(desired_length, device=lengths.device)
         inside = places < lengths[:, None]
         source = (self._offsets[:-1, None] + places)[inside]
-        shape = (batch, desired_length, *self._values.shape[1:])
-        padded = torch.full(shape, padding_value, dtype=self._values.dtype, device=self._values.device)
-        return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), self._values[source])
+        shape = (batch, desired_length, *numbers.shape[1:])
+        padded = torch.full(shape, padding_value, dtype=numbers.dtype, device=numbers.device)
+        return padded.masked_scatter(inside.view(*inside.shape, *[1] * (len(shape) - 2)), numbers[source])
+
+    @staticmethod
+    def from_dense(values: Sequence[Tensor], weights: Sequence[Tensor] | None = None) -> JaggedTensor:
+        """Rows that are tensors each. As in TorchRec.
+
+        Args:
+            values: B tensors [N_b, ...], one at least. weights: B tensors [N_b] or None.
+
+        Raises:
+            ValueError: there are none, or weights are not of the rows' lengths.
+        """
+        return JaggedTensor(*build.from_rows(values, weights))
+
+    @staticmethod
+    def from_dense_lengths(values: Tensor, lengths: Tensor, weights: Tensor | None = None) -> JaggedTensor:
+        """The first numbers of each row of a tensor. As in TorchRec.
+
+        Args:
+            values: [B, L, ...]. lengths: [B] int32 or int64, in [0, L]. weights: [B, L] or None.
+
+        Raises:
+            ValueError: a shape or dtype is not as above; on the CPU, a length.
+        """
+        return JaggedTensor(*build.from_prefixes(values, lengths, weights))
+
+    @staticmethod
+    def empty(
+        is_weighted: bool = False,
+        device: torch.device | str | None = None,
+        values_dtype: torch.dtype | None = None,
+        weights_dtype: torch.dtype | None = None,
+        lengths_dtype: torch.dtype = torch.int32,
+    ) -> JaggedTensor:
+        """No rows. As in TorchRec, but for offsets, which are [0].
+
+        Args:
+            is_weighted: whether it has weights, of which there are none. values_dtype, weights_dtype: torch's default
+                where None. lengths_dtype: int32 or int64.
+        """
+        weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
+        return JaggedTensor(
+            torch.zeros(0, dtype=values_dtype, device=device),
+            torch.zeros(1, dtype=lengths_dtype, device=device),
+            weights,
+        )
 
     def _read_offsets(self) -> Tensor:
         """The offsets on the CPU, which were looked at. A tracer's stay what they are."""
@@ -121,34 +197,36 @@ class JaggedTensor(JaggedContainer):
         weights = None if self._weights is None else move(self._weights)
         return self._of(move(self._values), move(self._offsets), weights)
 
+    def __repr__(self) -> str:
+        return text.of_rows("JaggedTensor", self._values, self._offsets, self._weights)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n"  # TorchRec's end so
+
 
 def _row(number: int) -> str:
     return f"row {number}"
 
 
-def _check_rows(values: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
-    checks.check_tensor("values", values)
-    if not values.dim():
-        raise ValueError("values must have one dimension at least, got a tensor without any")
-    checks.check_integers("offsets", offsets, values)
-    if weights is not None:
-        checks.check_weights(weights, values)
-    checks.check_bounds(offsets, values.shape[0], _row)
-
-
-class KeyedJaggedTensor(OffsetsContainer):
+class KeyedJaggedTensor(BatchFacts):
     """Ids of several features for a batch: bag (f, b) is ``values[offsets[f*B+b] : offsets[f*B+b+1]]``.
 
     Args:
         keys: F feature names, all different.
-        values: [N] ids, int32 or int64.
+        values: [N] ids, int32 or int64. Other numbers, [N, ...], can be cut and moved, but not looked up.
+        weights: [N] floating-point numbers (per-sample weights) or None.
         lengths: [F * B] bag lengths, 0 or more, which add up to N at most, or
-        offsets: [F * B + 1], which rise, in [0, N]; exactly one of the two. Ids in no bag, before the first or behind
-            the last, are left out of pooled lookups.
-        weights: [N] float32 (per-sample weights) or None.
+        offsets: [F * B + 1], which rise, in [0, N]; or both, of the same bags. Ids in no bag, before the first or
+            behind the last, are left out of pooled lookups.
+        stride: B, which a batch without keys does not show; None: as lengths or offsets say.
+        stride_per_key_per_rank: F lists of numbers, which add up to the features' batch sizes: as stride_per_key.
         stride_per_key: F batch sizes, where they differ among the features; lengths or offsets are of their sum then.
-        inverse_indices: with ``stride_per_key``, which bag of its feature each row of the full batch has: the names,
-            and an int64 tensor [F, B]. As in TorchRec.
+        length_per_key, offset_per_key: how many ids features have, and where these start, if the host knows it, so that
+            nobody waits for a GPU to learn it. They are checked on the CPU, and believed on a GPU.
+        lengths_offset_per_key, index_per_key, jt_dict: of TorchRec's callers; they follow from the others and are not
+            looked at.
+        inverse_indices: with batch sizes of the features' own, which bag of its feature each row of the full batch has:
+            the names, and an int64 tensor [F, B]. As in TorchRec.
 
     Raises:
         ValueError: sizes, dtypes or devices that do not fit together; on the CPU, lengths or offsets that are not as
@@ -159,32 +237,41 @@ class KeyedJaggedTensor(OffsetsContainer):
 
     _parts = ("_values", "_offsets", "_weights", "_inverse")
     _from_lengths = False  # whether messages name lengths
+    _stride: int | None = None  # batch size of a batch whose bags do not say it
 
     def __init__(
         self,
         keys: list[str],
         values: Tensor,
-        *,
+        weights: Tensor | None = None,
         lengths: Tensor | None = None,
         offsets: Tensor | None = None,
-        weights: Tensor | None = None,
-        stride_per_key: list[int] | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        stride_per_key: Sequence[int] | None = None,
+        length_per_key: Sequence[int] | None = None,
+        lengths_offset_per_key: Sequence[int] | None = None,
+        offset_per_key: Sequence[int] | None = None,
+        index_per_key: Mapping[str, int] | None = None,
+        jt_dict: Mapping[str, JaggedTensor] | None = None,
         inverse_indices: tuple[list[str], Tensor] | None = None,
     ) -> None:
-        if (lengths is None) == (offsets is None):
-            raise ValueError("exactly one of lengths and offsets must be given")
-        which, given = ("lengths", lengths) if offsets is None else ("offsets", offsets)
-        checks.check_integers("values", values, values)
-        checks.check_integers(which, given, values)
-        checks.check_bags(keys, stride_per_key, given.shape[0] - (0 if offsets is None else 1), which)
+        checks.check_values(values)
+        self._from_lengths = offsets is None
+        offsets = bounds.given_offsets(values, lengths, offsets)
+        strides, bags = bounds.given_strides(stride, stride_per_key_per_rank, stride_per_key), offsets.shape[0] - 1
+        checks.check_bags(keys, strides, bags, "lengths" if self._from_lengths else "offsets")
+        if strides is None:
+            bounds.check_stride(stride, keys, bags)
         if inverse_indices is not None:
-            checks.check_inverse(inverse_indices, keys, stride_per_key)
+            checks.check_inverse(inverse_indices, keys, strides)
         if weights is not None:
             checks.check_weights(weights, values)
-        self._set(keys, values, to_offsets(lengths) if offsets is None else offsets, weights, stride_per_key)
+        self._set(keys, values, offsets, weights, strides)
+        self._stride = stride
         self._inverse_keys, self._inverse = inverse_indices or (None, None)
-        self._from_lengths = offsets is None
-        checks.check_bounds(self._offsets, values.shape[0], self._place_of_bag, lengths)
+        checks.check_bounds(offsets, values.shape[0], self._place_of_bag, lengths if self._from_lengths else None)
+        self._believe(bounds.given_starts(length_per_key, offset_per_key))
 
     @classmethod
     def _of(
@@ -235,31 +322,17 @@ class KeyedJaggedTensor(OffsetsContainer):
         """
         return checks.there("weights", self._weights)
 
-    def lengths_or_none(self) -> Tensor:
-        """[F * B], as in TorchRec, where a batch may have offsets only."""
-        return self.lengths()
-
     def offsets_or_none(self) -> Tensor:
         """[F * B + 1], as in TorchRec, where a batch may have lengths only."""
         return self._offsets
 
-    def length_per_key(self) -> list[int]:
-        """F numbers of ids. Read from the device, as ``offset_per_key()``.
-
-        Raises:
-            ValueError: as ``offset_per_key()``.
-        """
-        return [stop - start for start, stop in itertools.pairwise(self.offset_per_key())]
-
-    def device(self) -> torch.device:
-        """Where the ids are."""
-        return self._values.device
-
     def stride(self) -> int:
         """Batch size B; of the full batch, where features have their own."""
-        if self._strides is None:
-            return (self._offsets.shape[0] - 1) // max(len(self._keys), 1)
-        return max(self._strides, default=0) if self._inverse is None else self._inverse.shape[1]
+        if self._strides is None and self._keys:
+            return (self._offsets.shape[0] - 1) // len(self._keys)
+        if self._inverse is not None:
+            return self._inverse.shape[1]
+        return max(self._strides or [0]) if self._stride is None else self._stride
 
     def stride_per_key(self) -> list[int]:
         """F batch sizes."""
@@ -273,47 +346,13 @@ class KeyedJaggedTensor(OffsetsContainer):
         """The names and [F, B], or None."""
         return None if self._inverse is None else (self._inverse_keys, self._inverse)
 
-    def offset_per_key(self) -> list[int]:
-        """[F + 1]: where each feature's ids start. Read from the device, and kept until the offsets change.
+    def inverse_indices(self) -> tuple[list[str], Tensor]:
+        """The names and [F, B].
 
         Raises:
-            ValueError: on a GPU, or after somebody has written to them, these do not rise in [0, N].
+            ValueError: there are none.
         """
-        found = self.known_offset_per_key()
-        if found is None:
-            bounds = list(itertools.accumulate(self.stride_per_key(), initial=0))
-            found = self._offsets[bounds].tolist() if self._keys else [0]
-            self._check_starts(bounds, found)
-            self.keep_offset_per_key(found)
-        return found
-
-    def _check_starts(self, bags: list[int], starts: list[int]) -> None:
-        if torch.compiler.is_compiling():
-            return
-        count = self._values.shape[0]
-        for f, (before, start) in enumerate(itertools.pairwise([0, *starts])):
-            if not before <= start <= count:
-                where = f"feature {self._keys[f]!r} begins" if f < len(self._keys) else "the last feature ends"
-                raise ValueError(
-                    f"offsets[{bags[f]}] = {start}, where {where}, must be in [{before}, {count}], from where the one "
-                    "before begins to the number of values"
-                )
-
-    def _place_of_bag(self, bag: int) -> str:
-        return checks.place_of_bag(bag, self._keys, self.stride_per_key())
-
-    def known_offset_per_key(self) -> list[int] | None:
-        """``offset_per_key()``, if the host knows it; None: it would have to be read from the device."""
-        known = self._offset_per_key
-        if known is None or torch.compiler.is_compiling():  # compiled code cannot see whether the offsets have changed
-            return None
-        return known[1] if known[0] == self._offsets._version else None
-
-    def keep_offset_per_key(self, offset_per_key: list[int]) -> None:
-        """Keeps what was learned of the offsets as they are now."""
-        # Nobody counts changes of an inference tensor, and compiled code has no object that it could be kept in.
-        if not torch.compiler.is_compiling() and not self._offsets.is_inference():
-            self._offset_per_key = self._offsets._version, offset_per_key
+        return self._inverse_keys, checks.there("inverse_indices", self._inverse)
 
     def __getitem__(self, key: str) -> JaggedTensor:
         i, strides = checks.place_of_key(key, self._keys), self.stride_per_key()
@@ -325,7 +364,7 @@ class KeyedJaggedTensor(OffsetsContainer):
     def _mapped(self, move: Callable[[Any], Any]) -> KeyedJaggedTensor:
         weights = None if self._weights is None else move(self._weights)
         moved = self._of(self._keys, move(self._values), move(self._offsets), weights, self._strides)
-        moved._from_lengths = self._from_lengths
+        moved._from_lengths, moved._stride = self._from_lengths, self._stride
         if self._inverse is not None:
             moved._inverse_keys, moved._inverse = self._inverse_keys, move(self._inverse)
         # Looks now where that costs nothing, so that no later call waits for a GPU.
@@ -334,8 +373,15 @@ class KeyedJaggedTensor(OffsetsContainer):
             moved.keep_offset_per_key(known)
         return moved
 
-    def to_dict(self) -> dict[str, JaggedTensor]:
-        """A ``rk.JaggedTensor`` for each feature."""
+    def to(self, device: Any, non_blocking: bool = False, dtype: torch.dtype | None = None) -> KeyedJaggedTensor:
+        """Copies the batch to another device; ``dtype`` is that of its weights then, None: theirs. As in TorchRec."""
+        moved = super().to(device, non_blocking)
+        if dtype is not None and moved._weights is not None:
+            moved._weights = moved._weights.to(dtype)
+        return moved
+
+    def to_dict(self, compute_offsets: bool = True) -> dict[str, JaggedTensor]:
+        """A ``rk.JaggedTensor`` for each feature, with offsets, even if ``compute_offsets`` asks for none."""
         return {key: self[key] for key in self._keys}
 
     def split(self, segments: list[int]) -> list[KeyedJaggedTensor]:
@@ -349,18 +395,23 @@ class KeyedJaggedTensor(OffsetsContainer):
         ends = list(itertools.accumulate(segments, initial=0))
         return [self._features(a, b) for a, b in itertools.pairwise(ends)]
 
-    def permute(self, indices: list[int]) -> KeyedJaggedTensor:
-        """The features with these numbers, in this order; some may be left out. As in TorchRec.
+    def permute(self, indices: list[int], indices_tensor: Tensor | None = None) -> KeyedJaggedTensor:
+        """The features with these numbers, in this order; some may be left out, or come twice. As in TorchRec.
+
+        Args:
+            indices: numbers of features. indices_tensor: the same on the device, which TorchRec uses.
 
         Raises:
-            IndexError: a number is out of range. ValueError: one comes twice; the batch has ``inverse_indices``.
+            IndexError: a number is out of range. ValueError: the batch has ``inverse_indices``.
         """
         for i in indices:
             if not 0 <= i < len(self._keys):
                 raise IndexError(f"indices must be numbers of features, in [0, {len(self._keys)}), got {i}")
         if not indices:
             return self._features(0, 0)
-        return KeyedJaggedTensor.concat([self._features(i, i + 1) for i in indices])
+        permuted = _joined([self._features(i, i + 1) for i in indices])
+        permuted._stride = self.stride()
+        return permuted
 
     def _features(self, first: int, last: int) -> KeyedJaggedTensor:
         """Some neighbouring features, views of this batch."""
@@ -372,26 +423,77 @@ class KeyedJaggedTensor(OffsetsContainer):
         weights = None if self._weights is None else self._weights[start:stop]
         own = None if self._strides is None else strides[first:last]
         part = self._of(self._keys[first:last], self._values[start:stop], offsets - start, weights, own)
+        part._stride = self.stride()
         part.keep_offset_per_key([s - start for s in starts[first : last + 1]])
         return part
+
+    @staticmethod
+    def from_lengths_sync(
+        keys: list[str],
+        values: Tensor,
+        lengths: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> KeyedJaggedTensor:
+        """A batch of lengths, of which the host knows where features start: it waits for a GPU. As in TorchRec.
+
+        The arguments and errors are the constructor's, and those of ``sync()``.
+        """
+        kjt = KeyedJaggedTensor(keys, values, weights, lengths, None, stride, stride_per_key_per_rank)
+        return kjt._with_inverse(inverse_indices).sync()
+
+    @staticmethod
+    def from_offsets_sync(
+        keys: list[str],
+        values: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None = None,
+        stride: int | None = None,
+        stride_per_key_per_rank: Tensor | Sequence[Sequence[int]] | None = None,
+        inverse_indices: tuple[list[str], Tensor] | None = None,
+    ) -> KeyedJaggedTensor:
+        """``from_lengths_sync`` of offsets."""
+        kjt = KeyedJaggedTensor(keys, values, weights, None, offsets, stride, stride_per_key_per_rank)
+        return kjt._with_inverse(inverse_indices).sync()
+
+    def _with_inverse(self, inverse_indices: tuple[list[str], Tensor] | None) -> KeyedJaggedTensor:
+        if inverse_indices is not None:
+            checks.check_inverse(inverse_indices, self._keys, self._strides)
+            self._inverse_keys, self._inverse = inverse_indices
+        return self
+
+    @staticmethod
+    def from_jt_dict(jt_dict: Mapping[str, JaggedTensor]) -> KeyedJaggedTensor:
+        """A batch of jagged features, ``rk.JaggedTensor`` or TorchRec's. As in TorchRec, but for ids in no row, which
+        are left out, and errors: those of ``from_dict()``."""
+        return KeyedJaggedTensor.from_dict(jt_dict).sync()
 
     @staticmethod
     def empty(
         is_weighted: bool = False,
         device: torch.device | str | None = None,
-        values_dtype: torch.dtype = torch.int64,
+        values_dtype: torch.dtype | None = torch.int64,
+        weights_dtype: torch.dtype | None = None,
         lengths_dtype: torch.dtype = torch.int32,
     ) -> KeyedJaggedTensor:
-        """A batch without features. As in TorchRec.
+        """A batch without features. As in TorchRec, but for the ids' dtype, which is int64 if nothing else is asked.
 
         Args:
-            is_weighted: whether it has weights, of which there are none. values_dtype, lengths_dtype: int32 or int64.
+            is_weighted: whether it has weights, of which there are none. values_dtype, weights_dtype: torch's default
+                where None. lengths_dtype: int32 or int64.
         """
         values = torch.zeros(0, dtype=values_dtype, device=device)
-        weights = torch.zeros(0, device=device) if is_weighted else None
-        return KeyedJaggedTensor(
-            [], values, lengths=torch.zeros(0, dtype=lengths_dtype, device=device), weights=weights
-        )
+        weights = torch.zeros(0, dtype=weights_dtype, device=device) if is_weighted else None
+        return KeyedJaggedTensor([], values, weights, torch.zeros(0, dtype=lengths_dtype, device=device))
+
+    @staticmethod
+    def empty_like(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """A batch without features, of the dtypes, the device and the batch size of another. As in TorchRec."""
+        values, weights, offsets = kjt.values(), kjt.weights_or_none(), kjt.offsets()
+        none = None if weights is None else weights.new_zeros(0)
+        return KeyedJaggedTensor([], values.new_zeros(0), none, offsets.new_zeros(0), stride=kjt.stride())
 
     @staticmethod
     def from_dict(features: Mapping[str, Any], *, padding_value: int | None = None) -> KeyedJaggedTensor:
@@ -490,31 +592,40 @@ class KeyedJaggedTensor(OffsetsContainer):
             raise ValueError(f"kjt_list has features with weights, and without, {without}: all must have them, or none")
         if len(parts) < 2 and len(set(keys)) == len(keys):
             return parts[0] if parts else kjt_list[0]
-        own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
-        values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
-        ends = list(itertools.accumulate(each.shape[0] for each in values))
-        if ends[-1] >= 2**31:
-            offsets = tuple(each.long() for each in offsets)
-        known = [kjt.known_offset_per_key() for kjt in parts]
-        first = offsets[0][:1]
-        if None in known and not has_data(first):
-            first = first.masked_fill(_have_gaps(values, offsets), -1)
-        moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
         checks.check_keys_differ(keys)
-        joined = KeyedJaggedTensor._of(
-            keys,
-            torch.cat(values),
-            torch.cat([first, *moved]),
-            None if factors[0] is None else torch.cat(factors),
-            [size for kjt in parts for size in kjt.stride_per_key()] if own else None,
-        )
-        if None not in known:
-            starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
-            joined.keep_offset_per_key([*starts, ends[-1]])
-        return joined
+        return _joined(parts)
 
     def __repr__(self) -> str:
-        return f"KeyedJaggedTensor(keys={self._keys}, batch={self.stride()}, values={self._values.shape[0]})"
+        given = self._values, self._offsets, self._weights
+        return text.of_bags("KeyedJaggedTensor", self._keys, self.stride_per_key(), *given)
+
+    def __str__(self) -> str:
+        return f"{self!r}\n"  # TorchRec's end so
+
+
+def _joined(parts: list[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    """Features of batches, one after the other, whose names may be the same. One batch or more."""
+    own = any(kjt.variable_stride_per_key() for kjt in parts) or len({kjt.stride() for kjt in parts}) > 1
+    values, offsets, factors = zip(*map(_from_zero, parts), strict=True)
+    ends = list(itertools.accumulate(each.shape[0] for each in values))
+    if ends[-1] >= 2**31:
+        offsets = tuple(each.long() for each in offsets)
+    known = [kjt.known_offset_per_key() for kjt in parts]
+    first = offsets[0][:1]
+    if None in known and not has_data(first):
+        first = first.masked_fill(_have_gaps(values, offsets), -1)
+    moved = [each[1:] + start for each, start in zip(offsets, [0, *ends], strict=False)]
+    joined = KeyedJaggedTensor._of(
+        list(itertools.chain.from_iterable(kjt.keys() for kjt in parts)),
+        torch.cat(values),
+        torch.cat([first, *moved]),
+        None if factors[0] is None else torch.cat(factors),
+        [size for kjt in parts for size in kjt.stride_per_key()] if own else None,
+    )
+    if None not in known:
+        starts = [p - places[0] + s for places, s in zip(known, [0, *ends], strict=False) for p in places[:-1]]
+        joined.keep_offset_per_key([*starts, ends[-1]])
+    return joined
 
 
 def _have_gaps(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> Tensor:

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rec_kernels.nn.jagged.bounds import to_offsets
 from rec_kernels.nn.jagged.checks import check_bags, check_integers, has_data
 from rec_kernels.nn.jagged.container import OffsetsContainer
 from rec_kernels.nn.jagged.select_features import check_keys
-from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor, to_offsets
+from rec_kernels.nn.jagged.tensors import KeyedJaggedTensor
 from rec_kernels.ops.jagged_overlaps import jagged_overlaps
 from rec_kernels.ops.jagged_windows import jagged_windows
 from rec_kernels.ops.status import cannot_read

@@ -1,0 +1,107 @@
+"""Offsets of jagged containers from what they are given: lengths, offsets, or both, as TorchRec's callers give them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rec_kernels.nn.jagged.checks import check_integers, has_data
+
+
+def to_offsets(lengths: Tensor) -> Tensor:
+    """[len(lengths) + 1], of the dtype of ``lengths``."""
+    offsets = lengths.new_zeros(lengths.shape[0] + 1)
+    if has_data(lengths):  # in place, which takes half the time of a copy: fresh memory is slow
+        torch.cumsum(lengths, 0, dtype=lengths.dtype, out=offsets[1:])
+    else:
+        offsets[1:] = torch.cumsum(lengths, 0, dtype=lengths.dtype)
+    return offsets
+
+
+def given_offsets(values: Tensor, lengths: Tensor | None, offsets: Tensor | None) -> Tensor:
+    """[bags + 1], of ``values`` [N, ...]. Numbers of offsets are for ``check_bounds`` to look at.
+
+    Empty tensors may have any dtype, and empty offsets are those of no bag if there are no values.
+
+    Raises:
+        ValueError: there are values, and neither is given; a dtype, shape or device does not fit; lengths and offsets
+        contradict each other. TypeError: one is no tensor.
+    """
+    if offsets is None:
+        if lengths is None:
+            if len(values):
+                raise ValueError("lengths or offsets must be given: there are values")
+            return torch.zeros(1, dtype=torch.int64, device=values.device)
+        return to_offsets(_integers("lengths", lengths, values))
+    offsets = _integers("offsets", offsets, values)
+    if has_data(offsets) and not len(offsets) and not len(values):
+        offsets = offsets.new_zeros(1)
+    if lengths is not None:
+        _check_both(_integers("lengths", lengths, values), offsets)
+    return offsets
+
+
+def _integers(name: str, t: Tensor, values: Tensor) -> Tensor:
+    if isinstance(t, Tensor) and t.is_floating_point() and t.shape == (0,):
+        t = t.long()  # torch.tensor([]) is float32
+    check_integers(name, t, values)
+    return t
+
+
+def _check_both(lengths: Tensor, offsets: Tensor) -> None:
+    if lengths.shape[0] + 1 != offsets.shape[0]:
+        raise ValueError(
+            f"lengths describe {lengths.shape[0]} bags, and offsets {offsets.shape[0] - 1}: give one of the two, or "
+            "both of the same bags"
+        )
+    if has_data(lengths) and has_data(offsets) and len(other := (lengths != offsets.diff()).nonzero()):
+        i = int(other[0])
+        raise ValueError(f"lengths[{i}] = {int(lengths[i])} must be {int(offsets[i + 1] - offsets[i])}, as offsets say")
+
+
+def given_strides(
+    stride: int | None, per_rank: Tensor | Sequence[Sequence[int]] | None, strides: Sequence[int] | None
+) -> list[int] | None:
+    """Batch sizes of features that have their own; None: all have one.
+
+    Args:
+        stride: B, or None. per_rank: [F][ranks] parts of each batch size, which are added up, or None. strides: F batch
+            sizes, or None. If all are ``stride``, none is a feature's own.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    if per_rank is not None:
+        rows = per_rank.tolist() if isinstance(per_rank, Tensor) else per_rank
+        own = [sum(row) for row in rows]
+        if strides is not None and list(strides) != own:
+            raise ValueError(f"stride_per_key must be the sums of stride_per_key_per_rank, {own}, got {list(strides)}")
+        return own
+    if strides is None or (stride is not None and all(size == stride for size in strides)):
+        return None
+    return list(strides)
+
+
+def check_stride(stride: int | None, keys: list[str], bags: int) -> None:
+    """Raises ValueError unless ``bags`` bags are ``stride`` of each key."""
+    if stride is not None and keys and bags != stride * len(keys):
+        raise ValueError(f"stride must be {bags // len(keys)}, the bags of each of {len(keys)} keys, got {stride}")
+
+
+def given_starts(length_per_key: Sequence[int] | None, offset_per_key: Sequence[int] | None) -> list[int] | None:
+    """[F + 1]: where ids of features start, as they are given; None: they are not.
+
+    Raises:
+        ValueError: the two contradict each other.
+    """
+    if offset_per_key is None:
+        if length_per_key is None:
+            return None
+        return list(itertools.accumulate(length_per_key, initial=0))
+    starts = list(offset_per_key)
+    if length_per_key is not None and [b - a for a, b in itertools.pairwise(starts)] != list(length_per_key):
+        raise ValueError(f"length_per_key must be {offset_per_key}'s steps, got {list(length_per_key)}")
+    return starts

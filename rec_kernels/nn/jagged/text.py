@@ -1,0 +1,108 @@
+"""Jagged containers as text: keys and rows, as TorchRec prints them, and no more of them than one wants to read."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rec_kernels.ops.status import cannot_read
+
+#: A container with more numbers is printed in short: this many rows and numbers from either end of a list.
+_MOST, _ENDS = 1000, 3
+
+
+def of_rows(name: str, values: Tensor, offsets: Tensor, weights: Tensor | None) -> str:
+    """``rk.JaggedTensor``: a list of its rows. On a GPU the host waits."""
+    parts = [t for t in (values, offsets, weights) if t is not None]
+    if not _is_readable(parts):
+        return f"{name}(rows={offsets.shape[0] - 1}, {_shapes(values, weights)})"
+    short, bounds = _is_long(values), offsets.cpu()
+    rows = _jagged(values, bounds, short)
+    if weights is None:
+        return f"{name}({{\n    {rows}\n}})"
+    return f'{name}({{\n    "values": {rows},\n    "weights": {_jagged(weights, bounds, short)}\n}})'
+
+
+def of_bags(
+    name: str, keys: Sequence[str], strides: Sequence[int], values: Tensor, offsets: Tensor, weights: Tensor | None
+) -> str:
+    """``rk.KeyedJaggedTensor``: a list of its bags for each key. On a GPU the host waits."""
+    if not keys:
+        return f"{name}()"
+    parts = [t for t in (values, offsets, weights) if t is not None]
+    if not _is_readable(parts):
+        return f"{name}(keys={list(keys)}, stride_per_key={list(strides)}, {_shapes(values, weights)})"
+    short, ends, bounds = _is_long(values), list(itertools.accumulate(strides, initial=0)), offsets.cpu()
+    lines = []
+    for key, (first, last) in zip(keys, itertools.pairwise(ends), strict=True):
+        own = bounds[first : last + 1]
+        bags = _jagged(values, own, short)
+        if weights is not None:
+            factors = _jagged(weights, own, short)
+            bags = f'{{\n        "values": {bags},\n        "weights": {factors}\n    }}'
+        lines.append(f'    "{key}": {bags}')
+    return f"{name}({{\n" + ",\n".join(lines) + "\n})"
+
+
+def of_columns(name: str, blocks: dict[str, Tensor], values: Tensor) -> str:
+    """``rk.KeyedTensor``: a list of its rows for each key. On a GPU the host waits."""
+    if not blocks:
+        return f"{name}()"
+    if not _is_readable([values]):
+        widths = {key: block.shape[1] for key, block in blocks.items()}
+        return f"{name}(length_per_key={widths}, {_shapes(values, None)})"
+    short = _is_long(values)
+    lines = [f'    "{key}": {_list(block, short)}' for key, block in blocks.items()]
+    return f"{name}({{\n" + ",\n".join(lines) + "\n})"
+
+
+def _is_readable(parts: Sequence[Tensor]) -> bool:
+    """False for tensors without numbers: meta and fake ones, those of a tracer or of a graph that is captured."""
+    return not any(
+        t.is_meta
+        or cannot_read(t)
+        or torch.jit.is_tracing()
+        or type(t) not in (Tensor, torch.nn.Parameter)
+        or torch._C._functorch.is_functorch_wrapped_tensor(t)
+        or torch._is_functional_tensor(t)
+        for t in parts
+    )
+
+
+def _is_long(values: Tensor) -> bool:
+    return values.numel() > _MOST
+
+
+def _shapes(values: Tensor, weights: Tensor | None) -> str:
+    text = f"values={values.dtype} {list(values.shape)} on {values.device}"
+    return text if weights is None else f"{text}, with weights"
+
+
+def _jagged(values: Tensor, bounds: Tensor, short: bool) -> str:
+    """Rows of ``values``; ``bounds`` [B + 1] are on the CPU."""
+    count = max(bounds.shape[0] - 1, 0)
+    rows = [_list(values[int(bounds[b]) : int(bounds[b + 1])], short) for b in _chosen(count, short)]
+    return _joined(rows, count)
+
+
+def _list(t: Tensor, short: bool) -> str:
+    """[N, ...] as nested lists."""
+    if t.dim() == 1:
+        items = t[list(_chosen(len(t), short))] if short else t
+        return _joined([str(x) for x in items.tolist()], len(t))
+    return _joined([_list(t[i], short) for i in _chosen(t.shape[0], short)], t.shape[0])
+
+
+def _chosen(count: int, short: bool) -> Sequence[int]:
+    if not short or count <= 2 * _ENDS + 1:
+        return range(count)
+    return [*range(_ENDS), *range(count - _ENDS, count)]
+
+
+def _joined(items: list[str], count: int) -> str:
+    if len(items) < count:
+        items.insert(_ENDS, f"... {count - 2 * _ENDS} more ...")
+    return "[" + ", ".join(items) + "]"
